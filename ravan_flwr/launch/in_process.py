@@ -25,7 +25,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import absolute_paths, own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.flower_private import Run, TaskType, set_message_id
+from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
 from ravan_flwr.launch.parallel_clients import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job
@@ -119,6 +119,7 @@ class InProcessGrid(Grid):
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
+        self._nodes: tuple[list[int], list[NodeInfo]] = [], []  # ids, and what is known of them
         self._contexts = {}
         for node_id in range(1, num_clients + 1):
             node: dict[str, Scalar] = {"partition-id": node_id - 1, "num-partitions": num_clients}
@@ -168,6 +169,16 @@ class InProcessGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """List all clients, always."""
         return list(self._contexts)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """List the clients: the same list again while they are the same, as the server sees."""
+        return self._listed(self.get_node_ids())
+
+    def _listed(self, node_ids: Iterable[int]) -> list[NodeInfo]:
+        ids = list(node_ids)
+        if self._nodes[0] != ids:
+            self._nodes = ids, [NodeInfo(node_id=node) for node in ids]
+        return self._nodes[1]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Take messages; their clients run when the replies are pulled."""

@@ -39,7 +39,7 @@ class TimedGrid(InProcessGrid):
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """List all clients: what a device has answered holds while it is offline."""
-        return [NodeInfo(node_id=node) for node in super().get_node_ids()]
+        return self._listed(super().get_node_ids())
 
     def _push(self, message: Message) -> str:
         self.clock.take(self._last.get(about(message), ""))  # it is dropped

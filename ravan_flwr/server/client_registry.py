@@ -14,7 +14,7 @@ weighs a reply (`weighting=examples`) or an evaluation, so that a false one woul
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from logging import getLogger
@@ -23,6 +23,7 @@ from statistics import median_low
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.messages.registered_client import (
@@ -233,6 +234,8 @@ class Node:
 
     def rests(self, kind: str, round_number: int) -> bool:
         """Return whether it sits this round out; a node that does not train does not evaluate."""
+        if not self.asleep:  # as nearly all
+            return False
         return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))
 
 
@@ -267,8 +270,12 @@ class ClientRegistry:
         self._keys: dict[int, str] = {}  # node id -> fingerprint of its key, where it keeps one
         self._dealt_out = partition_sizes
         self._inbox = ReplyFetcher()
+        self._settled: object = None  # the list of nodes with which all had answered
         self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
         self._checked: Mapping[int, RegisteredClient] | None = None  # those that fit to each other
+        # The members, and the same sorted by partition.
+        self._ordered: tuple[Mapping[int, RegisteredClient] | None, list[RegisteredClient]]
+        self._ordered = None, []
         self._most_examples: int | None = None  # None: to be found anew
         self._unasked = 0  # nodes that are here and will be asked when others have answered
         self._refused_now: list[str] = []  # the reasons of this recruiting
@@ -305,10 +312,16 @@ class ClientRegistry:
 
     def present(self, grid: Grid) -> list[RegisteredClient]:
         """Return the members that are connected now and have no open question, by partition."""
-        present = set(grid.get_node_ids())
-        nodes = [node for node in self.nodes.values() if node.node_id in present]
-        members = [node.member for node in nodes if node.member is not None and not node.question]
-        return sorted(members, key=lambda member: member.partition_id)
+        present, nodes = set(grid.get_node_ids()), self.nodes
+        members = self.members
+        if self._ordered[0] is not members:
+            ordered = sorted(members.values(), key=lambda member: member.partition_id)
+            self._ordered = members, ordered
+        return [
+            member
+            for member in self._ordered[1]
+            if member.node_id in present and not nodes[member.node_id].question
+        ]
 
     def rested(
         self, members: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
@@ -337,6 +350,8 @@ class ClientRegistry:
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Do as `recruit` does, and leave it to the caller whether there is anybody."""
+        if not wait and grid.get_nodes() is self._settled:
+            return  # the list is the same, and all in it have answered
         self._query(grid, wait=wait)
         self._check_all()
         if rest := self._refused_now[REFUSALS_TOLD:]:  # the others have a line each
@@ -358,7 +373,8 @@ class ClientRegistry:
         deadline = time.monotonic() + (NODES_TIMEOUT if wait else 0.0)
         pause = 0.05
         while True:
-            self._ask(grid)
+            nodes = grid.get_nodes()
+            self._ask(grid, nodes)
             if self._take_answers(grid) and wait:
                 deadline, pause = time.monotonic() + REGISTRY_TIMEOUT, 0.05
             # A node that dies whenever it is asked, and comes back, is not waited for again.
@@ -367,19 +383,22 @@ class ClientRegistry:
             awaited = max(self._parts.awaited(self.members.values()), self.least)
             all_here = len(self.members) + len(self.refused) >= awaited
             if not waiting and (all_here or time.monotonic() >= deadline):
+                open_ones = self._unasked or any(node.question for node in self.nodes.values())
+                self._settled = None if open_ones else nodes
                 return
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)
 
-    def _ask(self, grid: Grid) -> None:
+    def _ask(self, grid: Grid, given: Iterable[NodeInfo]) -> None:
         """Query the nodes that are new, and those that were away: they may have changed."""
-        nodes = list(grid.get_nodes())
+        nodes = list(given)
         since = {node.node_id: node.last_activated_at for node in nodes}
         if not simulating(grid):
             known = [node for node in nodes if node.public_key]
             self._keys |= {n.node_id: sha256(n.public_key).hexdigest()[:32] for n in known}
         for node_id in since:
-            self.nodes.setdefault(node_id, Node(node_id))
+            if node_id not in self.nodes:
+                self.nodes[node_id] = Node(node_id)
         for node in self.nodes.values():
             if node.since is not None and since.get(node.node_id) != node.since:
                 node.since, node.refused, node.question = None, "", ""  # it is asked again

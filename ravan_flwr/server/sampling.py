@@ -69,7 +69,8 @@ class Sampler:
     def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """List the connected members that can afford to train; the others are left out."""
         members = self.registry.present(grid)
-        round_log.left_out = [m.partition_id for m in members if not self.method.can_train(m.share)]
+        able = {share for share in {m.share for m in members} if self.method.can_train(share)}
+        round_log.left_out = [m.partition_id for m in members if m.share not in able]
         if round_log.left_out != self._left_out:
             self._left_out = round_log.left_out
             log.info(
@@ -77,14 +78,15 @@ class Sampler:
                 count(len(round_log.left_out), "client"), self.config.method,
                 listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
-        shares = sorted({member.share for member in self.registry.members.values()})
-        if not any(map(self.method.can_train, shares)):  # of no member, connected or not
+        everybody = () if able else self.registry.members.values()
+        shares = sorted({member.share for member in everybody})
+        if not (able or any(map(self.method.can_train, shares))):  # no member, connected or not
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "
                 "expected one of 1; use a method that can be trained in part, or budgets=full"
             )
-        return [member for member in members if self.method.can_train(member.share)]
+        return [member for member in members if member.share in able]
 
     def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""

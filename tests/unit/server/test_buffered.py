@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.serverapp import Grid
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,7 +90,7 @@ class Timed(TimedGrid, Nodes):
         return list(self.members)
 
     def get_nodes(self):
-        return Grid.get_nodes(self)
+        return self._listed(self.members)
 
     def _begin(self, message_id, message):
         if message.metadata.message_type == "train":

@@ -74,7 +74,7 @@ def test_a_client_that_is_not_in_a_round_costs_it_next_to_nothing():
     def of_a_round(clients):
         return operations(clients, 2) - operations(clients, 1)
 
-    assert (of_a_round(160) - of_a_round(40)) / 120 < 450
+    assert (of_a_round(160) - of_a_round(40)) / 120 < 250
 
 
 def test_clients_that_rest_are_found_without_comparing_all_with_all():
