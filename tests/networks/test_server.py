@@ -38,6 +38,9 @@ def test_a_superlink_that_is_away_for_90_s_fails_the_run_which_is_resumed(site, 
     assert directory.startswith(RUNS)
     there = len(run.rounds)
     site.wait_for_nodes(3)
+    # The failed run's process ends only when it has reached the SuperLink again.
+    ask = "ps -e -o args= | grep [f]lwr-serverapp || true"
+    wait_for(lambda: not site.server.run(ask), "the end of its process", SOON, pause=1)
     resumed = site.run(there + 2, f"resume='{directory}'", folder=run.folder)
     assert resumed.wait() == "finished:completed", resumed.program.log
     assert [record["round"] for record in run.rounds] == list(range(1, there + 3))
