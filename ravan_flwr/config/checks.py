@@ -245,6 +245,11 @@ def _check_asynchronous(values: Values) -> None:
             f"buffer-size = {buffer}: got concurrency = {out}, expected at least as many, since no "
             "more updates are under way; raise the one or lower the other"
         )
+    if int(values["min-replies"]) > buffer:
+        raise _refused(
+            values, "min-replies", f"buffer-size = {buffer}, which closes a round before", "at "
+            "most as many", "lower the one or raise the other",
+        )  # fmt: skip
     least, most = -(-out // buffer) - 1, values["max-staleness"]
     if most != AUTO and int(most) < least:
         raise _refused(
