@@ -138,7 +138,11 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     groups: Groups = {}
     for run in runs:
         values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
-        named = [value if key == "method" else f"{key} {value}" for key, value in values.items()]
+        named = [  # a setting that is not set sets nothing apart
+            value if key == "method" else f"{key} {value}"
+            for key, value in values.items()
+            if value is not None
+        ]
         groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
     return groups
 
