@@ -161,10 +161,12 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
         )
     if TASKS[name].has_reference and trains_backbone(values):
         able = ", ".join(name for name, method in METHODS.items() if method.frozen_backbone)
+        key, expected = "method", f"one of {able}"
+        if METHODS[str(values["method"])].frozen_backbone:
+            key, expected = "init", "another init"
         raise ValueError(
-            f"method = {values['method']!r}: got task {name!r} with init = {values['init']!r}, "
-            "which changes pretrained weights, but the task compares with the pretrained network; "
-            f"expected one of {able}, and another init than first-round; set that"
+            f"{key} = {values[key]!r}: it changes pretrained weights, but task {name!r} compares "
+            f"with the pretrained network; expected {expected}; set that"
         )
 
 

@@ -51,10 +51,19 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
     directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
-    directory.read_summary()  # of a finished run, for the card
+    _check_method(directory.read_summary()["method"])  # of a finished run, which the card needs
     with result_of(directory.path, client) as bench:
         write_result(form, folder, bench)
     write_card(folder, form, directory)
+
+
+def _check_method(name: str) -> None:
+    """Raise ValueError if no other software computes as the method's layers do."""
+    if METHODS[name].mixes:
+        raise ValueError(
+            f"export: method {name!r} has no such form, since {MIXES}; expected another method; "
+            "use `evaluate` and `predict` with --client N"
+        )
 
 
 def natural_form(bench: ModelAndData) -> str:
@@ -65,11 +74,6 @@ def natural_form(bench: ModelAndData) -> str:
 
 def write_result(form: str, folder: Path, bench: ModelAndData) -> None:
     """Write the model as it is now in one of the forms; ValueError if it has no such form."""
-    if METHODS[bench.config.method].mixes:
-        raise ValueError(
-            f"export: method {bench.config.method!r} has no such form, since {MIXES}; expected "
-            "another method; use `evaluate` and `predict` with --client N"
-        )
     if form == "peft" and natural_form(bench) != "peft":
         raise ValueError(
             f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "

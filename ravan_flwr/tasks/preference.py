@@ -216,6 +216,8 @@ class Pairs:
         return Sample(self.question(row).text, text_of("chosen", row["chosen"]), given)
 
     def checked(self, role: str, value: Any) -> Any:
+        if value is None:
+            raise UnreadableError(f"its {role} is missing")
         if self.completions is None or isinstance(value, list):
             return messages_of(value)
         return self.completions.checked(role, value)

@@ -161,10 +161,10 @@ def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys
     with result_of(run.run_dir, client_with_a_part(run)) as bench:
         assert any(adapter.mean.any() for adapter in bench.model.adapters)
     told = "mix two adapters by what they are given"
-    with pytest.raises(SystemExit):
-        main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), "--client",
-              str(client_with_a_part(run))])  # fmt: skip
-    assert told in capsys.readouterr().err
+    for client in ([], ["--client", str(client_with_a_part(run))]):
+        with pytest.raises(SystemExit):
+            main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
+        assert told in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -198,9 +198,10 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(batching, pr
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"method": "full"}, "changes pretrained weights, but the task compares with the pretr"),
-        ({"method": "fedex-lora"}, "changes pretrained weights"),
-        ({"init": "first-round"}, "init = 'first-round', which changes pretrained weights"),
+        ({"method": "full"}, "method = 'full': it changes pretrained .* task 'preference'"),
+        ({"method": "fedex-lora"}, "method = 'fedex-lora': it changes pretrained .*; set that"),
+        ({"method": "slora"}, "method = 'slora': it changes pretrained weights"),
+        ({"init": "first-round"}, "init = 'first-round': it changes .* expected another init; set"),
         ({"batching": "packed"}, "has task 'preference', expected 'causal'"),
         ({"batching": "random:100"}, "expected at least 128 tokens, since an example may have"),
         ({"beta": 0}, "beta = 0: expected a number above 0"),

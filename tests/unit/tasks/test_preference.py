@@ -15,6 +15,7 @@ import transformers
 
 from ravan_flwr.adapters import LoRALinear, attach, find_layers
 from ravan_flwr.data.examples import by_role
+from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.extensions import ByExample, Packs, task_with
@@ -305,6 +306,8 @@ def test_it_answers_by_the_prompt_alone(where):
     mine, network = task(PLAIN, where), network_of(where)
     assert mine.given == ["prompt"]
     assert task(TALKS, where).given == ["chosen"]
+    with pytest.raises(UnreadableError, match="its chosen is missing"):
+        task(TALKS, where).checked("chosen", None)
     (sample,) = mine.samples(datasets.Dataset.from_dict(rows("texts")), 1)
     assert (sample.asked, sample.right) == (TEXTS[0], f" {TEXTS[6]}")
     inputs = {n: torch.from_numpy(a) for n, a in mine.inputs({"prompt": TEXTS[:2]}).items()}
