@@ -250,6 +250,11 @@ def _check_asynchronous(values: Values) -> None:
             values, "min-replies", f"buffer-size = {buffer}, which closes a round before", "at "
             "most as many", "lower the one or raise the other",
         )  # fmt: skip
+    if values["weighting"] in ROBUST and buffer < 3:
+        raise _refused(
+            values, "weighting", f"buffer-size = {buffer}", "at least 3, since of two replies none "
+            "outvotes the other", "raise buffer-size and concurrency",
+        )  # fmt: skip
     least, most = -(-out // buffer) - 1, values["max-staleness"]
     if most != AUTO and int(most) < least:
         raise _refused(

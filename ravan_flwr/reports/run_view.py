@@ -245,6 +245,9 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
         "training loss, last": f"{losses[-1]:.4f}" if losses else "",
         "rounds": f"{seen.last_round} of {seen.rounds or '?'}",
         "time": minutes(sum(record["seconds"] for record in run.rounds)),
+        "simulated time": f"{run.rounds[-1]['time']:.4g} s"
+        if run.rounds and run.in_simulated_time
+        else "",
         "time left, about": "" if left is None else minutes(left),
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
@@ -338,7 +341,8 @@ def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
     nodes = seen.status["nodes"] if seen.status else []
     for node in nodes:  # what the nodes said of themselves
         one = people.setdefault(node["partition-id"], Participant(node["partition-id"]))
-        one.device, one.budget = node["device"], f"{node['share']:g}"
+        one.device = "" if seen.run.in_simulated_time else node["device"]
+        one.budget = f"{node['share']:g}"
         one.examples = f"{node['examples']:,}{' of its own' if node['own-data'] else ''}"
         one.heard = node["heard"] or None
     for record in seen.run.rounds:
@@ -371,6 +375,9 @@ def _add_reply(one: Participant, number: int, client: ClientRecord) -> None:
     one.bytes_down += client["bytes-down"]
     one.heads = f"{client['heads']:g}"
     one.seconds = f"{client['seconds']:.1f}" if "seconds" in client else ""
+    if "device" in client and "span" in client:  # a simulated one, which takes simulated seconds
+        begin, end = client["span"]
+        one.device, one.seconds = client["device"], f"{end - begin:.3g}"
     one.budget = one.budget or f"{client['share']:g}"
     one.examples = one.examples or f"{client['examples']:,}"
 

@@ -25,13 +25,13 @@ def time_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
         trained.setdefault(client["partition-id"], []).append((begin, end))
         kinds[client["partition-id"]] = client.get("device", f"client {client['partition-id']}")
     return [
-        _when(trained, prefix),
+        _when(trained, "simulated seconds" if run.in_simulated_time else "seconds", prefix),
         *_idle(trained, kinds, run.rounds[-1].get("time", 0.0), prefix),
         _updates(Counter(kinds[client["partition-id"]] for client in clients), prefix),
     ]
 
 
-def _when(trained: Spans, prefix: str) -> Chart:
+def _when(trained: Spans, unit: str, prefix: str) -> Chart:
     step = -(-len(trained) // _MOST_ROWS)
     shown = {str(one): trained[one] for one in sorted(trained)[::step]}
     about = (
@@ -40,7 +40,7 @@ def _when(trained: Spans, prefix: str) -> Chart:
     )
     about += f" Every {step}th client is drawn." if step > 1 else ""
     caption = Caption(f"{prefix}trained-when", "Who trained when", about)
-    return spans(caption, shown, "seconds", "client (partition)")
+    return spans(caption, shown, unit, "client (partition)")
 
 
 def _idle(trained: Spans, kinds: dict[int, str], end: float, prefix: str) -> Iterator[Chart]:

@@ -123,11 +123,13 @@ class Progress:
         score = f"{value:.4f}" if value is not None else "   -  "
         share = f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
         anew = f"  began anew {len(record['began-anew'])}" if "began-anew" in record else ""
+        simulated = any("device" in client for client in clients)
+        passed = f"simulated {record['time']:.4g} s  " if simulated else ""
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  {_loss(record)}"
             f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(record)}  "
-            f"{share}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
+            f"{share}{passed}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
 

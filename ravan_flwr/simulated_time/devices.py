@@ -110,7 +110,8 @@ def read_devices(path: Path, clients: int) -> list[Device]:
         )
     found: list[Device] = []
     for number, entry in enumerate(content):
-        found += _read(f"{path}, device {number}", entry)
+        device, count = _read(f"{path}, device {number}", entry)
+        found += [device] * min(count, clients)
     if len(found) < clients:
         raise ValueError(
             f"{path}: got devices of {len(found)} clients, expected {clients}; raise `clients` of "
@@ -119,7 +120,8 @@ def read_devices(path: Path, clients: int) -> list[Device]:
     return found[:clients]
 
 
-def _read(where: str, entry: Any) -> list[Device]:
+def _read(where: str, entry: Any) -> tuple[Device, int]:
+    """Read a device, and how many clients have it."""
     if not isinstance(entry, Mapping) or not set(entry) <= _FIELDS:
         raise ValueError(
             f"{where}: got {entry!r}, expected the fields {', '.join(sorted(_FIELDS))}; {EXAMPLE}"
@@ -145,7 +147,7 @@ def _read(where: str, entry: Any) -> list[Device]:
             f"{where}: clients = {clients!r}, expected a whole number at least 1; change it in the "
             "file"
         )
-    return [device] * clients
+    return device, clients
 
 
 def _hours(where: str, text: Any) -> tuple[float, float]:

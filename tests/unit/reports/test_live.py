@@ -69,6 +69,18 @@ def test_a_run_that_goes_on(tmp_path):
     assert bar["value"] == "0.3000"
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_in_simulated_time_names_its_devices_and_their_seconds(tmp_path):
+    """Not the processor that simulates them, nor the seconds that it took."""
+    config = {"method": "ravan", "preset": "digits-vit", "seed": 0, "devices": "phones"}
+    folder = run_in(tmp_path, config=config)
+    lines(folder, [record(1, time=0.75, clients=[client(4, device="fast", span=[0.5, 0.75])])])
+    page = page_of(folder)
+    assert "simulated time 0.75 s" in page.words
+    assert "4 has answered 4 min 00 s ago fast 0.5 72 1 (last 1) 2 0.25" in page.words
+    assert "cuda:0" not in page.words
+
+
 OF_A_STEP: dict[str, list[int]] = {"asked": [], "answered": []}
 STOPPED = (
     "stopped It was stopped after 3 rounds, without a result. Nothing has been heard of it for"

@@ -36,6 +36,7 @@ def test_three_clients_by_hand():
     assert heights(charts["devices"]) == {"fast": 50.0, "slow": 50.0}
     (axes,) = charts["trained-when"].figure.axes
     drawn = sorted((round(p.get_y() + 0.35), p.get_x(), p.get_width()) for p in axes.patches)
+    assert axes.get_xlabel() == "simulated seconds"
     assert drawn == [(0, 0.0, 1.0), (1, 0.0, 4.0), (1, 4.0, 4.0), (2, 4.0, 1.0)]
 
 

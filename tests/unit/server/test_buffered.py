@@ -224,6 +224,7 @@ def test_fadas_by_a_slow_loop():
         ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none', since"),
         ({"buffer-size": 4, "concurrency": 3}, "buffer-size = 4: got concurrency = 3, expected at"),
         ({"limits": "min-replies=3", "buffer-size": 2}, "min-replies = 3: got buffer-size = 2, wh"),
+        ({"weighting": "median", "buffer-size": 2}, "weighting = 'median': got buffer-size = 2"),
         ({"concurrency": 20, "max-staleness": 3}, "max-staleness = 3: .* expected at least 6"),
         ({"aggregation": "sync", "server-optimizer": "fadas"}, "expected 'async'"),
         ({"budgets": "by-speed:9"}, "budgets = 'by-speed:9': got devices = 'auto'"),

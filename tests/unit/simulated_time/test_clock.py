@@ -100,6 +100,11 @@ def test_a_file_gives_devices_in_its_order(tmp_path):
     assert slow == Device("slow", 1e11, 1e6, 1e5, math.inf, (22.0, 30.0))
 
 
+def test_a_file_may_give_more_devices_than_there_are_clients(tmp_path):
+    (tmp_path / "devices.yaml").write_text(FILE.replace("clients: 2", f"clients: {10**15}"))
+    assert len(devices_of(str(tmp_path / "devices.yaml"), 0, 4)) == 4
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
