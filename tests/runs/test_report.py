@@ -327,9 +327,9 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
 
     now, later = changed("now"), changed("later", **{"a-later-key": True})
     earlier = changed("earlier", rank="GONE")
-    assert list(group_runs([now, later])) == ["a-later-key None", "a-later-key True"]
-    assert list(group_runs([now, earlier])) == ["rank 13", "rank None"]
-    assert list(group_runs([earlier, now])) == ["rank None", "rank 13"]
+    assert list(group_runs([now, later])) == ["ravan", "a-later-key True"]
+    assert list(group_runs([now, earlier])) == ["rank 13", "ravan"]
+    assert list(group_runs([earlier, now])) == ["ravan", "rank 13"]
     with pytest.raises(ValueError, match=r"config.json lacks method, expected the settings"):
         changed("void", method="GONE")
 
