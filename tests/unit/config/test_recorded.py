@@ -19,7 +19,9 @@ def kept(config):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_settings_of_a_preset_are_found_again(path, method):
     if path.stem == "preference" and not METHODS[method].frozen_backbone:
-        with pytest.raises(ValueError, match="but the task compares with the pretrained network"):
+        with pytest.raises(
+            ValueError, match="but task 'preference' compares with the pretrained network"
+        ):
             read_config({"preset": path.stem, "method": method})
         return
     recorded = read_config({"preset": path.stem, "method": method, "seed": 3}).as_dict()
