@@ -6,9 +6,9 @@
 Each SuperNode is a process with its own key, over TLS, and each message starts a client process: no
 warm workers. SuperNodes and client processes are forks of one process (tests/fork_server.py), so
 that one machine has the memory and the time to start so many. SuperLink and ServerApp are started
-as always. The last nodes join a run that goes on. Then a fifth of all nodes are killed at random in
-a round. Messages go to `--clients` nodes a round, so what grows with the nodes is what they ask
-while they wait. CPU is seconds of a processor a second.
+as always. The last nodes join a run that continues. Then a fifth of all nodes is killed
+at random in a round. Messages go to `--clients` nodes a round, so what grows with the nodes is what
+they ask while they wait. CPU is seconds of a processor a second.
 """
 
 import argparse

@@ -121,7 +121,7 @@ def page(high: int, label: str, parts: list[str]) -> str:
 
 
 def exchange(
-    x: float, title: str, clients: list[list[str]], server: list[str], got: float, wanted: float
+    x: float, title: str, clients: list[list[str]], means: str, got: float, wanted: float
 ) -> list[str]:
     """Return two clients above a server that averages what they sent, all with numbers."""
     colour, sign = (RIGHT, "=") if got == wanted else (WRONG, "≠")
@@ -132,7 +132,8 @@ def exchange(
         parts += [text(left + 95, 74 + 24 * row, line, 14) for row, line in enumerate(lines)]
         parts += [arrow(left + 95, 146, x + 165 + 70 * index, 188)]
     parts += [box(x, 190, 400, 110, "white")]
-    parts += [text(x + 200, 214 + 24 * row, line, 14) for row, line in enumerate(server)]
+    parts.append(text(x + 200, 214, f"the updates have the mean {wanted:g}", 14))
+    parts.append(text(x + 200, 238, means, 14))
     last = f"the new update is {got:g} {sign} {wanted:g}"
     return [*parts, text(x + 200, 286, last, 15, colour, font_weight="600")]
 
@@ -153,13 +154,11 @@ def averages() -> str:
     ]
     left = exchange(
         10, "LoRA: factors are averaged", factors,
-        [f"the updates have the mean {wanted:g}", f"mean B = {mean_b:g}, mean A = {mean_a:g}"],
-        mean_b * mean_a, wanted,
+        f"mean B = {mean_b:g}, mean A = {mean_a:g}", mean_b * mean_a, wanted,
     )  # fmt: skip
     right = exchange(
         470, f"RAVAN: B = {frozen_b:g} and A = {frozen_a:g} stay as they are", cores,
-        [f"the updates have the mean {wanted:g}", f"mean H = {mean_h:g}"],
-        frozen_b * mean_h * frozen_a, wanted,
+        f"mean H = {mean_h:g}", frozen_b * mean_h * frozen_a, wanted,
     )  # fmt: skip
     return page(
         320,

@@ -172,6 +172,13 @@ def _check_method(values: Values) -> None:
         raise _refused(values, "local-epochs", got, "local-steps", "set that")
 
 
+def _check_outvoting(values: Values, got: str, replies: int, do: str) -> None:
+    """Refuse a median or trimmed mean over fewer replies than have a middle."""
+    if replies < 3:
+        least = "at least 3, since of two replies none outvotes the other"
+        raise _refused(values, "weighting", got, least, do)
+
+
 def _check_replies(values: Values) -> None:
     least, clients = int(values["min-replies"]), int(values["clients-per-round"])
     if least > clients:
@@ -181,11 +188,7 @@ def _check_replies(values: Values) -> None:
         )  # fmt: skip
     if values["weighting"] not in ROBUST:
         return
-    if clients < 3:
-        raise _refused(
-            values, "weighting", f"clients-per-round = {clients}",
-            "at least 3, since of two replies none outvotes the other", "raise clients-per-round",
-        )  # fmt: skip
+    _check_outvoting(values, f"clients-per-round = {clients}", clients, "raise clients-per-round")
     if values["head-mean"] != "trained" and METHODS[str(values["method"])].has_heads:
         why = "clients that leave a head as it was would outvote those that trained it"
         raise _refused(
@@ -250,11 +253,9 @@ def _check_asynchronous(values: Values) -> None:
             values, "min-replies", f"buffer-size = {buffer}, which closes a round before", "at "
             "most as many", "lower the one or raise the other",
         )  # fmt: skip
-    if values["weighting"] in ROBUST and buffer < 3:
-        raise _refused(
-            values, "weighting", f"buffer-size = {buffer}", "at least 3, since of two replies none "
-            "outvotes the other", "raise buffer-size and concurrency",
-        )  # fmt: skip
+    if values["weighting"] in ROBUST:
+        do = "raise buffer-size and concurrency"
+        _check_outvoting(values, f"buffer-size = {buffer}", buffer, do)
     least, most = -(-out // buffer) - 1, values["max-staleness"]
     if most != AUTO and int(most) < least:
         raise _refused(

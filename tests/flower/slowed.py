@@ -67,7 +67,7 @@ def everything_of(home: Path) -> set[int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those that are still there."""
+    """Send a signal to the processes that still run."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

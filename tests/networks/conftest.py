@@ -20,7 +20,7 @@ def site(tmp_path_factory, python):
 
 @pytest.fixture(scope="module")
 def run(site):
-    """A run that goes on while the network is broken."""
+    """A run that continues while the network is broken."""
     run = site.run(1000)
     run.wait_for_rounds(1)
     return run
