@@ -8,7 +8,7 @@ from itertools import product
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
 from ravan_flwr.studies.results import Interval, Result, Results, difference, holm, interval
 from ravan_flwr.studies.spec import PlannedRun, Table
-from ravan_flwr.tasks import sign_of
+from ravan_flwr.tasks import TIME, sign_of
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,19 @@ class Line:
 
     @classmethod
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
-        """Read a row's results; None where no run of it is done."""
+        """Read a row's results; None where no run of it is done, or one has missed its target."""
         row = table.rows[name]
         done = _by_seed(runs_of(row, results), results)
-        if not done:
+        if not done or (table.metric == TIME and any(one.missed for one in done.values())):
             return None
 
         def values_of(found: Mapping[int, Result]) -> dict[int, float]:
             last = table.mean_of_last or 0
-            return {seed: result.value(table.metric, last) for seed, result in found.items()}
+            return {
+                seed: result.value(table.metric, last)
+                for seed, result in found.items()
+                if table.metric != TIME or not result.missed
+            }
 
         return cls(
             table=table,
@@ -152,6 +156,16 @@ def lines_of(table: Table, results: Results) -> list[Line]:
         replace(line, p_holm=corrected.get(line.row)) if line.row in known else line
         for line in lines
     ]
+
+
+def missed(table: Table, results: Results) -> dict[str, str]:
+    """Say of how many runs a row has no time, since one of them ended before its target."""
+    told = {}
+    for name, row in table.rows.items() if table.metric == TIME else ():
+        done = _by_seed(runs_of(row, results), results).values()
+        if any(one.missed for one in done):
+            told[name] = f"{sum(one.missed for one in done)} of {len(done)} runs"
+    return told
 
 
 def _is_as_good(line: Line, best: Line) -> bool:

@@ -70,7 +70,7 @@ class Result(BaseModel):
         spent = [sum(client.get("seconds", 0.0) for client in one["clients"]) for one in rounds]
         final: dict[str, float] = dict(summary["metrics"]["final"])
         timed = directory.read_config().get("devices") is not None
-        # A run that was to reach a target, and has not, would have taken longer.
+        # A run that was to reach a target, and has not, would have taken longer (`missed`).
         if timed and ("until-metric" not in summary or "reached" in summary):
             final[TIME] = rounds[-1].get("time", 0.0)
         own = {
@@ -81,6 +81,11 @@ class Result(BaseModel):
         }
         return cls.model_validate({**summary, **own})
 
+    @property
+    def missed(self) -> bool:
+        """Tell whether it is a run with devices that has ended before its target."""
+        return TIME in self.curve and TIME not in self.final
+
     def value(self, metric: str = "", last: int = 0) -> float:
         """Return a metric after the last round, or its mean over so many evaluations.
 
@@ -90,9 +95,7 @@ class Result(BaseModel):
         if name not in self.final or (last and len(self.curve.get(name, [])) < last):
             raise ValueError(
                 f"a run has measured {sorted(self.final)}, expected {name!r} at {last or 1} "
-                "evaluations; evaluate it"
-                + " (time: of a run with devices that has reached its until-metric)"
-                * (name == TIME)
+                "evaluations; evaluate it" + " (time: set devices)" * (name == TIME)
             )
         return statistics.mean(self.curve[name][-last:]) if last else self.final[name]
 

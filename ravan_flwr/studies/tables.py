@@ -25,7 +25,7 @@ from ravan_flwr.reports.charts import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.choosing import Measured, RateChoice, alike, choices_of, ranked
-from ravan_flwr.studies.lines import Line, lines_of, sentence
+from ravan_flwr.studies.lines import Line, lines_of, missed, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
@@ -93,13 +93,16 @@ def markdown(
 
 def table_lines(table: Table, results: Results) -> list[str]:
     """Write one table, and the sentence on significant differences."""
-    lines = lines_of(table, results)
-    if not lines:
+    lines, without = lines_of(table, results), missed(table, results)
+    if not lines and not without:
         return ["No run of this table is done yet."]
     what = table.chosen_in_words
-    text = _table(_cells(table, lines, line) for line in lines)
-    if told := sentence(table, lines):
+    text = _table(_cells(table, lines, line) for line in lines) if lines else []
+    if lines and (told := sentence(table, lines)):
         text += ["", told]
+    if without:
+        rows = ", ".join(f"{name} ({runs})" for name, runs in without.items())
+        text += ["", f"Without a time, since runs ended before they reached the target: {rows}."]
     if table.rates_of:
         text += ["", f"The {what}s were chosen for *{table.rates_of}*, not for this table."]
     if table.leave_one_seed_out:

@@ -13,7 +13,7 @@ from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import Grid, Rung, read_study
 from ravan_flwr.studies.tables import markdown, rates_as_csv
-from tests.studies import chosen, fill
+from tests.studies import chosen, fill, result
 
 GRID = [1e-3, 3e-3, 1e-2]
 
@@ -75,6 +75,23 @@ def test_a_rate_beyond_the_edge_that_fails_ends_it(tmp_path):
     assert 0.1 not in choice.scores
     assert not choice.at_the_edge  # a larger one was tried
     assert "| failed |" in markdown(study, results)
+
+
+def test_a_rate_of_which_a_run_misses_its_target_is_not_chosen(tmp_path):
+    rows, devices = {"ravan": {}}, {"devices": "edge-gpus"}
+    table = {"title": "T", "metric": "time", "settings": devices, "rows": rows}
+    table["leave-one-seed-out"] = True
+    study = study_of(tmp_path, extensions=0, seeds=[], tables=[table])
+    results = Results(tmp_path)
+    for run in candidates(study, results):
+        settings = dict(run.settings)
+        time = {3e-3: 5.0, 1e-2: 6.0}.get(settings["learning-rate"], 1.0)
+        missed = settings["learning-rate"] == 1e-3 and settings["seed"] == 1
+        one = result(0.5)
+        more = {"final": one.final | ({} if missed else {"time": time})}
+        results.note(run, one.model_copy(update=more | {"curve": one.curve | {"time": [1.0, 2.0]}}))
+    assert chosen(study.rows[0], results).scores.keys() == {3e-3, 1e-2}
+    assert chosen(study.rows[0], results).rate == 3e-3
 
 
 def test_where_rates_reach_the_same_the_smallest_is_taken_and_the_grid_left(tmp_path):

@@ -150,3 +150,27 @@ def test_where_time_is_the_metric_the_tasks_own_is_drawn_by_time(tmp_path):
     assert np.asarray(axes.lines[0].get_xdata()).tolist() == [2.0, 5.0]
     assert table_lines(study.tables[0], results)[0].startswith("|  | time, s | by seed |")
     assert "5.000 ± 0.000" in table_lines(study.tables[0], results)[2]
+
+
+def test_a_row_of_which_a_run_misses_its_target_is_named_below_the_table(tmp_path):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
+        "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
+        "tables": [{"title": "T", "metric": "time", "against": "ravan", "rows": {
+            "ravan": {}, "slow": {"local-steps": 1}}}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    study, results = read_study(path), Results(tmp_path)
+    table, told = study.tables[0], "Without a time, since runs ended before they reached the target"
+    for number, run in enumerate(planned(study, results)):
+        one = result(0.5)
+        misses = "local-steps=1" in str(run) and "seed=2" in str(run)
+        more = {"final": one.final | ({} if misses else {"time": 5.0 + number})}
+        more["curve"] = one.curve | {"time": [2.0, 5.0]}
+        results.note(run, one.model_copy(update=more))
+    lines = table_lines(table, results)
+    assert lines[-1] == f"{told}: slow (1 of 3 runs)."
+    assert not any("| slow |" in line for line in lines)
+    (drawn,) = (one for one in charts(table, results) if one.name == "t-accuracy-by-time")
+    assert len(drawn.figure.axes[0].lines) == 1

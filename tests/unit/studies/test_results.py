@@ -250,5 +250,5 @@ def test_the_time_of_simulated_devices_is_a_metric():
 
 @pytest.mark.parametrize("made", [Ended(None), Ended("edge-gpus", **{"until-metric": 0.95})])
 def test_a_run_in_real_time_or_short_of_its_target_has_no_time(made):
-    with pytest.raises(ValueError, match="that has reached its until-metric"):
+    with pytest.raises(ValueError, match="time: set devices"):
         Result.of(made).value("time")
