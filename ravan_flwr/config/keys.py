@@ -191,8 +191,8 @@ class Config:
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
             "data-aware": (Key(AUTO, "steps", kind=int, low=1, high=1_000_000),), "first-round": (),
         })
-    calibration_learning_rate: float = auto_key("learning rate of the first round of Fed-SB, SLoRA "
-        "and init=first-round; auto: the preset's for method full, or learning-rate",
+    calibration_learning_rate: float = auto_key("learning rate of a calibration round that "
+        "trains pretrained weights; auto: the preset's for method full, or learning-rate",
         above=0, high=10)
     scaling: str = key("trained", "train the scale of each head, or keep it at 1",
         choices=("trained", "constant"))

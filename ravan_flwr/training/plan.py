@@ -234,7 +234,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         "logits as many as are computed at a time, every token counted; of attention what the",
         "device's kernel keeps. Gradients in flight and the workspace of the backend come on top;",
         "so do the second copy of the adapted matrices in FedEx-LoRA and FLoRA, and Adam's moments",
-        "of them in the first round of Fed-SB and SLoRA.",
+        "of them in a calibration round that trains pretrained weights.",
     ]
     if config.privacy == "example":
         lines += [
