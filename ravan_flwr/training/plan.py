@@ -164,53 +164,12 @@ def _side_by_side(config: Config, built: Skeleton, there: int) -> str:
 def _run(config: Config, built: Skeleton) -> list[str]:
     """Describe the bytes of a round and of the run, and what was assumed."""
     there = config.num_clients or number_of_clients(config)
-    clients = config.asked_of(there)
-    reserve = clients - min(config.clients_per_round, there)
-    up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
-    rounds, method = config.num_rounds, built.method
-    calibration = method.calibration
-    first, fixed = (calibration.bytes_up, calibration.bytes_down) if calibration else (0, 0)
-    calibrated = there if calibration and calibration.everyone else clients
-    reached = min(rounds * clients, there)  # those that ever get the fixed tensors
-    initial = method.initial_state(built.adapters)  # a calibration travels in float32
-    asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
-    all_up = rounds * up + (calibrated * first)
-    all_down = rounds * down + (asked + reached * fixed if first else 0)
-    if config.evaluate_on == "clients":  # which are all sent the state
-        evaluations = math.ceil(rounds / config.eval_every)
-        all_down += evaluations * there * built.bytes_down(1.0)
-    lines = []
-    if first:
-        lines += [
-            f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets "
-            f"{fixed:,} once"
-        ]
-    lines += [
-        f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
-        f"                {down:,} down",
-    ]
-    if reserve:
-        lines += [f"                {reserve} of them are in reserve"]
-    lines += [
-        f"                {_work(config, built)}",
-        *_time(config, there),
-        f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
-        f"                {all_down:,} down",
-        _side_by_side(config, built, there),
-    ]
+    lines, before = _sent(config, built, there)
+    lines += [_side_by_side(config, built, there)]
     if config.device != "cpu" and not torch.accelerator.is_available():
         why = unused_gpus(torch.version.cuda)
         lines += textwrap.wrap(why, 88, initial_indent="GPU             ") if why else []
-    if config.max_bytes is not None:
-        before = calibrated * first + asked if first else 0
-        fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))
-        enough = "all" if fit >= rounds else f"{fit} of {rounds}"
-        lines += [f"max-bytes       {config.max_bytes:,.0f}: enough for {enough} rounds"]
-    if config.until_metric:
-        reached_by = (
-            f"until-metric    {config.until_metric:g}: the round that reaches it is the last"
-        )
-        lines += [reached_by]
+    lines += _end(config, built, before)
     if config.privacy != "none":
         private = _private_clients if config.privacy == "client" else _private_examples
         lines += private(config, built, there)
@@ -221,12 +180,67 @@ def _run(config: Config, built: Skeleton) -> list[str]:
             f"                {keys.up:,} bytes up and {keys.down:,} down of a round of {most}; "
             "each is asked 5 times",
         ]
+    return [*lines, "", *_assumed(config)]
+
+
+def _sent(config: Config, built: Skeleton, there: int) -> tuple[list[str], int]:
+    """Describe what a round and the run send; return the bytes of a calibration as well."""
+    clients = config.asked_of(there)
+    up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
+    rounds, method = config.num_rounds, built.method
+    lines, before = list[str](), (0, 0)
+    if calibration := method.calibration:
+        first, fixed = calibration.bytes_up, calibration.bytes_down
+        calibrated = there if calibration.everyone else clients
+        reached = min(rounds * clients, there)  # those that ever get the fixed tensors
+        initial = method.initial_state(built.adapters)  # a calibration travels in float32
+        asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
+        before = calibrated * first, asked
+        lines += [
+            f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets "
+            f"{fixed:,} once"
+        ]
+    all_up = rounds * up + before[0]
+    all_down = rounds * down + (before[1] + reached * fixed if calibration else 0)
+    if config.evaluate_on == "clients":  # which are all sent the state
+        evaluations = math.ceil(rounds / config.eval_every)
+        all_down += evaluations * there * built.bytes_down(1.0)
+    lines += [
+        f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
+        f"                {down:,} down",
+    ]
+    if reserve := clients - min(config.clients_per_round, there):
+        lines += [f"                {reserve} of them are in reserve"]
+    lines += [
+        f"                {_work(config, built)}",
+        *_time(config, there),
+        f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
+        f"                {all_down:,} down",
+    ]
+    return lines, sum(before)
+
+
+def _end(config: Config, built: Skeleton, before: int) -> list[str]:
+    """Say what may end the run before its last round; `before` are the bytes before the first."""
+    lines = []
+    if config.max_bytes is not None:
+        rounds = config.num_rounds
+        fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))
+        enough = "all" if fit >= rounds else f"{fit} of {rounds}"
+        lines += [f"max-bytes       {config.max_bytes:,.0f}: enough for {enough} rounds"]
+    if config.until_metric:
+        value = config.until_metric
+        lines += [f"until-metric    {value:g}: the round that reaches it is the last"]
+    return lines
+
+
+def _assumed(config: Config) -> list[str]:
+    """Say what the numbers assume, and what they leave out."""
     batch = [f"{config.batch_size}"]
     batch += [f"{config.micro_batch_size} at a time"] if config.micro_batch_size else []
     tokens = config.micro_batch_tokens
     batch += [f"{tokens:,} tokens at a time"] if tokens else []
-    lines += [
-        "",
+    lines = [
         f"Assumed: batches of {', '.join(batch)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
         "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
