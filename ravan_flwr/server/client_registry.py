@@ -3,22 +3,16 @@
 The run begins when the nodes have answered. Nobody waits for a node that comes later, or comes
 back: it takes part from the round after its answer.
 
-Nodes that share the data must agree in how many parts, since the data is dealt out by it. First
-come, first served: a part stays with the node that had it first, also while that node is away or
-asked again. Nodes with data of their own have no say in how the rest is dealt out.
-
-Numbers of examples that nodes claim are checked, or bounded where they cannot be: such a number
-weighs a reply (`weighting=examples`) or an evaluation, so that a false one would outweigh others.
+Members must fit to each other: they have the server's app, and parts of the data that nobody else
+has (partitions.py).
 """
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from logging import getLogger
-from statistics import median_low
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -27,19 +21,17 @@ from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.messages.registered_client import (
-    MOST_EXAMPLES,
     RegisteredClient,
     check_same_app,
     read_registered_client,
 )
 from ravan_flwr.runs.console import count
+from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.specs import NODES_CHOSEN
 
 log = getLogger(__name__)
-
-Members = Collection[RegisteredClient]
 
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
@@ -48,153 +40,7 @@ AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at a
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
-MOST_TIMES = 10  # how many times the median a node's own examples count
 LONG = 64  # rounds that a node is skipped with which they would have no effect
-
-
-class Partitions:
-    """Decide the number of parts once for the run, and give each part to one node.
-
-    `before` is the number that a run that goes on had. `sizes` returns the number of examples in
-    each part, if so many share the data; it raises an error where the server has not that data.
-    `most` is the operator's bound on examples that the server does not know.
-    """
-
-    def __init__(
-        self,
-        before: int | None = None,
-        sizes: Callable[[int], Sequence[int]] | None = None,
-        most: int | None = None,
-    ) -> None:
-        self._before, self._dealt_out, self._most = before, sizes, most
-        self._settled: int | None = None  # once nodes that share the data have come
-        self._holders: dict[int, int] = {}  # partition id -> the node that had it first
-        self._held: dict[int, int] = {}  # and the other way round
-        self.owners: dict[int, str] = {}  # partition id -> the key of that node, as a run keeps it
-        self._sizes: Sequence[int] | None = None
-        self._checked: set[int] = set()  # nodes whose number of examples the server knows
-
-    def number(self, members: Members) -> int:
-        """Return in how many parts the data is shared, as far as these members tell.
-
-        Nodes that share the data decide: the number is what it was before if one of them says so,
-        or else what most of them say. Where every node has data of its own it is what most of them
-        say, or as many as they are.
-        """
-        if self._settled is not None:
-            return self._settled
-        if sharing := _sharing(members):
-            told = {member.num_partitions for member in sharing}
-            return self._before if self._before in told else _agreed(sharing)
-        return max(_agreed(members), len(members)) if members else 1
-
-    def awaited(self, members: Members) -> int:
-        """Return how many nodes to wait for: in a run that goes on, as many as before."""
-        if self._settled is None and self._before is not None and _sharing(members):
-            return self._before
-        return self.number(members)
-
-    def misfits(self, members: Members) -> dict[int, str]:
-        """Fix the number for the run; say which members, by node, have another one, and why."""
-        sharing = _sharing(members)
-        if sharing:
-            self._settled = self.number(members)
-        return {
-            member.node_id: f"num-partitions is {member.num_partitions}, expected {self._settled} "
-            "as the others have, since the data is partitioned by it; give every SuperNode the same"
-            for member in sharing
-            if member.num_partitions != self._settled
-        }
-
-    def miscounts(self, members: Members) -> dict[int, str]:
-        """Say which nodes claim another number of examples than their part has."""
-        sharing, sizes = _sharing(members), None
-        if sharing and self._dealt_out is not None:
-            try:
-                if self._sizes is None or len(self._sizes) != self.number(members):
-                    self._sizes = self._dealt_out(self.number(members))
-                sizes = self._sizes
-            except (ValueError, OSError, RuntimeError) as error:
-                log.warning("the nodes' numbers of examples are not checked: %s", error)
-                self._dealt_out = None
-        self._checked = set() if sizes is None else {member.node_id for member in sharing}
-        return {
-            member.node_id: f"examples is {member.examples}, expected {sizes[member.partition_id]} "
-            f"as partition {member.partition_id} of {member.num_partitions} has; give it the "
-            "server's data"
-            for member in sharing
-            if sizes is not None and member.examples != sizes[member.partition_id]
-        }
-
-    def forget_strangers(self, keys: Collection[str]) -> None:
-        """Forget the owners where the keys of as many nodes are all new, as without their keys."""
-        most = 2 * len(keys) >= len(self.owners)
-        if self.owners and most and not set(keys) & set(self.owners.values()):
-            log.warning("no node has its key of before: partitions are bound to the new keys")
-            self.owners.clear()
-
-    def claim(self, member: RegisteredClient, key: str = "") -> str:
-        """Give a member its part, by the key of its node; say why not, if another node holds it."""
-        if key and self.owners.get(member.partition_id, key) != key:
-            return (
-                f"partition-id {member.partition_id} belongs to a node with another key since the "
-                "run began; give every SuperNode its own. If that one's key was replaced, remove "
-                f"{member.partition_id} from node-keys.json in the run directory, and resume"
-            )
-        holder = self._holders.setdefault(member.partition_id, member.node_id)
-        if holder != member.node_id:
-            return (
-                f"partition-id {member.partition_id} is taken by node {holder}; give every "
-                "SuperNode its own"
-            )
-        before = self._held.get(holder, member.partition_id)
-        if before != member.partition_id:  # it moved
-            del self._holders[before]
-            self.owners.pop(before, None)
-        self._held[holder] = member.partition_id
-        if key:
-            self.owners[member.partition_id] = key
-        return ""
-
-    def check(self, members: Members, least: int) -> None:
-        """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
-        now = self.number(members)
-        if _sharing(members) and self._before not in (None, now):
-            raise ValueError(
-                f"resume: the nodes have num-partitions = {now}, expected {self._before} as "
-                "before, since the data is partitioned by it; start as many clients again"
-            )
-        if now < least:
-            raise ValueError(
-                f"min-replies = {least}: the nodes have num-partitions = {now}, and a round gets "
-                "no more replies than that; start more clients, or lower min-replies (with "
-                "secure-aggregation=true it is secure-minimum at least)"
-            )
-
-    def most_examples(self, members: Members) -> int:
-        """Return by how many examples one of these is weighted at most, where nobody knows better.
-
-        That is what the operator says, or ten times the median of all: a node that alone has data
-        of its own is no measure of itself.
-        """
-        claimed = [member.examples for member in members] or [MOST_EXAMPLES]
-        return MOST_TIMES * median_low(claimed) if self._most is None else self._most
-
-    def examples(self, member: RegisteredClient, most: int) -> int:
-        """Return by how many examples a member is weighted; `most` where they are not known."""
-        return member.examples if member.node_id in self._checked else min(member.examples, most)
-
-
-def _sharing(members: Members) -> list[RegisteredClient]:
-    """List the members that share the data that is dealt out."""
-    return [member for member in members if not member.own_data]
-
-
-def _agreed(members: Members) -> int:
-    """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
-    counts = Counter(member.num_partitions for member in members)
-    nodes = counts.total()
-    return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))
 
 
 @dataclass

@@ -13,7 +13,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
-from ravan_flwr.server.client_registry import AT_ONCE, ClientRegistry, Node, Partitions
+from ravan_flwr.server.client_registry import AT_ONCE, ClientRegistry, Node
+from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.reply_collector import MOST_LATE, MessageBuilder
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
