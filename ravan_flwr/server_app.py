@@ -288,7 +288,7 @@ def _deliver_again(
         guard()
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
-    mail = MessageBuilder(to_record(start.fixed) if start.fixed else None)
+    mail = MessageBuilder(start.fixed or None)
     given = (config, registry, mail, Status(registry, tell=None))
     resolve_name(DELIVERY)(grid, *given, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from logging import getLogger
 
-from flwr.app import ConfigRecord, Message, MessageType
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -128,7 +128,7 @@ class DeliverAtEnd(Callback):
         present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
         collector = ReplyCollector(self.mail, registry.nodes, notes, self.status)
-        arrays, settings = to_record(self.state), ConfigRecord(dict(parcel.as_config()))
+        arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
             self.mail.message(member, KIND, number, arrays, settings)
             for member in present

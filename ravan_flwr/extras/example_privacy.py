@@ -191,7 +191,7 @@ class Counted(Release):
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
-        self.account = cast(ExampleBudget, round_.budget)
+        self.account = cast(ExampleBudget, self.run.privacy)
         self._earlier: dict[int, int] = {}  # rounds before this one, by partition
         self._refused = 0
 

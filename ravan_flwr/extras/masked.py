@@ -15,6 +15,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from logging import getLogger
 from typing import cast
 
@@ -31,7 +32,7 @@ from ravan_flwr.privacy.mechanism import adapted, gaussian, moved_by
 from ravan_flwr.runs.record import Masked as MaskedRecord
 from ravan_flwr.secure.agreement import Parts
 from ravan_flwr.secure.fixed_point import ROOM, NoiseShares
-from ravan_flwr.secure.schedule import Bits, Part, Schedule, make_schedule, threshold_of
+from ravan_flwr.secure.schedule import Bits, Part, Schedule, make_schedule
 from ravan_flwr.secure.server import (
     DealerError,
     KeyAnnouncement,
@@ -41,7 +42,6 @@ from ravan_flwr.secure.server import (
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
-from ravan_flwr.server.client_registry import LONG
 from ravan_flwr.server.noised import Noised
 from ravan_flwr.server.replies import Update, read_masked, read_phase, telling
 from ravan_flwr.server.round import Round
@@ -61,6 +61,7 @@ from ravan_flwr.training.masked import (
 
 log = getLogger(__name__)
 
+SKIPPED_ROUNDS = 64  # of a client with which they would have no effect
 OFTEN = 1e-3  # share of numbers that are cut off, above which a round says so
 
 
@@ -122,7 +123,7 @@ class Masked(Plain):
         self._ask("shares", ready, secure.announce(), names, secure.take_dealt)
         for member in ready:
             votes = self._accused[member.partition_id]
-            if votes > len(ready) - threshold_of(len(ready)):
+            if votes > len(ready) - threshold:
                 self._skip(member.partition_id)
                 log.warning(
                     "partition %d is skipped: %d of %d clients do not know its key",
@@ -154,7 +155,7 @@ class Masked(Plain):
         for member in self.run.registry.members.values():
             if member.partition_id == partition:
                 node = self.run.registry.nodes[member.node_id]
-                node.asleep[MessageType.TRAIN] = self.round.number + LONG
+                node.asleep[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
 
     # Training.
 
@@ -209,18 +210,18 @@ class Masked(Plain):
 
     def _unmask(self) -> UnmaskedSum:
         secure, round_log = self.secure, self.round.round_log
-        members = [client["partition-id"] for client in round_log.clients]
+        partitions = [client["partition-id"] for client in round_log.clients]
         sent, least = secure.close_masked(), self.run.config.min_replies
-        if len(members) < least:
+        if len(partitions) < least:
             raise ValueError(round_log.why_too_few_came(least))
         self._needed = secure.schedule.threshold
-        alive = [m for m in self.run.registry.members.values() if m.partition_id in members]
+        alive = [m for m in self.run.registry.members.values() if m.partition_id in partitions]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if secure.place(m.partition_id) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
-        here = zip(secure.schedule.partitions, secure.here & ~secure.alive, strict=True)
+        dropped = secure.here & ~secure.alive
         opened = secure.open()
-        self.told["dropped"] = [partition for partition, dropped in here if dropped]
+        self.told["dropped"] = list(compress(secure.schedule.partitions, dropped))
         return opened
 
     # All phases.
@@ -243,8 +244,9 @@ class Masked(Plain):
 
         def check(message: Message, member: RegisteredClient) -> None:
             found = read_phase(message, number, names)
-            if kind == "shares" and DISTRUSTS in found:
-                self._accused.update(_partitions(found[DISTRUSTS]))
+            if DISTRUSTS in found:
+                if kind == "shares":  # one vote of each client
+                    self._accused.update(_partitions(found[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(member.partition_id, found)
 

@@ -9,7 +9,7 @@ from flwr.app import Error, Message, MessageType
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.launch.in_process import InProcessGrid, about
-from ravan_flwr.messages.arrays import num_bytes
+from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
@@ -54,7 +54,7 @@ class TimedGrid(InProcessGrid):
         share = _share(message)
         self.clock.send(
             message_id, node - 1,
-            sum(map(num_bytes, message.content.array_records.values())),
+            array_bytes(message),
             self._work.operations(kind, share, node - 1),
             0 if kind == MessageType.EVALUATE else self._work.bytes_up(share),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import math
 import warnings
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message
 from torch import Tensor
 
 from ravan_flwr.messages.plain_text import shown
@@ -43,6 +43,13 @@ def view_record(record: ArrayRecord) -> Tensors:
 def num_bytes(record: ArrayRecord) -> int:
     """Return the bytes of the arrays on the wire, without Flower's envelope."""
     return sum(len(array.data) for array in record.values())
+
+
+def array_bytes(message: Message) -> int:
+    """Count the bytes of a message's arrays, whatever is in them."""
+    if not message.has_content():
+        return 0
+    return sum(map(num_bytes, message.content.array_records.values()))
 
 
 def _to_array(tensor: Tensor) -> Array:

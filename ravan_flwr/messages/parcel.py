@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -62,13 +62,13 @@ def check_run_name(name: str) -> str:
 
 def read_parcel(config: Mapping[str, Any]) -> Parcel:
     """Check a message of unknown origin and make a parcel of it; ValueError if it is not sound."""
-    values: dict[str, Any] = {
-        field.name: config.get(field.name.replace("_", "-")) for field in fields(Parcel)
-    }
+    values: dict[str, Any] = {}
     for field in fields(Parcel):
-        if type(values[field.name]) is not field.type:
-            key = field.name.replace("_", "-")
-            raise ValueError(f"{key} is {shown(values[field.name])}, expected {field.type}")
+        key = field.name.replace("_", "-")
+        value = values[field.name] = config.get(key)
+        if type(value) is not field.type:
+            kind = cast(type, field.type).__name__
+            raise ValueError(f"{key} is {shown(value)}, expected {kind}")
     parcel = Parcel(**values)
     check_run_name(parcel.run)
     for key, digest in (("run-id", parcel.run_id), ("checksum", parcel.checksum)):

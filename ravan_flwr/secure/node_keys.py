@@ -139,6 +139,6 @@ def _key(path: Path, kind: Any) -> Any:
         why = error
     raise ValueError(
         f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 "
-        f"{'public' if public else 'private'} key in PEM, as `ravan-flwr secure-keys` makes it; "
+        f"{'public' if public else 'private'} key in PEM, as `ravan-flwr keys` makes it; "
         "put the file there"
     )

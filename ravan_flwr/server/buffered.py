@@ -150,6 +150,8 @@ class Buffered(Synchronous):
         self.flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
         self._pool = run.registry.rested(able, MessageType.TRAIN, number)
+        awake = {member.node_id for member in self._pool}
+        round_.round_log.resting = [m.partition_id for m in able if m.node_id not in awake]
         busy = {sent.member.node_id for sent in self.flight.sent.values()}
         free = [member for member in self._pool if member.node_id not in busy]
         wanted = min(max(0, self.concurrency - len(busy)), len(free))
@@ -167,7 +169,7 @@ class Buffered(Synchronous):
         collector.send(grid, messages)
         out = [one.member for one in self.flight.sent.values()]
         run.status.begin("training", round_.number, asked=out)
-        deadline = RoundDeadline(timeout, len(out), 1, math.inf, self.buffer, run.clock)
+        deadline = RoundDeadline(timeout, len(out), enough=self.buffer, clock=run.clock)
         collector.deadline = deadline
         refused, sent = len(round_.round_log.rejected), self.flight.sent
         while sent and not deadline.satisfied:
@@ -188,7 +190,6 @@ class Buffered(Synchronous):
     def check(self, message: Message, member: RegisteredClient) -> Update:
         """Read the reply to the version that its client was sent, and bring it to this one."""
         sent, most = self.round.collector.answered, self.config.max_staleness
-        assert sent is not None
         staleness = self.round.number - sent.number
         if most is not None and staleness > most:
             raise ValueError(

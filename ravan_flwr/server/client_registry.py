@@ -40,7 +40,6 @@ AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at a
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
-LONG = 64  # rounds that a node is skipped with which they would have no effect
 
 
 @dataclass

@@ -67,7 +67,7 @@ class Noised(Release):
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
-        self.account = cast(ClientBudget, round_.budget)
+        self.account = cast(ClientBudget, self.run.privacy)
         self.norm = self.next_norm = self.account.norm
         round_.least = 0  # a cohort may be empty; then noise alone is released
         # All that may be drawn, connected or not.
@@ -90,7 +90,8 @@ class Noised(Release):
         }
         if self.run.config.secure_aggregation:
             # Whether a round is held follows from who is here, never from who is drawn.
-            number = sum(member.node_id in here - resting for member in self.members)
+            awake = here - resting
+            number = sum(member.node_id in awake for member in self.members)
             if why := self.account.why_not_masked(number):
                 self.round.without_effect = why
                 return []

@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import num_bytes, to_record
+from ravan_flwr.messages.arrays import num_bytes
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, sparsity_of_round
 from ravan_flwr.messages.wire import wire_of_round
@@ -99,8 +99,7 @@ class Release:
 
     def check(self, message: Message, member: RegisteredClient) -> Update:
         """Read a training reply of this round, of a node with the server's bases."""
-        run, sent = self.run, self.round.collector.answered
-        number = self.round.number if sent is None else sent.number
+        run, number = self.run, self.round.collector.answered.number
         sparsity = sparsity_of_round(run.config.shares_sent, number)
         classifier = run.state.tensors.get(CLASSIFIER)
         shapes = self.round.method.upload_shapes(member.share).values()
@@ -167,7 +166,9 @@ class Calibrated(Release):
         self.everyone, self.by_steps = calibration.everyone, calibration.by_steps
         most = max(map(self.run.steps, self.run.registry.members.values()), default=0)
         step = config.calibration_learning_rate * most
-        self.tensors = open_calibration(calibration, config.max_update_norm, step, config.robust)
+        self.calibration_sums = open_calibration(
+            calibration, config.max_update_norm, step, config.robust
+        )
         if config.robust != "none":
             round_.least = max(round_.least, FEWEST)
 
@@ -186,11 +187,11 @@ class Calibrated(Release):
         return super().steps(member) if self.by_steps else self.run.config.calibration_steps
 
     def add(self, update: Update) -> list[list[int]]:
-        self.tensors.add(update.upload, self.weight(update.member))
+        self.calibration_sums.add(update.upload, self.weight(update.member))
         return []
 
     def close(self) -> None:
         """Change the initial state; the fixed tensors travel from now on."""
-        self.fixed, changed = self.tensors.close()
+        fixed, changed = self.calibration_sums.close()
         self.run.state.tensors |= changed
-        self.run.mail.keep_fixed(to_record(self.fixed))
+        self.run.mail.keep_fixed(fixed)

@@ -12,8 +12,9 @@ from typing import TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.messages.arrays import FIXED, num_bytes, view_record
+from ravan_flwr.messages.arrays import FIXED, array_bytes, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.reply_fetcher import (
@@ -25,8 +26,9 @@ from ravan_flwr.server.reply_fetcher import (
 )
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
-from ravan_flwr.server.superlink import failures_of, weight_of
+from ravan_flwr.server.superlink import failures_of
 from ravan_flwr.simulated_time.clock import clock_of
+from ravan_flwr.specs import Scalar
 
 MOST_LATE = 2  # replies of one node that are looked for after their round has closed
 
@@ -36,7 +38,7 @@ Checked = TypeVar("Checked")
 class MessageBuilder:
     """Write messages, with the fixed tensors for nodes that lack them; remember late replies."""
 
-    def __init__(self, fixed: ArrayRecord | None) -> None:
+    def __init__(self, fixed: Tensors | None) -> None:
         self.fixed: ArrayRecord | None = None
         self._fixed_hash = ""
         if fixed is not None:
@@ -47,9 +49,9 @@ class MessageBuilder:
         self._late: dict[str, tuple[RegisteredClient, str]] = {}
         self._late_of: dict[int, list[str]] = {}  # by node, the oldest first
 
-    def keep_fixed(self, fixed: ArrayRecord) -> None:
+    def keep_fixed(self, fixed: Tensors) -> None:
         """Send these to every client once, with the next message that it gets."""
-        self.fixed, self._fixed_hash = fixed, checksum(view_record(fixed))
+        self.fixed, self._fixed_hash = to_record(fixed), checksum(fixed)
 
     def message(
         self,
@@ -57,7 +59,7 @@ class MessageBuilder:
         kind: str,
         number: int,
         arrays: ArrayRecord,
-        config: ConfigRecord,
+        config: Mapping[str, Scalar],
     ) -> Message:
         """Write a message to one client; add the fixed tensors, unless it has them."""
         settings = ConfigRecord({**config, "round": number, "share": member.share})
@@ -117,7 +119,7 @@ class ReplyCollector:
         self._mail, self._nodes, self._round_log, self._status = mail, nodes, round_log, status
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
-        self.answered: Sent | None = None  # the message whose reply is taken now
+        self.answered: Sent  # the message whose reply is taken now
         self.deadline = RoundDeadline(0, 0)
 
     def replies(
@@ -128,8 +130,10 @@ class ReplyCollector:
         `deadline` makes that of so many messages. A node that is silent until then is asked less
         often from now on.
         """
-        if messages:  # a calibration is training, too
-            self._kind = messages[0].metadata.message_type.partition(".")[0]
+        if not messages:
+            return
+        # A calibration is training, too.
+        self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(grid, messages)
         asked = [sent.member for sent in self.outstanding.values()]
         number = self._round_log.number
@@ -162,7 +166,7 @@ class ReplyCollector:
             sent = self.answered = self.outstanding.pop(message.metadata.reply_to_message_id)
             member = sent.member
             node = self._nodes[member.node_id]
-            self._round_log.count(weight_of(message), sent.size)
+            self._round_log.count(array_bytes(message), sent.size)
             self._status.answered(node, member)
             try:
                 accumulate(check(message, member))
@@ -175,8 +179,7 @@ class ReplyCollector:
 
     def expect(self, message: Message, member: RegisteredClient, now: float = 0.0) -> None:
         """Wait for the reply to a message that was sent."""
-        size = sum(map(num_bytes, message.content.array_records.values()))
-        sent = Sent(member, self._round_log.number, size, now)
+        sent = Sent(member, self._round_log.number, array_bytes(message), now)
         self.outstanding[message.metadata.message_id] = sent
 
     def reject(self, member: RegisteredClient, reason: object) -> None:
@@ -199,11 +202,11 @@ class ReplyCollector:
 
     def _in_order(self) -> list[str]:
         """Sort the outstanding messages: nodes that were silent or refused before come last."""
-        doubts = {
-            message_id: self._nodes[sent.member.node_id].doubt
-            for message_id, sent in self.outstanding.items()
-        }
-        return sorted(doubts, key=lambda message_id: doubts[message_id])
+
+        def doubt(message_id: str) -> int:
+            return self._nodes[self.outstanding[message_id].member.node_id].doubt
+
+        return sorted(self.outstanding, key=doubt)
 
     def _close(self, failure: str, *, look_for_late: bool) -> None:
         """Stop waiting: the replies that are missing are spare, or their nodes were silent.
@@ -235,7 +238,7 @@ class ReplyCollector:
         found = self._mail.take_late(reply.metadata.reply_to_message_id)
         if found is not None:
             member, why = found
-            self._round_log.count(weight_of(reply), 0)
+            self._round_log.count(array_bytes(reply), 0)
             self._nodes[member.node_id].heard = time.time()
             if why:
                 self.reject(member, why)

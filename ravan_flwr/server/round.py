@@ -2,10 +2,10 @@
 
 A reply takes four steps, each a function of this name:
 
-    fetch (reply_decoder.py)    bytes to message
-    check                       message to update, or ValueError: it is rejected with that reason
-    accumulate                  update into sums
-    close                       sums to the next state
+    fetch (superlink.py)    bytes to message
+    check                   message to update, or ValueError: it is rejected with that reason
+    accumulate              update into sums
+    close                   sums to the next state
 
 `TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. `CLOSINGS` (closing.py)
 says when a round closes: by its deadline (`RoundDeadline`), or when a buffer is full.
@@ -14,9 +14,9 @@ says when a round closes: by its deadline (`RoundDeadline`), or when a buffer is
 import math
 from collections.abc import Iterable, Iterator
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
+from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.arrays import to_record
@@ -43,7 +43,7 @@ log = getLogger(__name__)
 
 
 class Round:
-    """Own the log and the messages of one round; `budget` is that of a private run."""
+    """Own the log and the messages of one round."""
 
     def __init__(
         self,
@@ -52,9 +52,8 @@ class Round:
         release: type[Release] = Release,
         transport: type[Plain] = Plain,
         closing: type[Synchronous] = Synchronous,
-        budget: Any = None,
     ) -> None:
-        self.number, self.run, self.budget = number, run, budget
+        self.number, self.run = number, run
         self.method = run.method.in_round(number)
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
@@ -103,8 +102,7 @@ class Round:
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self.encoded(self.release.broadcast(share))
-            settings = ConfigRecord({**self.release.settings(member)})
-            given = (self.kind, self.number, broadcasts[share], settings)
+            given = (self.kind, self.number, broadcasts[share], self.release.settings(member))
             message = self.run.mail.message(member, *given)
             messages.append(self.transport.address(message, member))
         return messages
@@ -133,7 +131,6 @@ class Round:
     def accumulate(self, update: Update) -> None:
         """Add an update to the sums, and note that it was used."""
         member, sent, run = update.member, self.collector.answered, self.run
-        assert sent is not None
         self.round_log.use(
             update, self.transport.accumulate(update), sent.size,
             (run.since(sent.time), run.time), run.clock.device_of(member.partition_id),
@@ -158,9 +155,9 @@ class Round:
     def evaluation_messages(self, grid: Grid) -> list[Message]:
         """Write a message to all clients, to evaluate the state."""
         run, kind = self.run, MessageType.EVALUATE
-        arrays, config = self.encoded(run.state.tensors), ConfigRecord()
+        arrays = self.encoded(run.state.tensors)
         members = run.registry.rested(run.registry.present(grid), kind, self.number)
-        return [run.mail.message(one, kind, self.number, arrays, config) for one in members]
+        return [run.mail.message(one, kind, self.number, arrays, {}) for one in members]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
         """Return the clients' mean metrics, weighted by what they are means over.

@@ -96,7 +96,7 @@ class FederatedTuning(Strategy):
             config.min_replies, partition_sizes if counted else None, config.max_examples,
         )  # fmt: skip
         self.state = ServerState(config, derived, memory)
-        self.mail = MessageBuilder(None if fixed is None else to_record(fixed))
+        self.mail = MessageBuilder(fixed)
         self.status = Status(self.registry, self._on_status)
         self.flight = Flight(memory or {})
         self.sampler = Sampler(config, method, self.registry)
@@ -148,8 +148,6 @@ class FederatedTuning(Strategy):
             ask_again(grid, timeout)
         self.clock = clock_of(grid)
         self._began = self.clock.now - self._time_before
-        train_config = train_config or ConfigRecord()
-        evaluate_config = evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
@@ -160,7 +158,7 @@ class FederatedTuning(Strategy):
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
-            arrays, _ = self._train(0, arrays, train_config, grid, timeout)
+            arrays, _ = self._train(0, arrays, grid, timeout)
             self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
             self._record()
         for number in range(self.first_round, num_rounds + 1):
@@ -169,7 +167,7 @@ class FederatedTuning(Strategy):
                 break
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
-            arrays, told = self._train(number, arrays, train_config, grid, timeout)
+            arrays, told = self._train(number, arrays, grid, timeout)
             last = last or 0 < self.config.until_time <= self.time
             result.arrays, result.train_metrics_clientapp[number] = arrays, told
             # 4. Evaluate, every few rounds and at the end.
@@ -177,7 +175,7 @@ class FederatedTuning(Strategy):
             if number % self.config.eval_every == 0 or last:
                 with self.round.round_log.timed("evaluate"):
                     if evaluate_fn is None:
-                        asked = self.configure_evaluate(number, arrays, evaluate_config, grid)
+                        asked = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
                         metrics = self.aggregate_evaluate(number, self.round.send(asked, timeout))
                     else:
                         self.status.begin("evaluating", number)
@@ -190,13 +188,13 @@ class FederatedTuning(Strategy):
         return result
 
     def _train(
-        self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, timeout: float
+        self, number: int, arrays: ArrayRecord, grid: Grid, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Hold a round: choose clients, send, take the replies, close."""
         self.round = self.open_round(number)
         self.sampler.wait(grid, self.round.round_log, timeout)
         with self.round.round_log.timed("train"):
-            messages = self.configure_train(number, arrays, config, grid)
+            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
             self.round.take(self.round.closing.replies(messages, timeout))
             # A node that fails costs its reply, and never the run while others can be asked.
             while more := self.round.more_messages():
@@ -207,7 +205,6 @@ class FederatedTuning(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Choose the clients that train, and write each a message with what the method sends it."""
-        self.state.tensors = from_record(arrays)
         return self.round.messages(grid)
 
     def aggregate_train(
@@ -250,7 +247,7 @@ class FederatedTuning(Strategy):
         if number == 0:
             return Round(number, self, Calibrated)
         release, transport = release_of(self.config), transport_of(self.config)
-        return Round(number, self, release, transport, closing_of(self.config), self.privacy)
+        return Round(number, self, release, transport, closing_of(self.config))
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""

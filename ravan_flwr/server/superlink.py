@@ -168,14 +168,6 @@ def _checked(replies: list[Message], message_id: str) -> Message:
     raise ValueError(f"it answers message {named!r}, expected {message_id!r}")
 
 
-def weight_of(reply: Message) -> int:
-    """Return the bytes of a reply's arrays, whatever is in them."""
-    if not reply.has_content():
-        return 0
-    records = reply.content.array_records.values()
-    return sum(len(array.data) for record in records for array in record.values())
-
-
 # What Flower makes of small objects may be much larger: a tensor is a list of chunks, and one chunk
 # may be listed a thousand times; a list in JSON takes twenty times its bytes. So objects are
 # checked before they are put together. Flower has no place for that, so that its function is

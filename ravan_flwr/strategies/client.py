@@ -36,8 +36,8 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """Put the global arrays into the active adapter of a PEFT model.
 
     Scales that are not among them become one. What FedEx-LoRA adds to the weights is added, until
-    `restore`. ValueError if an array is missing, unknown or of another shape; the model has not
-    changed then.
+    `restore`. ValueError if an array is missing, unknown or of another shape: then `choose` is
+    undone, and no value has changed.
 
     Args:
         model: What `get_peft_model` returned.

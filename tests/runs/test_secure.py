@@ -239,7 +239,7 @@ FALSE = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("how", ["false", "names", "types", "nothing", "round"])
+@pytest.mark.parametrize("how", ["false", "names", "types", "nothing", "distrusts", "round"])
 def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
     def behave(partition, _, kind, message, honest):
         reply = honest()
@@ -255,6 +255,8 @@ def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
                 array.stype = "numpy.ndarray"
         elif how == "nothing":
             del content["arrays"]
+        elif how == "distrusts":
+            content["arrays"] = to_pieces({DISTRUSTS: b""})
         else:
             content["metrics"]["round"] = 99
         return reply

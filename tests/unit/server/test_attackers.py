@@ -16,7 +16,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.messages.arrays import STYPE, from_record, to_record
+from ravan_flwr.messages.arrays import STYPE, array_bytes, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server.replies import read_trained
@@ -27,7 +27,6 @@ from ravan_flwr.server.superlink import (
     check_objects,
     fetch,
     guard,
-    weight_of,
 )
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
@@ -240,7 +239,7 @@ def test_no_envelope_ends_anything(uploads, one_thread):
         reply = fetch(uploads, "question-0")
         assert isinstance(reply, Message)
         assert reply.metadata.reply_to_message_id == "question-0"
-        assert weight_of(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
+        assert array_bytes(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
         try:
             read_trained(reply, sender, 1, DERIVED)
             used += 1
