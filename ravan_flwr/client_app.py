@@ -7,10 +7,10 @@ process loads first: it asks the warm worker, if the node has one, and imports t
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from ravan_flwr.client.replay_guard import enforce_run_scope
+from ravan_flwr.client.replay_guard import answer_once, enforce_run_scope
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.secure import LIGHT, PHASES
+from ravan_flwr.secure import LIGHT
 
 app = ClientApp()
 
@@ -79,10 +79,7 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     enforce_run_scope(message, context)
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
-    if kind in (*PHASES, "train"):
-        from ravan_flwr.client.replay_guard import answer_once  # noqa: PLC0415
-
-        answer_once(kind, content, context, node.partition_id)
+    answer_once(kind, content, context, node.partition_id)
     if kind in LIGHT:
         from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
 

@@ -191,7 +191,7 @@ def _hold_rounds(
             timeout=config.round_timeout,
             evaluate_fn=_evaluation_of(bench, config, directory, recorder),
         )
-    recorder.go_on()  # where there was no further round
+    recorder.drop_later_rounds()  # where there was no further round
     summary = summary_of(bench, config, recorder.records, len(strategy.registry.members))
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.told()))
@@ -282,7 +282,7 @@ def _deliver_again(
     """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
     registry = ClientRegistry(
         config.num_clients or 0, bench.backbone_fingerprint, bench.model.seed_fingerprint,
-        partition_sizes=False,
+        for_training=False,
     )  # fmt: skip
     if not in_process(grid):
         guard()

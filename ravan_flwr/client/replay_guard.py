@@ -8,17 +8,17 @@ against it is a number that only goes up, in a file that only this user can writ
 A node answers for one run at a time, and begins each with nothing of those before. Flower keeps a
 node's state for a series of runs, and gives a message what the last of them left: its state, and
 its run config. A run of ours keeps things there that are of no other: fixed tensors, the client's
-own part, accounts, the secrets of a secure round.
+personal parameters, accounts, the secrets of a secure round.
 """
 
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+from ravan_flwr.client.account import EXAMPLES
 from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
 from ravan_flwr.secure import PHASES
 
-_ACCOUNT = "privacy-account"  # as account.py names it
 _OF = "of-run"
 
 
@@ -30,7 +30,7 @@ def answer_once(kind: str, content: RecordDict, context: Context, partition: int
         name, number = "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
     elif kind == "train" and context.run_config.get("privacy") == "example":
         earlier = _whole(content, "earlier-rounds")
-        name, number = "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1
+        name, number = "private", max(_whole(context.state, "rounds", EXAMPLES), earlier) + 1
     else:
         return  # it may be asked again
     with locked_file(f"{context.run_id}-{partition}-{name}") as file:

@@ -24,7 +24,7 @@ from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.replies import content_of, telling
+from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog
@@ -52,8 +52,8 @@ def make_parcel(
 ) -> Parcel:
     """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
     kept_back = {"delivered", "not-delivered", "run-id"}
-    listed = PUBLISHED if "epsilon" in summary else summary.keys() - kept_back
-    told = {k: v for k, v in summary.items() if k in listed}
+    public = PUBLISHED if "epsilon" in summary else summary.keys() - kept_back
+    told = {k: v for k, v in summary.items() if k in public}
     if shown is not None:
         told["metrics"] = {**summary["metrics"], "final": shown}
     return Parcel(
@@ -141,7 +141,7 @@ class DeliverAtEnd(Callback):
             return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
 
         def check(reply: Message, member: RegisteredClient) -> Delivered:
-            with telling():
+            with as_value_error():
                 folder = read_answer(content_of(reply).config_records["kept"], parcel)
                 return {"partition-id": member.partition_id, "folder": folder}
 

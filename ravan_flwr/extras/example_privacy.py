@@ -73,7 +73,7 @@ class ExampleBudget(PrivacyBudget):
         least, rate = (choose(map(self.rate, members)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.is_spent and not self.asked:
-            where = f"at {max(1, self.config.min_replies)} clients"
+            where = f"at {self.config.min_replies} clients"
             raise self.no_room(self._epsilon(TimesAsked(least, 1)), where)
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
@@ -138,13 +138,13 @@ class ExampleBudget(PrivacyBudget):
         members = list(self._registry.members.values()) if self._registry else []
         if not members or (rounds and self.config.clients_per_round < len(members)):
             return False
-        return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
+        return len(self.with_room(members, rounds + 1)) < self.config.min_replies
 
     def tell(self, number: int) -> None:
         """Log why that round is not held."""
         log.info(
             "epsilon: round %d needs %s with room for it, and fewer have any; the run ends here",
-            *(number, count(max(1, self.config.min_replies), "client")),
+            *(number, count(self.config.min_replies, "client")),
         )
 
     def _after(self, member: RegisteredClient, further: int) -> TimesAsked:

@@ -38,12 +38,12 @@ from ravan_flwr.secure.server import (
     KeyAnnouncement,
     SecureServer,
     UnmaskedSum,
-    read_greeting,
+    read_announcement,
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.noised import Noised
-from ravan_flwr.server.replies import Update, read_masked, read_phase, telling
+from ravan_flwr.server.replies import Update, as_value_error, read_masked, read_phase
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.transport import Plain
 from ravan_flwr.training.masked import (
@@ -104,18 +104,18 @@ class Masked(Plain):
         return asked
 
     def _share_secrets(self, drawn: Sequence[RegisteredClient]) -> list[RegisteredClient]:
-        greetings: dict[int, KeyAnnouncement] = {}
+        announcements: dict[int, KeyAnnouncement] = {}
         run = self.round.grid.run.run_id
 
-        def greet(partition: int, parts: Parts) -> None:
-            greeting = read_greeting(run, self.round.number, partition, parts)
-            if any(set(greeting.keys) & set(other.keys) for other in greetings.values()):
+        def announce_key(partition: int, parts: Parts) -> None:
+            announcement = read_announcement(run, self.round.number, partition, parts)
+            if any(set(announcement.keys) & set(other.keys) for other in announcements.values()):
                 raise ValueError("its keys of the round are another client's")
-            greetings[partition] = greeting
+            announcements[partition] = announcement
 
-        self._ask("keys", drawn, {}, ("keys", "node"), greet)
-        ready = [member for member in drawn if member.partition_id in greetings]
-        secure = self.secure = SecureServer(self._schedule(ready), greetings)
+        self._ask("keys", drawn, {}, ("keys", "node"), announce_key)
+        ready = [member for member in drawn if member.partition_id in announcements]
+        secure = self.secure = SecureServer(self._schedule(ready), announcements)
         threshold = secure.schedule.threshold
         self.told = {"clients": len(ready), "threshold": threshold}
         self._needed = max(threshold, self._needed)
@@ -358,7 +358,7 @@ NUMBERS = {"none": Rounded, "client": NoisedSum}  # by `privacy`
 
 def _partitions(data: bytes) -> set[int]:
     """Read whom a client accuses; ValueError if that is no list of partitions."""
-    with telling():
+    with as_value_error():
         named = json.loads(data)
     if not isinstance(named, list) or not all(type(one) is int for one in named):
         raise ValueError("its list of clients cannot be read, expected partitions")

@@ -66,11 +66,10 @@ def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) ->
     """
     if wire == "float32":
         return dict(tensors)
-    coded = [tensor for tensor in tensors.values() if tensor.dtype == _CODED[wire]]
-    numbers = sum(tensor.numel() for tensor in coded)
+    expected = _CODED[wire]
+    numbers = sum(tensor.numel() for tensor in tensors.values() if tensor.dtype == expected)
     if most is not None and numbers > most:
         raise ValueError(f"its tensors have {numbers} numbers, expected {most} at most")
-    expected = _CODED[wire]
     plain: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(_SCALES):

@@ -21,11 +21,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ravan_flwr.adapters.by_example import RULES, Rule, rule_of, ruled
 from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.mechanism import gaussian
+from ravan_flwr.privacy.mechanism import BELOW, gaussian
 
 Take = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # with input and gradient of a layer
 
-_BELOW = 1 - 2.0**-40  # so that rounding takes no clipped gradient above the norm
 _CLOSE = 1e-3  # of an example's gradient by itself, how far off it may be in company
 
 
@@ -180,13 +179,15 @@ class ClippedExamples:
 
     def __init__(self, parameters: Sequence[Tensor], noise: StepNoise) -> None:
         self.noise = noise
-        self.sums = [_zeros(parameter) for parameter in parameters]
+        self.sums = [
+            torch.zeros(p.shape, dtype=torch.float64, device=_exact(p)) for p in parameters
+        ]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add those of some examples, (examples, *shape) for each parameter."""
         norms = joint_norms(gradients)
         sound = norms.isfinite()
-        factors = (_BELOW * self.noise.norm / norms).clamp(max=1.0)
+        factors = (BELOW * self.noise.norm / norms).clamp(max=1.0)
         factors = torch.where(sound & (norms > 0), factors, sound.double())
         clipped = []
         for total, each in zip(self.sums, gradients, strict=True):
@@ -216,10 +217,6 @@ def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
 def step_noise_norm(numbers: int, noise: StepNoise, expected: float) -> float:
     """Return the norm of the noise in a step's gradient of so many numbers."""
     return noise.multiplier * noise.norm * math.sqrt(numbers) / expected
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=torch.float64, device=_exact(parameter))
 
 
 def _exact(tensor: Tensor) -> torch.device:

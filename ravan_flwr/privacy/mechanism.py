@@ -37,7 +37,7 @@ from ravan_flwr.methods.tensors import Tensors
 QUANTILE, RATE = 0.5, 0.2  # of an adaptive clip norm
 FIRST_NORM = 0.1  # of a clip norm that adapts, before the first round
 BITS_SHARE = 20  # the noise of the bits is this part of the expected clients, as in the paper
-_BELOW = 1 - 2.0**-40  # so that rounding takes no clipped change above the norm
+BELOW = 1 - 2.0**-40  # so that rounding takes no clipped change above the norm
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def changes_from(state: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> T
 def clipping(changes: Mapping[str, Tensor], most: float) -> tuple[float, bool]:
     """Return the factor that takes changes to that norm at most, and whether they were within."""
     norm = math.hypot(*(float(change.norm()) for change in changes.values()))
-    return (min(1.0, _BELOW * most / norm) if norm else 1.0), norm <= most
+    return (min(1.0, BELOW * most / norm) if norm else 1.0), norm <= most
 
 
 def moved_by(old: Tensor, noised: Tensor, expected: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class DealerError(ValueError):
         self.partition, self.deniers = partition, tuple(deniers)
 
 
-def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> KeyAnnouncement:
+def read_announcement(run: int, round_: int, partition: int, parts: Parts) -> KeyAnnouncement:
     """Read a client's keys; ValueError unless they are signed by the key that it names.
 
     Keys with which the others would refuse the whole round are refused here.
@@ -73,21 +73,21 @@ def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> KeyAnn
     text = agreement.signed_keys(run, round_, partition, entry[:-SIGNATURE])
     if not is_signed(node, entry[-SIGNATURE:], text):
         raise ValueError("its keys of the round are not signed by the key that it names")
-    greeting = KeyAnnouncement(entry, node)
-    for key in greeting.keys:
+    announcement = KeyAnnouncement(entry, node)
+    for key in announcement.keys:
         agreement.shared_secret(agreement.new_key(), key)  # refuses those of low order
-    if len(set(greeting.keys)) < 2:
+    if len(set(announcement.keys)) < 2:
         raise ValueError("its two keys of the round are one, expected two")
-    return greeting
+    return announcement
 
 
 class SecureServer:
     """Lead a round of these clients, from their schedule to the sum."""
 
-    def __init__(self, schedule: Schedule, greetings: Mapping[int, KeyAnnouncement]) -> None:
-        self.schedule, self.greetings = schedule, greetings
+    def __init__(self, schedule: Schedule, announcements: Mapping[int, KeyAnnouncement]) -> None:
+        self.schedule, self.announcements = schedule, announcements
         self.data = schedule.to_bytes()
-        self.roll = b"".join(greetings[p].entry for p in schedule.partitions)
+        self.roll = b"".join(announcements[p].entry for p in schedule.partitions)
         self.statement = agreement.statement_of(self.data, self.roll)
         self.dealt: dict[int, SharesSent] = {}  # by place, as all below
         self.here: Bits = np.zeros(0, bool)
@@ -166,7 +166,7 @@ class SecureServer:
         """Take a client's signature of that list."""
         signature = _of_length(parts, "signature", SIGNATURE)
         text = agreement.signed_list(self.statement, pack(self.here), pack(self.alive))
-        if not is_signed(self.greetings[partition].node, signature, text):
+        if not is_signed(self.announcements[partition].node, signature, text):
             raise ValueError("its signature is not of the list of those who have sent numbers")
         self.signatures[self.place(partition)] = signature
 
@@ -189,7 +189,8 @@ class SecureServer:
             for index in indices:
                 share = next(shares)
                 if share == shamir.NONE:  # what the dealer gave it was not as marked
-                    denied.add((self.schedule.partitions[dealer], partition))
+                    if dealer != holder:
+                        denied.add((self.schedule.partitions[dealer], partition))
                     continue
                 marks = self.dealt[dealer].marks[holder][MARK * index : MARK * (index + 1)]
                 given = self.schedule.partitions[dealer], partition, [share], index
@@ -199,7 +200,7 @@ class SecureServer:
                         "that it was given"
                     )
                 kept.append((dealer, index, share))
-        self.denied |= {(dealer, holder) for dealer, holder in denied if dealer != holder}
+        self.denied |= denied
         for dealer, index, share in kept:
             self._shares.setdefault((dealer, index), {})[holder] = share
 
@@ -208,10 +209,11 @@ class SecureServer:
     def open(self) -> UnmaskedSum:
         """Take off all masks that are left; ValueError, which says who, if that cannot be."""
         for place, indices in self._asked:
-            if not self.alive[place]:
+            if self.alive[place]:
+                for index in indices:
+                    self._take_off_own(place, index)
+            else:
                 self._take_off_pairs(place)
-            for index in indices if self.alive[place] else ():
-                self._take_off_own(place, index)
         counts = (self._masked & self.alive[:, None]).sum(0)
         opened = self.schedule.opened(self.here, self.alive)
         counts[~np.isin(self.schedule.group_of, list(opened))] = 0
@@ -244,12 +246,12 @@ class SecureServer:
         """Take off the masks that others have added for a client that sent no numbers."""
         dropped = self.schedule.partitions[place]
         private = self._joined(place, 0)
-        if agreement.public_of(private) != self.greetings[dropped].keys[1]:
+        if agreement.public_of(private) != self.announcements[dropped].keys[1]:
             raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
             rows, other = self._masked[at] & self._masked[place], self.schedule.partitions[at]
             if rows.any():
-                secret = agreement.shared_secret(private, self.greetings[other].keys[1])
+                secret = agreement.shared_secret(private, self.announcements[other].keys[1])
                 key = agreement.pair_key(secret, self.statement, other, dropped)
                 self._total.mask(key, rows, add=other > dropped)
 

@@ -16,10 +16,11 @@ NONE = b"\xff" * SHARE  # no share: it is above the prime
 
 
 def split(secret: bytes, threshold: int, number: int) -> list[bytes]:
-    """Make that many shares of 32 bytes."""
+    """Split a secret of 32 bytes into that many shares."""
     others = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients = [int.from_bytes(secret, "big"), *others]
-    return [_pack(value_at(coefficients, place + 1)) for place in range(number)]
+    values = (value_at(coefficients, place + 1) for place in range(number))
+    return [value.to_bytes(SHARE, "big") for value in values]
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -48,10 +49,6 @@ def unpack(share: bytes) -> int:
     if len(share) != SHARE or value >= PRIME:
         raise ValueError("got bytes that are no share, expected a number below the prime")
     return value
-
-
-def _pack(value: int) -> bytes:
-    return value.to_bytes(SHARE, "big")
 
 
 @lru_cache(maxsize=64)

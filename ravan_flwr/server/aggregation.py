@@ -20,7 +20,7 @@ from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_lim
 from ravan_flwr.methods.tensors import Means, MeansBySize, check_form
 from ravan_flwr.server.update_norm_check import Changes, UpdateNormCheck, changes_of
 
-SHARES = 4  # of the budget, whose broadcasts are kept during a round
+FRACTIONS = 4  # of the budget, whose broadcasts are kept during a round
 
 
 def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
@@ -66,7 +66,7 @@ class Aggregate:
         self._state, self._classifier = split_classifier(state)
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
-        self._sent = lru_cache(maxsize=SHARES)(partial(method.broadcast, self._state))
+        self._sent = lru_cache(maxsize=FRACTIONS)(partial(method.broadcast, self._state))
         self._rounds: tuple[Sums, Sums] = (
             (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
             if self._robust

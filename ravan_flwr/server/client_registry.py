@@ -27,7 +27,7 @@ from ravan_flwr.messages.registered_client import (
 )
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.replies import content_of, telling
+from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.specs import NODES_CHOSEN
 
@@ -91,8 +91,7 @@ class ClientRegistry:
     clients the preset is made for, `parts` in how many a run that goes on shared its data, and
     `max_share` the largest budget that the operator grants; `sizes` and `most` are those of
     `Partitions`. A run does not begin with fewer than `least` members while others may still come.
-    If nobody is to train, `partition_sizes` is false: then it does not matter in how many parts a
-    node thinks that the data is shared.
+    Without `for_training` it does not matter in how many parts a node thinks that the data is shared.
     """
 
     def __init__(
@@ -106,21 +105,19 @@ class ClientRegistry:
         sizes: Callable[[int], Sequence[int]] | None = None,
         most: int | None = None,
         *,
-        partition_sizes: bool = True,
+        for_training: bool = True,
     ) -> None:
         self.meant, self.max_share, self.least = meant, max_share, least
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._parts = Partitions(parts, sizes, most)
         self._keys: dict[int, str] = {}  # node id -> fingerprint of its key, where it keeps one
-        self._dealt_out = partition_sizes
+        self._for_training = for_training
         self._inbox = ReplyFetcher()
         self._settled: object = None  # the list of nodes with which all had answered
         self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
         self._checked: Mapping[int, RegisteredClient] | None = None  # those that fit to each other
-        # The members, and the same sorted by partition.
-        self._ordered: tuple[Mapping[int, RegisteredClient] | None, list[RegisteredClient]]
-        self._ordered = None, []
+        self._by_partition: list[RegisteredClient] | None = None  # None: to be sorted anew
         self._most_examples: int | None = None  # None: to be found anew
         self._unasked = 0  # nodes that are here and will be asked when others have answered
         self._refused_now: list[str] = []  # the reasons of this recruiting
@@ -158,13 +155,11 @@ class ClientRegistry:
     def present(self, grid: Grid) -> list[RegisteredClient]:
         """Return the members that are connected now and have no open question, by partition."""
         present, nodes = set(grid.get_node_ids()), self.nodes
-        members = self.members
-        if self._ordered[0] is not members:
-            ordered = sorted(members.values(), key=lambda member: member.partition_id)
-            self._ordered = members, ordered
+        if self._by_partition is None:
+            self._by_partition = sorted(self.members.values(), key=lambda one: one.partition_id)
         return [
             member
-            for member in self._ordered[1]
+            for member in self._by_partition
             if member.node_id in present and not nodes[member.node_id].question
         ]
 
@@ -288,9 +283,9 @@ class ClientRegistry:
         """Make a node a member if its answer is valid and it runs the same app; else refuse it."""
         node.heard = time.time()
         try:
-            with telling():
+            with as_value_error():
                 answers = content_of(reply).config_records
-                answer = ConfigRecord() if "member" not in answers else answers["member"]
+                answer = answers.get("member", ConfigRecord())
                 member = read_registered_client(node.node_id, answer, len(self.derived))
                 check_same_app(member, self.code, self.backbone, self.derived)
         except ValueError as error:
@@ -308,7 +303,7 @@ class ClientRegistry:
         members = self.members
         if self._checked is members:
             return  # nobody has come or gone since
-        if self._dealt_out:
+        if self._for_training:
             self._refuse_all(self._parts.misfits(self.members.values()))
             self._refuse_all(self._parts.miscounts(self.members.values()))
         # At last: a node that was refused before this holds no part of the data.
@@ -332,7 +327,7 @@ class ClientRegistry:
     def _note(self, node: Node, member: RegisteredClient | None, refused: str) -> None:
         """Note that a node is a member now, or why it is none."""
         node.member, node.refused = member, refused
-        self._members = self._most_examples = None
+        self._members = self._by_partition = self._most_examples = None
 
     def _introduce(self, *, advise: bool) -> None:
         """Log who is there, and how many parts of the data have no node.

@@ -36,7 +36,7 @@ class Partitions:
         sizes: Callable[[int], Sequence[int]] | None = None,
         most: int | None = None,
     ) -> None:
-        self._before, self._dealt_out, self._most = before, sizes, most
+        self._before, self._sizes_of, self._most = before, sizes, most
         self._settled: int | None = None  # once nodes that share the data have come
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
         self._held: dict[int, int] = {}  # and the other way round
@@ -79,14 +79,14 @@ class Partitions:
     def miscounts(self, members: Members) -> dict[int, str]:
         """Say which nodes claim another number of examples than their part has."""
         sharing, sizes = _sharing(members), None
-        if sharing and self._dealt_out is not None:
+        if sharing and self._sizes_of is not None:
             try:
                 if self._sizes is None or len(self._sizes) != self.number(members):
-                    self._sizes = self._dealt_out(self.number(members))
+                    self._sizes = self._sizes_of(self.number(members))
                 sizes = self._sizes
             except (ValueError, OSError, RuntimeError) as error:
                 log.warning("the nodes' numbers of examples are not checked: %s", error)
-                self._dealt_out = None
+                self._sizes_of = None
         self._checked = set() if sizes is None else {member.node_id for member in sharing}
         return {
             member.node_id: f"examples is {member.examples}, expected {sizes[member.partition_id]} "

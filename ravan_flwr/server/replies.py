@@ -79,7 +79,7 @@ def read_trained(
     Clients of a private run report no loss, and where they add the noise no seconds; what is there
     all the same is not read.
     """
-    with telling():
+    with as_value_error():
         metrics, content = _opened(reply, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
@@ -93,7 +93,7 @@ def read_trained(
 
 def refusal_in(reply: Message, round_number: int) -> str:
     """Read why a client trains no further, in a reply of that round; "" if it has trained."""
-    with telling():
+    with as_value_error():
         refused = content_of(reply).config_records.get("refused")
         if refused is None:
             return ""
@@ -104,7 +104,7 @@ def refusal_in(reply: Message, round_number: int) -> str:
 
 def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
     """Read what a client answers in a phase of a secure round; or whom it does not trust."""
-    with telling():
+    with as_value_error():
         arrays = _opened(reply, round_number)[1].array_records["arrays"]
         return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
 
@@ -116,7 +116,7 @@ def read_masked(
 
     Its bases must be the server's.
     """
-    with telling():
+    with as_value_error():
         metrics, content = _opened(reply, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         told = "seconds" in metrics
@@ -126,16 +126,11 @@ def read_masked(
 
 def read_evaluated(reply: Message, round_number: int, asked: Measures, most: float) -> Evaluated:
     """Read a reply to an evaluation of that round, of at most so many examples."""
-    with telling():
+    with as_value_error():
         metrics, _ = _opened(reply, round_number)
-        number = finite(metrics, "num-examples")
-        if not 0 < number <= most:
-            raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
+        number = above_zero(metrics, "num-examples", most)
         if asked.unit != "examples":
-            key, most = f"num-{asked.unit}", number * asked.most
-            number = finite(metrics, key)
-            if not 0 < number <= most:
-                raise ValueError(f"{key} is {number:g}, expected above 0 and at most {most:g}")
+            number = above_zero(metrics, f"num-{asked.unit}", number * asked.most)
         limits = {
             name: (0, 1) if name in SHARES else (-MOST_LOSS, MOST_LOSS) for name in asked.names
         }
@@ -143,8 +138,8 @@ def read_evaluated(reply: Message, round_number: int, asked: Measures, most: flo
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """Turn any error that a reply causes in the code inside into a ValueError that says so."""
+def as_value_error() -> Iterator[None]:
+    """Turn any error that a reply causes in the code inside into a ValueError."""
     try:
         yield
     except ValueError:
@@ -192,6 +187,14 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
     if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key} is {shown(value)}, expected a finite number")
     return float(value)
+
+
+def above_zero(metrics: Mapping[str, Any], key: str, most: float) -> float:
+    """Read one number of a reply, above 0 and at most so large."""
+    value = finite(metrics, key)
+    if not 0 < value <= most:
+        raise ValueError(f"{key} is {value:g}, expected above 0 and at most {most:g}")
+    return value
 
 
 def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> float:

@@ -169,7 +169,7 @@ def pull_replies(
     grid: Grid,
     inbox: ReplyFetcher,
     waiting: Collection[str],
-    patience: RoundDeadline,
+    deadline: RoundDeadline,
     also: Collection[str] = (),
 ) -> Iterator[Message]:
     """Yield the replies to these messages as they arrive, until no more are waited for.
@@ -178,11 +178,11 @@ def pull_replies(
     not lost because another took long to read. Replies to the messages `also` are yielded as
     well, but not waited for.
     """
-    left, clock = dict.fromkeys(waiting), patience.clock
+    left, clock = dict.fromkeys(waiting), deadline.clock
     longest = 0.2 if simulating(grid) else 0.5  # for each reply there is a call of the SuperLink
     pause, last = 0.005, False
     while left and not last:
-        last = patience.left <= 0
+        last = deadline.left <= 0
         if last and in_process(grid) and clock is REAL:
             return
         began, came = time.monotonic(), False
@@ -190,10 +190,10 @@ def pull_replies(
             came = True
             left.pop(reply.metadata.reply_to_message_id, None)
             yield reply
-            if (left and patience.satisfied) or (in_process(grid) and patience.left <= 0):
+            if (left and deadline.satisfied) or (in_process(grid) and deadline.left <= 0):
                 return
         took = time.monotonic() - began
         pause = 0.005 if came else min(pause * 1.5, max(longest, took))
         if left and not came and not last:
             # Simulated time passes by itself to the next reply.
-            clock.wait(max(0.0, min(pause if clock is REAL else math.inf, patience.left)))
+            clock.wait(max(0.0, min(pause if clock is REAL else math.inf, deadline.left)))

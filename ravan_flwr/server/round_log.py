@@ -130,13 +130,13 @@ class RoundLog:
         self.began_anew.append(member.partition_id)
         log.warning(
             "partition %d has lost its personal parameters, as a node does that is started "
-            "again, and began with a new one",
+            "again, and began with new ones",
             member.partition_id,
         )
 
     def reject(self, member: RegisteredClient, reason: object) -> None:
         """Note that a reply was not used, or did not come, and why."""
-        text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
+        text = plain(str(reason))
         self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
         if len(self.rejected) <= REJECTIONS_TOLD:
             log.warning("rejected partition %d: %s", member.partition_id, text)

@@ -48,7 +48,7 @@ class RunRecorder(Callback):
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
         self.after = start.done  # what lies behind that round is dropped when the next is done
 
-    def go_on(self) -> None:
+    def drop_later_rounds(self) -> None:
         """Drop what lies behind the round that the run went on after, once."""
         if self.after is not None:
             drop_after(self.directory.checkpoints, self.after)
@@ -57,7 +57,7 @@ class RunRecorder(Callback):
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; warn where evaluations begin to be collapsed."""
-        self.go_on()
+        self.drop_later_rounds()
         told, number = None, record["round"]
         if number and self.bench.model.trainable_parameters():
             labels = self.bench.task.data.labels if self.bench.task.classifies else ()

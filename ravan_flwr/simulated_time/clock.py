@@ -65,11 +65,11 @@ REAL = RealClock()
 class SimulatedClock:
     """Order the replies of simulated clients by the second in which they arrive.
 
-    Time passes in `wait` alone, which ends with the next arrival.
+    Time passes where somebody waits, which ends with the next arrival.
     """
 
-    def __init__(self, devices: Sequence[Device], now: float = 0.0) -> None:
-        self.devices, self.now = devices, now
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices, self.now = devices, 0.0
         self.free = [0.0] * len(devices)  # when each has done all that it was sent
         self._arrivals: list[tuple[float, int, str]] = []  # a heap; ties in the order of sending
         self._sent = 0

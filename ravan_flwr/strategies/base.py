@@ -32,7 +32,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.replies import finite, telling
+from ravan_flwr.server.replies import above_zero, as_value_error
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 log = getLogger("flwr")  # beside the lines of FedAvg about the same replies
@@ -119,9 +119,11 @@ class MethodStrategy(FedAvg):
     ) -> Iterable[Message]:
         """Send the arrays to the sampled nodes; ValueError if they are not those of the method."""
         tensors = {name: _tensor(name, array) for name, array in arrays.items()}
-        self._sent = arrays, tensors, self.translate(tensors, server_round)
+        own = self.translate(tensors, server_round)
+        self._sent = arrays, tensors, own
         if self.optimizer is not None:
-            trained = _in_order(self._means(self._sent))
+            others = {name: tensor for name, tensor in tensors.items() if name not in own.names}
+            trained = _in_order(others | own.write(own.state))
             self.optimizer.configure_train(server_round, trained, ConfigRecord(), grid)
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -145,7 +147,7 @@ class MethodStrategy(FedAvg):
         accepted: list[RecordDict] = []
         for reply in answered:
             try:
-                with telling():
+                with as_value_error():
                     weight = self._weight(reply, usual)
                     upload, fraction = _read(reply, own, others)
                     sums.offer(upload, fraction, weight)
@@ -180,13 +182,6 @@ class MethodStrategy(FedAvg):
 
     # The server's optimiser, which sees one reply: the mean.
 
-    def _means(self, sent: tuple[ArrayRecord, Tensors, Arrays]) -> Tensors:
-        """Collect the arrays that a round changes, as they were sent."""
-        _, tensors, own = sent
-        return {name: tensor for name, tensor in tensors.items() if name not in own.names} | (
-            own.write(own.state)
-        )
-
     def _stepped(self, server_round: int, mean: Tensors) -> Tensors:
         """Take the optimiser's step from what was sent to the mean."""
         assert self.optimizer is not None
@@ -204,13 +199,7 @@ class MethodStrategy(FedAvg):
         if _layout(reply) != usual:
             raise ValueError(f"its metrics are {shown(_layout(reply))}, most have {shown(usual)}")
         (metrics,) = reply.content.metric_records.values()
-        weight = finite(metrics, self.weighted_by_key)
-        if not 0 < weight <= MOST_WEIGHT:
-            raise ValueError(
-                f"{self.weighted_by_key} is {weight:g}, expected above 0 and at most "
-                f"{MOST_WEIGHT:g}"
-            )
-        return weight
+        return above_zero(metrics, self.weighted_by_key, MOST_WEIGHT)
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -58,7 +58,7 @@ def directory(tmp_path):
 
 def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
-    client_registry = ClientRegistry(4, "b", DERIVED, partition_sizes=False)
+    client_registry = ClientRegistry(4, "b", DERIVED, for_training=False)
     client_registry.gather(nodes, wait=True)
     given = client_registry, MessageBuilder(None), Status(client_registry, tell=None)
     return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)

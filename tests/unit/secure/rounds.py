@@ -8,7 +8,7 @@ from ravan_flwr.secure.client import SecureClient
 from ravan_flwr.secure.fixed_point import LEVELS, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys
 from ravan_flwr.secure.schedule import Part, make_schedule
-from ravan_flwr.secure.server import SecureServer, read_greeting
+from ravan_flwr.secure.server import SecureServer, read_announcement
 
 RUN, ROUND = 7, 3
 PHASES = ("keys", "shares", "masked", "agree", "unmask")
@@ -44,13 +44,13 @@ class Held:
         ]
 
     def meet(self):
-        self.greetings = {
-            p: read_greeting(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
+        self.announcements = {
+            p: read_announcement(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
             for p in self.there("keys")
         }
-        wanted = {p: self.rows[p] for p in self.greetings}
+        wanted = {p: self.rows[p] for p in self.announcements}
         schedule = make_schedule(RUN, ROUND, self.minimum, PARTS, wanted)
-        self.server = SecureServer(schedule, self.greetings)
+        self.server = SecureServer(schedule, self.announcements)
 
     def share(self):
         for p in self.there("shares"):

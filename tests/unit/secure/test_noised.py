@@ -22,7 +22,7 @@ from ravan_flwr.secure.fixed_point import (
 )
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.secure.schedule import Part, make_schedule, read_schedule, threshold_of
-from ravan_flwr.secure.server import SecureServer, read_greeting
+from ravan_flwr.secure.server import SecureServer, read_announcement
 from tests.unit.secure.rounds import PHASES, ROUND, RUN, Held
 
 C = 0.5
@@ -169,15 +169,15 @@ class Noised(Held):
     """A round in which clients add noise to changes of norm C."""
 
     def meet(self):
-        self.greetings = {
-            p: read_greeting(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
+        self.announcements = {
+            p: read_announcement(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
             for p in self.there("keys")
         }
         parts, rows = [Part("H", 4, 1500, C)], np.ones(4, bool)
-        wanted = dict.fromkeys(self.greetings, rows)
+        wanted = dict.fromkeys(self.announcements, rows)
         self.noise = NoiseShares(C, 1.0)
         schedule = make_schedule(RUN, ROUND, 3, parts, wanted, "", self.noise)
-        self.server = SecureServer(schedule, self.greetings)
+        self.server = SecureServer(schedule, self.announcements)
 
     def mask(self, late=()):
         for p in self.there("shares"):

@@ -15,7 +15,7 @@ from ravan_flwr.secure.client import DistrustError, SecureClient
 from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
-from ravan_flwr.secure.server import DealerError, SecureServer, read_greeting
+from ravan_flwr.secure.server import DealerError, SecureServer, read_announcement
 from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held, step_of
 
 N = 7
@@ -324,12 +324,12 @@ def test_a_client_without_a_file_is_not_known(folder, tmp_path):
 def test_signatures_of_another_run_round_or_client_are_false(folder):
     client = SecureClient({}, RUN, 2, NodeKeys(folder, 2))
     parts = client.make_keys(ROUND)
-    assert read_greeting(RUN, ROUND, 2, parts).node == NodeKeys(folder, 2).public()
+    assert read_announcement(RUN, ROUND, 2, parts).node == NodeKeys(folder, 2).public()
     for place in ((RUN + 1, ROUND, 2), (RUN, ROUND + 1, 2), (RUN, ROUND, 3)):
         with pytest.raises(ValueError, match="not signed by the key that it names"):
-            read_greeting(*place, parts)
+            read_announcement(*place, parts)
     with pytest.raises(ValueError, match="keys has 3 bytes, expected 128"):
-        read_greeting(RUN, ROUND, 2, parts | {"keys": b"abc"})
+        read_announcement(RUN, ROUND, 2, parts | {"keys": b"abc"})
 
 
 def test_keys_that_the_others_would_refuse_cost_their_client(folder):
@@ -339,7 +339,7 @@ def test_keys_that_the_others_would_refuse_cost_their_client(folder):
     for public, told in ((good + bytes(32), "low order"), (good + good, "are one, expected two")):
         signature = keys.sign(signed_keys(RUN, ROUND, 2, public))
         with pytest.raises(ValueError, match=told):
-            read_greeting(RUN, ROUND, 2, {"keys": public + signature, "node": keys.public()})
+            read_announcement(RUN, ROUND, 2, {"keys": public + signature, "node": keys.public()})
 
 
 def announced(held, **changes):
@@ -350,7 +350,7 @@ def announced(held, **changes):
         "wanted": {p: schedule.trained[p] for p in range(N)},
     }  # fmt: skip
     other = make_schedule(**(given | changes))
-    return SecureServer(other, held.greetings).announce()
+    return SecureServer(other, held.announcements).announce()
 
 
 def test_a_schedule_of_another_round_is_refused(folder):
@@ -381,8 +381,8 @@ def test_a_head_for_few_is_refused_by_who_would_train_it(folder):
 def test_keys_that_are_not_its_own_are_refused(folder):
     held = until(folder, "keys")
     later = SecureClient({}, RUN, 0, NodeKeys(folder, 0))
-    held.greetings[0] = read_greeting(RUN, ROUND, 0, later.make_keys(ROUND))
-    server = SecureServer(held.server.schedule, held.greetings)
+    held.announcements[0] = read_announcement(RUN, ROUND, 0, later.make_keys(ROUND))
+    server = SecureServer(held.server.schedule, held.announcements)
     with pytest.raises(ValueError, match="other keys of this client"):
         held.clients[0].deal(ROUND, server.announce())
 
@@ -576,7 +576,7 @@ def test_a_late_upload_stays_masked(folder):
     private = shamir.join(held.server._shares[3, 0], held.server.schedule.threshold)
     for other in range(N):
         if other != 3:
-            secret = masks_secret(private, held.greetings[other].keys[1])
+            secret = masks_secret(private, held.announcements[other].keys[1])
             key = pair_key(secret, held.server.statement, 3, other)
             vector.mask(key, rows, add=other < 3)
     assert stats.kstest(vector.numbers / 2**24, "uniform").pvalue > 1e-3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravan_flwr.server.aggregation import SHARES, Aggregate
+from ravan_flwr.server.aggregation import FRACTIONS, Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, train_client
 
@@ -38,7 +38,7 @@ def test_few_broadcasts_are_kept_however_many_shares_there_are(counted):
     method, adapters, _ = counted
     state = method.initial_state(adapters)
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
-    for number in range(1, 4 * SHARES):
-        share = number / (4 * SHARES)
+    for number in range(1, 4 * FRACTIONS):
+        share = number / (4 * FRACTIONS)
         sums.offer(train_client(method, adapters, state, share, number), share)
-    assert sums._sent.cache_info().currsize == SHARES
+    assert sums._sent.cache_info().currsize == FRACTIONS
