@@ -6,11 +6,10 @@ network.
 """
 
 import json
-import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from safetensors import safe_open
 from ravan_flwr.data.hub import telling
 from ravan_flwr.files import LARGE, check_file, read_file
 from ravan_flwr.specs import ModelSpec
-
-log = logging.getLogger(__name__)
 
 # Weights are read from safetensors alone: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -40,8 +37,7 @@ def model_folder(spec: ModelSpec) -> Path:
     """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
     folder = Path(spec.name)
     if not _is_folder(folder):
-        cached = _snapshot(spec, local_files_only=True)
-        folder = cached if cached is not None and not lacks(cached) else _download(spec)
+        folder = _snapshot(spec, FILES, lacks)
     if missing := lacks(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -80,24 +76,13 @@ def _how_to_make(folder: Path) -> str:
     )
 
 
-def _download(spec: ModelSpec) -> Path:
-    """Download what the cache lacks of a model."""
-    with telling("model", spec.name, spec.revision):
-        folder = _snapshot(spec, local_files_only=False)
-    assert folder is not None
-    return folder
-
-
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, without its weights if they are not there."""
     folder = Path(spec.name)
     if not _is_folder(folder):
-        with telling("model", spec.name, spec.revision):
-            folder = Path(
-                snapshot_download(
-                    spec.name, revision=spec.revision or None, allow_patterns=["config.json"]
-                )
-            )
+        folder = _snapshot(
+            spec, ["config.json"], lambda found: not (found / "config.json").exists()
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
@@ -169,20 +154,19 @@ def reading(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _snapshot(spec: ModelSpec, *, local_files_only: bool) -> Path | None:
-    try:
-        return Path(
+def _snapshot(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
+    """Find files in the hub's cache, or download what it lacks."""
+    revision = spec.revision or None
+    with suppress(LocalEntryNotFoundError):
+        folder = Path(
             snapshot_download(
-                spec.name,
-                revision=spec.revision or None,
-                allow_patterns=FILES,
-                local_files_only=local_files_only,
+                spec.name, revision=revision, allow_patterns=files, local_files_only=True
             )
         )
-    except LocalEntryNotFoundError:
-        if local_files_only:
-            return None
-        raise
+        if not lacking(folder):
+            return folder
+    with telling("model", spec.name, spec.revision):
+        return Path(snapshot_download(spec.name, revision=revision, allow_patterns=files))
 
 
 def lacks(folder: Path) -> str:

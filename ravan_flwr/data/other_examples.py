@@ -11,11 +11,11 @@ import datasets
 from ravan_flwr.data.examples import by_role, with_roles_and_labels
 from ravan_flwr.data.hub import as_files, cache_of, check_encoding, telling
 from ravan_flwr.data.idx import idx_splits, is_idx
+from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.specs import DataSpec, QuestionSpec
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
-_KINDS = TABLES | dict.fromkeys(_IMAGES, "imagefolder")
+_KINDS = TABLES | dict.fromkeys(IMAGES, "imagefolder")
 
 
 def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:

@@ -149,7 +149,7 @@ PARTITIONERS: dict[str, Callable[..., list[np.ndarray]]] = {
     "iid": lambda values, by, r, _: partition_evenly(len(values), by.number, r),
     "dirichlet": _dirichlet,
     "dirichlet-by-client": lambda values, by, r, _: partition_by_client(
-        np.asarray(values), by.number, by.amount, r
+        numbered(values)[1], by.number, by.amount, r
     ),
     "natural": lambda values, by, _, c: partition_naturally(values, by.number, c),
     "pathological": lambda values, by, r, _: partition_few_classes(

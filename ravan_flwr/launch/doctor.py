@@ -95,7 +95,7 @@ def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
 def _device(folder: Path, options: Options) -> Iterator[Check]:
     given = _environment_file(folder)
     address = options.superlink or given.get("SUPERLINK")
-    port = options.port or int(given.get("RUNTIME_PORT", 9094))
+    port = options.port or given.get("RUNTIME_PORT", "9094")
     text = options.node_config or given.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
     if address is None:
@@ -189,7 +189,11 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
 
     Whether to trust the answer has a line of its own: the others need no trusted connection.
     """
-    host, port = _parts(address)
+    try:
+        host, port = _parts(address)
+    except ValueError as error:
+        yield Check(server, False, str(error))
+        return
     found: list[x509.Certificate] = []
 
     def connects() -> str:
@@ -306,10 +310,12 @@ def compared(ahead: float) -> str:
     return text
 
 
-def _port_of_supernode(port: int) -> str:
+def _port_of_supernode(port: int | str) -> str:
     """Ask whether the SuperNode's own port is free, or is the SuperNode's already."""
+    if not str(port).isdecimal():
+        raise ValueError(f"RUNTIME_PORT = {port!r}: expected a number, such as 9094; correct it")
     with contextlib.suppress(ConnectionRefusedError):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=_TIMEOUT)
         with contextlib.closing(connection):
             try:
                 connection.request("GET", "/health")

@@ -84,7 +84,7 @@ class Trackers:
         kinds = [] if tracking == "none" else [tensorboard]
         self._all: dict[str, Tracker] = {}
         for kind in [*kinds, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
-            with self._warning(f"no tracking with {tracking}"):
+            with self._warning(f"no tracking with {kind.__name__}"):
                 self._all[kind.__name__] = kind(run, run.name, settings)
 
     @contextmanager

@@ -91,7 +91,7 @@ class ClientRegistry:
     clients the preset is made for, `parts` in how many a run that goes on shared its data, and
     `max_share` the largest budget that the operator grants; `sizes` and `most` are those of
     `Partitions`. A run does not begin with fewer than `least` members while others may still come.
-    Without `for_training` it does not matter in how many parts a node thinks that the data is shared.
+    Without `for_training` it does not matter into how many parts a node divides the data.
     """
 
     def __init__(

@@ -19,10 +19,17 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import load_splits, settled
+from ravan_flwr.data.examples import load_splits, settled, some_of
 from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.other_examples import load_questions, own_examples
-from ravan_flwr.data.partition import BY_COLUMN, Partition, check_column, column_of, deal_out
+from ravan_flwr.data.partition import (
+    BY_COLUMN,
+    Partition,
+    check_column,
+    column_of,
+    deal_out,
+    values_of,
+)
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
@@ -217,9 +224,22 @@ class ModelAndData:
         """Deal out the rows, when `number` clients share the examples."""
         config = self.config
         if len(self._dealt) != number:
-            how = partition_of(config, number, config.seed)
-            self._dealt = deal_out(self._train, how, column_for(config, self._train))
+            column = column_for(config, self._train)
+            if config.division == "natural":
+                self._check_users(column)
+            self._dealt = deal_out(self._train, partition_of(config, number, config.seed), column)
         return self._dealt
+
+    def _check_users(self, column: str) -> None:
+        """Raise ValueError if no example of a client of a natural partition can be learned."""
+        given, train = self.splits["train"], self._train
+        if train.num_rows == given.num_rows:
+            return
+        if lost := set(values_of(given, column)) - set(values_of(train, column)):
+            raise ValueError(
+                f"partition = 'natural': no example of {some_of(sorted(map(repr, lost)))} can be "
+                f"learned, expected one for each value of {column!r}; take these out of the data"
+            )
 
     def partition_sizes(self, number: int) -> list[int]:
         """Count the examples that each client trains on, when `number` clients share them."""

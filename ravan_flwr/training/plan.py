@@ -231,6 +231,8 @@ def _end(config: Config, built: Skeleton, before: int) -> list[str]:
     if config.until_metric:
         value = config.until_metric
         lines += [f"until-metric    {value:g}: the round that reaches it is the last"]
+    if config.until_time:
+        lines += [f"until-time      {config.until_time:g} s: the round that ends then is the last"]
     return lines
 
 

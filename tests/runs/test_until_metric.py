@@ -105,3 +105,4 @@ def test_a_value_below_nothing_is_refused_and_a_plan_says_it():
     with pytest.raises(ValueError, match="until-metric = -1: expected a number at least 0"):
         read_config({"until-metric": -1})
     assert "until-metric    0.9: the round that reaches it" in plan_of({"until-metric": 0.9})
+    assert "until-time      60 s: the round that ends then" in plan_of({"until-time": 60})

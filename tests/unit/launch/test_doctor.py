@@ -148,6 +148,21 @@ def test_ten_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
     assert said["server"][0]  # it is reached, whatever is wrong with it
 
 
+def test_an_address_or_a_port_that_is_none_hides_no_other_fault(tmp_path, capsys, plenty):
+    make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
+    env = tmp_path / "keys" / "node-0.env"
+    env.write_text("SUPERLINK=server\nRUNTIME_PORT=http\nNODE_CONFIG='partition-id=0'\n")
+    said, status = told(capsys, tmp_path / "keys" / "node-0")
+    assert status == 1
+    assert said["server"] == (
+        False,
+        "'server': expected HOST:PORT, such as server.example.org:8000",
+    )
+    assert said["port"][1].startswith("RUNTIME_PORT = 'http': expected a number")
+    assert not said["node config"][0]  # it has no num-partitions
+    assert said["keys"][0]
+
+
 def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
     tmp_path, capsys, plenty
 ):

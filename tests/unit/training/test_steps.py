@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -148,3 +149,13 @@ def test_contradictions_are_refused():
         ValueError, match=r"learning-rate-schedule = 'cosine:1': got learning-rate = 0\.1"
     ):
         read_config({"learning-rate": 0.1, "learning-rate-schedule": "cosine:1"})
+
+
+def test_a_client_of_a_natural_partition_that_can_learn_nothing_is_named():
+    given = datasets.Dataset.from_dict({"user": ["a", "b", "b"], "text": ["x", "y", "z"]})
+    bench = ModelAndData(read_config({}))
+    vars(bench).update(splits={"train": given}, _train=given.select([0, 1]))
+    bench._check_users("user")  # each has one
+    vars(bench)["_train"] = given.select([1, 2])
+    with pytest.raises(ValueError, match="no example of 'a' can be learned.*value of 'user'"):
+        bench._check_users("user")
