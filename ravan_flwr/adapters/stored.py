@@ -14,7 +14,7 @@ but the classifier and the language-model head is replaced by one that keeps its
 and computes in the precision of the run. Adapters stay in float32."""
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
@@ -90,9 +90,7 @@ class _Widened(torch.autograd.Function):
 
 def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Parameter]) -> None:
     """Keep linear layers and embeddings in that dtype, and all else, as `apart`, in float32."""
-    kept: set[int] = set()
-    if dtype != torch.float32:
-        kept = {id(weight) for weight in _storable(network, {id(weight) for weight in apart})}
+    kept = set[int]() if dtype == torch.float32 else _storable(network, apart)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype if id(parameter) in kept else torch.float32)
     for module in network.modules():
@@ -105,9 +103,9 @@ def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Paramet
             module.__class__ = made
 
 
-def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
-    """List the weights of which every module that uses them can be kept in 16 bits."""
-    whole = {id(parameter) for parameter in network.parameters()}
+def _storable(network: nn.Module, apart: Collection[nn.Parameter]) -> set[int]:
+    """Find the weights of which every module that uses them can be kept in 16 bits."""
+    whole = {id(weight) for weight in network.parameters()} - {id(weight) for weight in apart}
     held = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
     for name, module in network.named_modules():
         can = _stored_class(module) is not None
@@ -115,9 +113,7 @@ def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
         for parameter in module.parameters(recurse=False):
             if not can or parameter is not module.weight:
                 whole.discard(id(parameter))
-    for parameter in network.parameters():
-        if id(parameter) in whole - apart:
-            yield parameter
+    return whole
 
 
 _STORED: dict[type[nn.Module], type[nn.Module]] = {
@@ -150,10 +146,8 @@ def quantize(
     """Replace the linear layers, one by one onto the device; they compute in `dtype`."""
     library = _library()
     for name, linear in quantizable(network, classifier).items():
-        parent, _, child = name.rpartition(".")
         to = linear.weight.device if device is None else device
-        small = _replacement(library, how, linear, dtype, to)
-        setattr(network.get_submodule(parent), child, small)
+        network.set_submodule(name, _replacement(library, how, linear, dtype, to))
 
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:

@@ -19,7 +19,6 @@ MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits h
 
 # The only value of a key that goes with a setting, and why.
 Only = tuple[str, Scalar, str]
-_NO_LIMIT = ("max-update-norm", AUTO, "clip-norm already bounds what a client changes")
 _ON_SERVER = (
     "evaluate-on", "server", "clients would report what they measure on their examples",
 )  # fmt: skip
@@ -30,7 +29,7 @@ _ONLY: dict[str, tuple[Only, ...]] = {
             "uniform",
             "a client's number of examples, or what others send, would say how much it counts",
         ),
-        _NO_LIMIT,
+        ("max-update-norm", AUTO, "clip-norm already bounds what a client changes"),
         ("over-sample", 1.0, "a cohort is drawn client by client, so that it has no size to fill"),
         ("straggler-grace", AUTO, "how fast one client is would decide whether others count"),
         ("min-replies", 1, "a run that stops would tell how many clients took part"),
@@ -124,9 +123,10 @@ def without_effect(run_config: Values) -> list[str]:
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
-def told_without_effect(run_config: Values, method: str) -> list[str]:
+def told_without_effect(run_config: Values) -> list[str]:
     """Say which settings change nothing, first those that somebody may mean for protection."""
     others, told = without_effect(run_config), []
+    method = run_config.get("method", KEYS["method"].default)
     for keys, protected_by in (
         (OF_PRIVACY, "privacy=client or privacy=example"),
         (("secure-minimum",), "secure-aggregation=true"),

@@ -85,9 +85,7 @@ def new_file(name: str) -> Path:
             f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
             "my-task; it becomes conf/my-task.yaml"
         )
-    here = Path.cwd() / "conf"
-    folder = conf_folder() if conf_folder().parent == Path.cwd() else here
-    path = folder / f"{name}.yaml"
+    path = Path.cwd() / "conf" / f"{name}.yaml"
     taken = conf_folder() / f"{name}.yaml"
     for found in (path, taken):
         refuse_if_there(name, found)

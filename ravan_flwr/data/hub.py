@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import logging
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,9 +144,6 @@ def check_encoding(examples: datasets.Dataset, where: str) -> None:
                 "write the files anew: iconv -f LATIN1 -t UTF-8 OLD > NEW, say, if they are in "
                 "Latin-1"
             ) from None
-
-
-log = logging.getLogger(__name__)
 
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:

@@ -26,6 +26,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 MOST_BYTES = 2**28  # of a file that is no weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
+PROCESSOR = "preprocessor_config.json"  # of images
 
 
 def made_folder(name: str) -> Path:

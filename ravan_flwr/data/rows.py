@@ -218,9 +218,9 @@ def _found(path: Path, there: Sequence[str], columns: Mapping[str, str]) -> dict
     return names
 
 
-def _listed(names: Sequence[str] | Mapping[str, str], most: int = 20) -> str:
-    shown = [repr(str(name)[:60]) for name in [*names][:most]]
-    return ", ".join(shown) + (", ..." if len(names) > most else "")
+def _listed(names: Sequence[str] | Mapping[str, str]) -> str:
+    shown = [repr(str(name)[:60]) for name in [*names][:20]]
+    return ", ".join(shown) + (", ..." if len(names) > 20 else "")
 
 
 # The others of Pillow are rarely used for examples; that of EPS starts the program `gs`.

@@ -41,10 +41,8 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self.home = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ravan-flwr-"))
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="ravan-flwr-")
+        self.home = Path(self._folder.name)
         port, control = _free_ports(2)
         self.environment = os.environ | {
             "FLWR_HOME": str(self.home),
@@ -112,7 +110,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             with suppress(ProcessLookupError):  # itself, if it hangs
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._stack.close()
+        self._folder.cleanup()
 
     def _answers(self) -> bool:
         address = f"http://127.0.0.1:{self._port}/health"

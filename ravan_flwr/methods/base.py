@@ -96,7 +96,8 @@ class Settings:
     calibration_steps: int = 8
     scaling: str = "trained"
     scoring: str = "random"
-    selection: str = "layer"  # "any": a client chooses how many heads it trains, and where
+    # "global": the best heads of all layers; "any": a client chooses how many, and where.
+    selection: str = "layer"
     head_mean: str = "trained"
     layer_form: str = "auto"  # of multi-head layers
 

@@ -115,10 +115,9 @@ class DataAwareBases(CalibratedBases):
         for sketcher, flat in zip(self.sketchers, means, strict=True):
             random = generator(self.settings.seed, "complement", sketcher.layer.name)
             U, V = sketcher.subspaces(flat)
-            Bs.append(fill_heads(U, self.heads, self.rank, random).flatten())
-            As.append(fill_heads(V, self.heads, self.rank, random).mT.flatten())
-        B, A = torch.cat(Bs), torch.cat(As)
-        return {"B": B.float(), "A": A.float()}, {}
+            Bs.append(fill_heads(U, self.heads, self.rank, random))
+            As.append(fill_heads(V, self.heads, self.rank, random).mT)
+        return {"B": flatten(Bs), "A": flatten(As)}, {}
 
 
 def check_moved(changes: Sequence[Tensor]) -> None:

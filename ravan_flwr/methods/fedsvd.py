@@ -22,7 +22,7 @@ from ravan_flwr.adapters.lora import ProductSum, complete_rows
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import Mean, flatten
+from ravan_flwr.methods.tensors import Mean
 from ravan_flwr.seeding import generator
 
 
@@ -46,9 +46,6 @@ class FedSVD(NormLimits, LoraMethod):
         super().load(adapters, tensors)
         for adapter in adapters:
             adapter.A.requires_grad_(False)
-
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {"B": flatten([adapter.B for adapter in adapters])}
 
     def open_round(self, state: Tensors) -> "Refactored":
         return Refactored(self, state)

@@ -30,8 +30,5 @@ class FFALora(SumsChanges, LoraMethod):
         for adapter in adapters:
             adapter.A.requires_grad_(False)
 
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {"B": super().upload(adapters)["B"]}
-
 
 METHOD = FFALora

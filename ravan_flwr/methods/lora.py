@@ -1,7 +1,7 @@
 """Share what methods that train a LoRA have in common: y = W x + b + scale B A x.
 
-B(0) = 0, and A(0) is drawn from the seed, for each layer anew, with rows of norm
-`init_scale` in expectation. The state and an upload are {"B", "A"}: the B of all layers one
+B(0) = 0, and A(0) is drawn from the seed, for each layer anew, with rows of norm 1
+in expectation. The state and an upload are {"B", "A"}: the B of all layers one
 after the other in one flat tensor, and the A in another, since layers have different sides.
 The rank of such a pair is its size divided by the sum of the sides, so that a client of
 smaller rank sends and gets the same two tensors, only shorter.
@@ -81,13 +81,6 @@ class LoraMethod(Method[LoRALinear]):
         """Flatten these factors into two tensors, in float32 on the CPU."""
         return {"B": flatten(Bs), "A": flatten(As)}
 
-    def unpack(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cut two flat tensors of unknown origin into factors; their size gives the rank."""
-        rank = max(1, len(tensors.get("B", ())) // sum(self.outs))
-        for name, sides in (("B", self.outs), ("A", self.ins)):
-            check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
-        return self.split(tensors)
-
     def split(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Cut two flat tensors, which fit, into factors."""
         rank = len(tensors["B"]) // sum(self.outs)
@@ -100,11 +93,15 @@ class LoraMethod(Method[LoRALinear]):
         return self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        for adapter, B, A in zip(adapters, *self.unpack(tensors), strict=True):
+        rank = max(1, len(tensors.get("B", ())) // sum(self.outs))  # of unknown origin
+        for name, sides in (("B", self.outs), ("A", self.ins)):
+            check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
+        for adapter, B, A in zip(adapters, *self.split(tensors), strict=True):
             adapter.set_factors(B, A)
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self.pack([adapter.B for adapter in adapters], [adapter.A for adapter in adapters])
+        packed = self.pack([adapter.B for adapter in adapters], [adapter.A for adapter in adapters])
+        return {name: packed[name] for name in self.shapes(self.rank)}
 
     def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
         return adapter.factors()

@@ -50,9 +50,6 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
         return probe([(adapter.B, adapter.A) for adapter in adapters])
 
 
-Heads = list[list[int]]  # for each layer the heads, in ascending order
-
-
 SCORINGS = ("random", "weight", "gradient")
 
 
@@ -87,7 +84,7 @@ def score_heads(
 
 def best_heads(
     scores: Tensor, number: int, selection: str, random: torch.Generator | None
-) -> Heads:
+) -> list[list[int]]:
     """Pick the `number` best heads of each layer, or `number` times the layers of all of them.
 
     Scores of different layers compare as they are: bases have the same norms everywhere, so

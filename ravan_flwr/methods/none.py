@@ -33,8 +33,5 @@ class NoAdapter(SumsChanges, LoraMethod):
         for adapter in adapters:
             adapter.requires_grad_(False)
 
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {}
-
 
 METHOD = NoAdapter

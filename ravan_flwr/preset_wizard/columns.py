@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import datasets
 
+from ravan_flwr.tasks import TASKS
+
 MESSAGES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
 QUESTIONS = ("prompt", "question", "query")
-PAIR = ("chosen", "rejected")  # answers, of which the first is preferred
+PAIR = TASKS["preference"].answers  # of which the first is preferred
 ANSWERS = ("completion", "answer", "response", "output")
 # What Alpaca's authors wrote around an instruction, with and without an input.
 ALPACA = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.data.model_folder import read_json
+from ravan_flwr.data.model_folder import PROCESSOR, read_json
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.console import uploads_seen
@@ -15,7 +15,6 @@ from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import filled
 
-PROCESSOR = "preprocessor_config.json"
 EXAMPLES = {"server": "the server's test examples", "clients": "the clients' validation splits"}
 LIBRARIES = {"peft": "peft", "ravan": "peft", "merged": "transformers"}
 

@@ -32,11 +32,11 @@ from transformers import PreTrainedModel
 
 from ravan_flwr.adapters.bases import describe_bases, make_bases
 from ravan_flwr.data.hub import no_bars
-from ravan_flwr.data.model_folder import read_json
+from ravan_flwr.data.model_folder import PROCESSOR, read_json
 from ravan_flwr.methods import METHODS, MIXES
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
-from ravan_flwr.reports.card import PROCESSOR, write_card
+from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -111,7 +111,7 @@ def write_adapter(
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
     write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
-    write_atomically(folder / "adapter_config.json", (json.dumps(told, indent=2) + "\n").encode())
+    _write_json(folder / "adapter_config.json", told)
 
 
 def _as_lora(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:

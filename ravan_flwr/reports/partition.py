@@ -80,7 +80,7 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
     column = column_for(config, train)
-    parts = deal_out(train, partition_of(config, number, config.seed), column)
+    parts = deal_out(train, partition_of(config, number), column)
     natural = config.division == "natural"
     classes = _classes(config, train, column)
     found = report_of(train, parts, classes, config.data.labels, column if natural else "")
@@ -103,7 +103,7 @@ def report_of(
     labels: Sequence[str],
     names: str = "",
 ) -> PartitionReport:
-    """Count what was parts out, by the column `classes` if there is one.
+    """Count the examples of each part, by the column `classes` if there is one.
 
     `labels` are the names of labels that are numbers. The column `names` has the clients' names.
     """

@@ -30,7 +30,7 @@ from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
-from ravan_flwr.runs.samples import compared, last_samples, samples_of
+from ravan_flwr.runs.samples import compared, samples_of
 from ravan_flwr.runs.status import RunStatus, read_status
 from ravan_flwr.tasks import LOWER_IS_BETTER
 
@@ -205,7 +205,7 @@ def view_of(
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
         "without_classes": without_classes(config),
-        "samples": compared((last_samples if live else samples_of)(run.path, run.rounds)),
+        "samples": compared(samples_of(run.path, run.rounds, last=live)),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
         if seen.status

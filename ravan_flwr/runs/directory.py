@@ -10,6 +10,7 @@ adapter/           the trained adapters, or merged/, the whole network (export.p
 report/            a page and pictures (report.py)
 tensorboard/       each round's numbers (tracking.py)
 failure.json       why it failed, if it did
+node-keys.json     which node's key holds which partition (server/partitions.py)
 privacy.json       what a private run has spent (server/privacy_budget.py)
 status.json        what it does now, and who takes part (status.py)
 log.txt            what it printed, with times (console.py)

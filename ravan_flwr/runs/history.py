@@ -35,20 +35,20 @@ class RecordedRun:
     summary: Summary | None  # None: it has not finished
 
     @classmethod
-    def read(cls, path: Path, asked: str = "report") -> "RecordedRun":
+    def read(cls, path: Path) -> "RecordedRun":
         """Read a run directory; ValueError if it is none, or no round has ended."""
-        directory = RunDirectory.open(path, asked)
+        directory = RunDirectory.open(path, "report")
         rounds = directory.read_rounds()
         if not any(record["round"] for record in rounds):
             raise NoRoundError(
-                f"{asked}: {path} has no finished round, expected at least one; run it longer"
+                f"report: {path} has no finished round, expected at least one; run it longer"
             )
         done = (path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
         config = directory.read_config()
         if lacking := sorted(NEEDED_SETTINGS - config.keys()):
             raise ValueError(
-                f"{asked}: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
+                f"report: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
                 "settings of a run; restore it, or use the version that made the run"
             )
         # There it is the preset's. Devices with their own data may have become fewer.

@@ -36,17 +36,15 @@ def cut(text: str) -> str:
     return text if len(text) <= MOST else text[: MOST - 3] + "..."
 
 
-def samples_of(run: Path, rounds: Sequence[RoundRecord]) -> list[SampleLine]:
-    """Read what a run wrote after the rounds that are recorded, and before the first."""
-    evaluated = {0} | {record["round"] for record in rounds if record["metrics"]}
-    return [line for line in sample_lines(run) if line["round"] in evaluated]
+def samples_of(run: Path, rounds: Sequence[RoundRecord], *, last: bool = False) -> list[SampleLine]:
+    """Read what a run wrote after the rounds that are recorded, and before the first.
 
-
-def last_samples(run: Path, rounds: Sequence[RoundRecord]) -> list[SampleLine]:
-    """Read what a run wrote last, from the end of its file."""
+    Or what it wrote last, from the end of its file.
+    """
     evaluated = {0} | {record["round"] for record in rounds if record["metrics"]}
-    lines = [line for line in sample_lines(run, _TAIL) if line["round"] in evaluated]
-    return [line for line in lines if line["round"] == lines[-1]["round"]]
+    lines = sample_lines(run, _TAIL if last else None)
+    lines = [line for line in lines if line["round"] in evaluated]
+    return [line for line in lines if line["round"] == lines[-1]["round"]] if last else lines
 
 
 def sample_lines(run: Path, tail: int | None = None) -> list[SampleLine]:

@@ -36,7 +36,7 @@ def report_settings_without_effect(
     run_config: Mapping[str, Scalar], config: Config, grid: Grid
 ) -> None:
     """Say which of the settings change nothing."""
-    for told in told_without_effect(run_config, config.method):
+    for told in told_without_effect(run_config):
         log.warning("%s", told)
     if config.processes is not None and not in_process(grid):
         log.warning(

@@ -170,8 +170,7 @@ def _hash_of(folder: Path) -> str:
     for path in sorted(folder.rglob("*"), key=lambda path: (path.stem != "train", path)):
         if path.is_file():
             with path.open("rb") as file:
-                while block := file.read(2**20):
-                    whole.update(block)
+                hashlib.file_digest(file, lambda: whole)
     return whole.hexdigest()
 
 

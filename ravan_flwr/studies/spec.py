@@ -57,7 +57,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import own_preset
-from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.config.run_config import HELD_BACK, Config, read_config
 from ravan_flwr.config.yaml_file import KEBAB, read_yaml
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
@@ -68,7 +68,6 @@ RATE = "learning-rate"  # what is chosen, where a table of a study does not name
 LEAST = 3  # values of which an interval is told: that of two is 13 times as wide as their spread
 EXTENSIONS = 4  # rates that are added at most, one at a time, where the best is an edge
 OVERVIEW = "overview"  # in a page: all tables in one
-HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
 # A run that is done is the one that is meant, whatever these are: a rank that was "auto" has
 # become a number.
 _NO_MATTER = NOT_OF_RESULT | {"rank"}

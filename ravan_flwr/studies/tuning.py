@@ -20,14 +20,14 @@ import yaml
 
 from ravan_flwr.config.keys import as_key_values, check_key
 from ravan_flwr.config.presets import own_preset, preset_file
-from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.config.run_config import HELD_BACK, Config, read_config
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import RateChoice, candidates, choose, grid_around
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import RunOptions, run_missing
-from ravan_flwr.studies.spec import EXTENSIONS, HELD_BACK, Grid, Row, Rung, Study, Table
+from ravan_flwr.studies.spec import EXTENSIONS, RATE, Grid, Row, Rung, Study, Table
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import ModelAndData, held_back
@@ -200,14 +200,14 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
     try:
         if not (why := _why_not(tuning) if write else "--no-write"):
             _write(tuning, rate, told)
-            return f"written: {FIELD} of {method} is {as_written(rate)} in {path}"
+            return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
     except (ValueError, OSError) as error:
         why = str(error)
     return "\n".join(
         [
-            f"not written to {path}: {why}. Give {FIELD}={rate:g}, or write in a preset of your "
+            f"not written to {path}: {why}. Give {RATE}={rate:g}, or write in a preset of your "
             "own:",
-            f"{FIELD}:",
+            f"{RATE}:",
             *(f"  # tune of {method}: {note}" for note in told),
             f"  {method}: {as_written(rate)}",
         ]
@@ -232,7 +232,7 @@ def _write(tuning: Tuning, rate: float, told: Sequence[str]) -> None:
     try:
         write_atomically(place, edited.encode())
         if (found := read_config(tuning.row.settings).learning_rate) != rate:
-            raise ValueError(f"with it the preset gave {FIELD} = {found!r}")
+            raise ValueError(f"with it the preset gave {RATE} = {found!r}")
     except ValueError:
         write_atomically(place, before)
         raise
@@ -262,26 +262,23 @@ def _length(rung: Rung) -> str:
     return f"{count(rung.rounds or 0, 'round')}, seed {' '.join(map(str, rung.seeds))}"
 
 
-FIELD = "learning-rate"
-
-
 def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     """Return the text with a method's rate, and notes above it in place of earlier ones.
 
     ValueError, which says why, where that cannot be done in this file.
     """
     expected = _loaded(text)
-    found = expected.get(FIELD) or {}
+    found = expected.get(RATE) or {}
     if not isinstance(found, dict) or "by" in found or isinstance(found.get(method), dict):
-        raise ValueError(f"it has a {FIELD} by other keys (`by:`), and keeps its numbers")
-    expected[FIELD] = found | {method: rate}
+        raise ValueError(f"it has a {RATE} by other keys (`by:`), and keeps its numbers")
+    expected[RATE] = found | {method: rate}
     edited = _edited(text, method, as_written(rate), notes)
     try:
         if _loaded(edited) == expected:
             return edited
     except ValueError:  # it is not read as it looks
         pass
-    raise ValueError(f"it writes its {FIELD} in a way that no edit of one line can change")
+    raise ValueError(f"it writes its {RATE} in a way that no edit of one line can change")
 
 
 def as_written(rate: float) -> str:
@@ -309,10 +306,10 @@ def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
     at, indent, line = len(lines) + 1, "  ", f"{method}: {rate}"
     root: Any = yaml.compose(text)
     found = {key.value: (key, value) for key, value in root.value}
-    if FIELD not in found:
-        lines.append(f"{FIELD}:")
+    if RATE not in found:
+        lines.append(f"{RATE}:")
     else:
-        key, block = found[FIELD]
+        key, block = found[RATE]
         at = key.start_mark.line + 1
         if isinstance(block, yaml.MappingNode):
             rates = {one.value: (one, value) for one, value in block.value}

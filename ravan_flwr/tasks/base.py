@@ -55,6 +55,12 @@ class Encoded:
             return {name: tensor[index] for name, tensor in self.whole.items()}
         return tensors_of(self.whole, chosen)
 
+    def only(self, name: str) -> "Encoded":
+        """Leave out all tensors but one, which then is all that is read of a file."""
+        whole = self.whole
+        kept = {name: whole[name]} if isinstance(whole, dict) else whole.select_columns(name)
+        return replace(self, whole=kept)
+
     def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
         """List the right answers of these rows; none where a label is all there is."""
         return [self.answers[row] for row in self.rows[rows]] if self.answers else []

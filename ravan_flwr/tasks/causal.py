@@ -19,7 +19,7 @@ from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned, follows
 from ravan_flwr.tasks.extensions import ByExample, Packs
-from ravan_flwr.tasks.forms import Form, Row, form_of
+from ravan_flwr.tasks.forms import Completions, Conversations, Row
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
 from ravan_flwr.tasks.tokens import fitted, tokens_of
@@ -39,8 +39,9 @@ class Causal(Decoder, Packs, ByExample):
             self.metric = "accuracy"
 
     @cached_property
-    def form(self) -> Form:
-        return form_of(self.data, self.reader)
+    def form(self) -> Conversations | Completions:
+        talks = self.data.column("messages")
+        return Conversations(self.reader) if talks else Completions(self.data.prompts)
 
     def read(self, row: Row) -> Learned:
         written, everything = self.form.whole(row), self.data.loss_on == "all"

@@ -186,10 +186,8 @@ class Decoder(Predicts):
         return encoded_as_it_is(examples.select_columns([*ENCODED]))
 
     def lengths(self, examples: Encoded) -> np.ndarray:
-        if isinstance(examples.whole, datasets.Dataset):  # in a file: read what is counted alone
-            narrow = examples.whole.select_columns("length")
-            examples = dataclasses.replace(examples, whole=narrow)
-        counts: np.ndarray = examples.take(np.arange(len(examples)))["length"].numpy()
+        read = examples.only("length").take(np.arange(len(examples)))
+        counts: np.ndarray = read["length"].numpy()
         return counts
 
     @property

@@ -29,7 +29,6 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError, text_of
-from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.extensions import Sample
 
 ASSISTANT = "assistant"
@@ -281,14 +280,6 @@ class Completions:
     def checked(self, role: str, value: Any) -> Any:
         sometimes = any(role not in roles for _, roles in self.prompts)
         return "" if sometimes and value in (None, "") else text_of(role, value)
-
-
-Form = Conversations | Completions
-
-
-def form_of(data: DataSpec, reader: Any) -> Form:
-    """Choose the form of a data set."""
-    return Conversations(reader) if data.column("messages") else Completions(data.prompts)
 
 
 def roles_in(prompt: str) -> list[str]:

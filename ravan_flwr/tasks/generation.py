@@ -96,10 +96,7 @@ class TextToText(Predicts, ByExample):
 
     def cut(self, encoded: Encoded) -> int:
         """Count the targets that have no token for their end."""
-        whole = encoded.whole
-        if isinstance(whole, datasets.Dataset):  # in a file: its prompts are long
-            encoded = replace(encoded, whole=whole.select_columns("labels"))
-        last = encoded.take(np.arange(len(encoded)))["labels"][:, -1]
+        last = encoded.only("labels").take(np.arange(len(encoded)))["labels"][:, -1]
         return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:

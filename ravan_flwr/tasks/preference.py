@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ravan_flwr.adapters import without_adapters
 from ravan_flwr.data.rows import UnreadableError, text_of
+from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned
 from ravan_flwr.tasks.extensions import Sample
@@ -43,7 +44,7 @@ from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import losses_of_texts
 from ravan_flwr.tasks.tokens import Tokens, tokens_of
 
-PAIR = ("chosen", "rejected")
+PAIR = TASKS["preference"].answers
 
 
 class Preference(Decoder):
@@ -130,11 +131,9 @@ def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
         raise UnreadableError("it has more tokens than max-length")
     cut = []
     for tokens in pair:
-        first, rest = tokens.first, tokens.first + over
-        if tokens.learned.index(True) <= rest:
+        if tokens.learned.index(True) <= tokens.first + over:
             raise UnreadableError("its longer answer leaves no room for a prompt within max-length")
-        ids = tokens.ids[:first] + tokens.ids[rest:]
-        cut.append(Tokens(ids, tokens.learned[:first] + tokens.learned[rest:], first))
+        cut.append(tokens.without_front(over))
     return cut
 
 

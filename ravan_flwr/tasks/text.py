@@ -3,7 +3,6 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,8 +194,7 @@ def fixed_length(names: Sequence[str], length: int) -> dict[str, Any]:
 
 def token_counts(examples: Encoded) -> np.ndarray:
     """Count the tokens of each text that are no padding."""
-    if isinstance(examples.whole, datasets.Dataset):  # in a file: read what is counted alone
-        examples = replace(examples, whole=examples.whole.select_columns("attention_mask"))
+    examples = examples.only("attention_mask")
     parts = np.array_split(np.arange(len(examples)), -(-len(examples) // _AT_A_TIME))
     counts = [examples.take(rows)["attention_mask"].sum(1).numpy() for rows in parts]
     return np.concatenate(counts)

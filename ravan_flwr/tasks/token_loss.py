@@ -123,7 +123,7 @@ def block_rows(config: Any) -> int:
 def block_bytes(config: Any, positions: int) -> int:
     """Count what a block takes while it is worked on: logits, probabilities and gradients.
 
-    None where one block is all: then autograd keeps it, as anything else.
+    0 where one block is all: then autograd keeps it, as anything else.
     """
     rows = block_rows(config)
     return 0 if positions <= rows else 3 * 4 * rows * int(config.get_text_config().vocab_size)

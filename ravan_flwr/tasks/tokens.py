@@ -32,6 +32,12 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def without_front(self, over: int) -> "Tokens":
+        """Cut so many tokens behind the first ones, which stay."""
+        first, rest = self.first, self.first + over
+        ids = self.ids[:first] + self.ids[rest:]
+        return Tokens(ids, self.learned[:first] + self.learned[rest:], first)
+
 
 def tokens_of(reader: Any, written: Written, *, everything: bool = False) -> Tokens:
     """Read a whole text, as it is learned."""
@@ -92,14 +98,10 @@ def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False
     if over > 0 and overlong == "drop":
         raise UnreadableError("it has more tokens than max-length")
     if over > 0:
-        first, rest = tokens.first, tokens.first + over
-        ids = tokens.ids[:first] + tokens.ids[rest:]
-        learned = tokens.learned[:first] + tokens.learned[rest:]
-        place = first
-        while not everything and place < len(learned) and learned[place]:
-            learned[place] = False
+        tokens, place = tokens.without_front(over), tokens.first
+        while not everything and place < len(tokens) and tokens.learned[place]:
+            tokens.learned[place] = False
             place += 1
-        tokens = Tokens(ids, learned, first)
     if not any(tokens.learned[1:]):  # the first token follows from nothing
         raise UnreadableError(
             "its answer alone has more tokens than max-length" if over > 0

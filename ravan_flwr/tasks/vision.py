@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.model_folder import read_json, reading
+from ravan_flwr.data.model_folder import PROCESSOR, read_json, reading
 from ravan_flwr.data.rows import UnreadableError, check_bits, image_of
 from ravan_flwr.tasks.base import (
     Batch,
@@ -31,8 +31,6 @@ from ravan_flwr.tasks.base import (
     tensors_of,
 )  # fmt: skip
 from ravan_flwr.tasks.extensions import Classification
-
-PROCESSOR = "preprocessor_config.json"
 
 
 class Vision(Classification):
@@ -119,8 +117,8 @@ class Vision(Classification):
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
         if self.reader is None:
-            pixels = _centred(np.stack([_array(image, self._sides) for image in images])).numpy()
-            return {"pixel_values": pixels}
+            whole = np.stack([_bytes(image, self._sides) for image in images])
+            return {"pixel_values": _centred(whole.astype(np.float32) / 255).numpy()}
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
@@ -221,11 +219,6 @@ def _as_tensor(images: np.ndarray) -> Tensor:
     """Bring images to (images, channels, height, width)."""
     pixels = torch.from_numpy(images)
     return pixels[:, None] if pixels.ndim == 3 else pixels
-
-
-def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
-    """Convert an image to (channels, height, width), in [0, 1]."""
-    return _bytes(image, sides).astype(np.float32) / 255
 
 
 def _bytes(image: Any, sides: tuple[int, int, int]) -> np.ndarray:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ravan_flwr.adapters import Layer, find_layers
+from ravan_flwr.adapters import find_layers
 from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.sparsity import WHOLE, Sparsity, num_bytes, sent_sparsely
@@ -70,11 +70,10 @@ class Skeleton:
     """Hold the adapted network without weights, as plans and footprints count it."""
 
     network: PreTrainedModel
+    task: Task
     method: Method
-    layers: list[Layer]
     adapters: list[nn.Module]
     classifier: list[nn.Parameter]  # empty when it is frozen
-    size: int  # how many pretrained parameters
     saved: int  # bytes, by keeping the backbone in few bits
     wire: str
     sparsity: Sparsity
@@ -83,8 +82,8 @@ class Skeleton:
     @classmethod
     def build(cls, config: Config) -> "Skeleton":
         config = settle(config)
-        kept_in = backbone_dtype(config, likely_device(config.device))
-        skeleton = build_skeleton(config.model, make_task(config), kept_in)
+        kept_in, task = backbone_dtype(config, likely_device(config.device)), make_task(config)
+        skeleton = build_skeleton(config.model, task, kept_in)
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
         prepare_network(network, config)
         layers = find_layers(network, skeleton.targets)
@@ -102,18 +101,22 @@ class Skeleton:
         for parameter in classifier:
             parameter.requires_grad_(True)
         built = cls(
-            network, method, layers, adapters, classifier, skeleton.size, saved, config.wire,
-            config.shares_sent,
+            network, task, method, adapters, classifier, saved, config.wire, config.shares_sent,
         )  # fmt: skip
         if not config.secure_aggregation:
             return built
         return replace(built, around=most_around(built._schedule(config)))
 
-    def _schedule(self, config: Config) -> Schedule:
-        """Draw who would train what in a secure round of clients with the run's budgets."""
+    def state(self) -> dict[str, torch.Tensor]:
+        """Make the initial state, the classifier as its shape alone."""
         state = dict(self.method.initial_state(self.adapters))
         if self.classifier:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
+        return state
+
+    def _schedule(self, config: Config) -> Schedule:
+        """Draw who would train what in a secure round of clients with the run's budgets."""
+        state = self.state()
         # A bound is told in as many digits as it has: none has more than this one.
         longest, given = 1e-5 / 3, GIVEN * "0"
         noise: NoiseShares | None = None
@@ -184,7 +187,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
-    at_a_time, task = examples_at_a_time(config), make_task(config)
+    at_a_time, task = examples_at_a_time(config), built.task
     with attention_of(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
         kept = kept_for_backward(network, task, at_a_time, by_example)
@@ -210,7 +213,7 @@ def step_operations(config: Config, share: float) -> tuple[float, float]:
     products of matrices are counted and nothing is computed. The optimiser is left out.
     """
     built = Skeleton.build(config)
-    network, method, task = built.network, built.largest_round(), make_task(config)
+    network, method, task = built.network, built.largest_round(), built.task
     share = share if method.can_train(share) else 1.0
     method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
     method.choose(built.adapters, share, generator(0), lambda: None)

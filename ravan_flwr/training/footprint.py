@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.cost import Skeleton, cast_weights, meta_batch, step_memory
-from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import keeps_casts
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary
@@ -45,16 +44,15 @@ def footprint(config: Config) -> Footprint:
 
 def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
-    network = Skeleton.build(config).network.eval()
-    task = make_task(config)
+    built = Skeleton.build(config)
+    network, task = built.network.eval(), built.task
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
-    keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
+    network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
     attention = attention_of(replace(config, batching="random"), network, task)
     with torch.no_grad(), attention, _MostAlive(known) as memory:
         batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)
-    keep.remove()
     ahead = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
     kept = cast_weights(config, network) if keeps_casts(config) else 0
     return int(memory.most + ahead + kept)  # the next batch is there while this one is worked on

@@ -292,14 +292,14 @@ def measured_sums(
 
     What is summed, and in which order, does not depend on them.
     """
-    networks = [model.network.eval(), *(copy.eval() for copy in copies)]
+    networks = [model.network, *copies]
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     tallies = [None if tally is None else Tally() for _ in networks]
 
     def measure(place: int) -> list[dict[str, float]]:
         network, mine = networks[place], order[place :: len(networks)]
-        device, dtype = next(network.parameters()).device, PRECISIONS[precision]
-        with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with _asking(network, precision):
+            device = next(network.parameters()).device
             batches = _batches(examples, task.collate, iter(mine), device)
             return [
                 task.measure(network, batch, examples.answers_of(rows), tallies[place])
@@ -370,14 +370,10 @@ def _batches(
 
 
 @contextmanager
-def _asking(model: AdaptedModel, precision: str) -> Iterator[None]:
+def _asking(network: nn.Module, precision: str) -> Iterator[None]:
     """Make a network ready to be asked."""
-    model.network.eval()
-    dtype = PRECISIONS[precision]
-    with (
-        torch.inference_mode(),
-        torch.autocast(model.device.type, dtype, enabled=dtype is not None),
-    ):
+    device, dtype = next(network.eval().parameters()).device, PRECISIONS[precision]
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
 
 
@@ -387,11 +383,11 @@ def predictions(
     """Predict what the task says of some encoded inputs."""
     tensors = task.collate({name: torch.from_numpy(array) for name, array in inputs.items()})
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    with _asking(model, precision):
+    with _asking(model.network, precision):
         return task_with(Predicts, task, "predict").predict(model.network, tensors)
 
 
 def accuracy(model: AdaptedModel, questions: Questions, precision: str) -> float:
     """Compute the share of multiple-choice questions that are answered right."""
-    with _asking(model, precision):
+    with _asking(model.network, precision):
         return questions.accuracy(model.network, model.device)

@@ -28,7 +28,8 @@ CUT_OFF = "/cut-off"  # no tensor has this name
 
 def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
     """List what is summed up; `steps` is the learning rate times the most steps of a client."""
-    rows, parts = _rows(method, state), []
+    rows = sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
+    parts = []
     for name in _summed(state):
         size = state[name].numel() // rows[name]
         if size:
@@ -174,12 +175,8 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
 
 
 def _summed(state: Mapping[str, Tensor]) -> list[str]:
-    """List the tensors that clients change, in order: what is counted is no such."""
+    """List the tensors that clients change, in order: none of whole numbers, such as counts."""
     return sorted(name for name, tensor in state.items() if tensor.is_floating_point())
-
-
-def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:
-    return sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
 
 
 WITHIN = "/within"  # whether a change was within the norm; no tensor has this name

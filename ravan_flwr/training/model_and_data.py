@@ -39,9 +39,10 @@ from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device, suitable_threads
-from ravan_flwr.training.local_steps import PRECISIONS, accuracy, evaluate_all
+from ravan_flwr.training.local_steps import accuracy, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
+    DTYPES,
     backbone_dtype,
     backbone_fingerprint,
     build_network,
@@ -92,11 +93,11 @@ class Examples:
     validation: Encoded  # held back from training; empty unless asked for
 
 
-def partition_of(config: Config, number: int, seed: int) -> Partition:
+def partition_of(config: Config, number: int) -> Partition:
     """Say how so many clients share the training examples under these settings."""
     parts = config.parts("partition")
     amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
-    return Partition(config.division, amount, number, seed)
+    return Partition(config.division, amount, number, config.seed)
 
 
 def column_for(config: Config, train: datasets.Dataset) -> str:
@@ -137,7 +138,7 @@ class ModelAndData:
         kept_in = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, kept_in)
         if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
-            dtype = PRECISIONS[config.precision] or torch.float32
+            dtype = DTYPES[config.precision]
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
         torch.nn.Module.to(backbone.network, device)
         prepare_network(backbone.network, config)
@@ -227,7 +228,7 @@ class ModelAndData:
             column = column_for(config, self._train)
             if config.division == "natural":
                 self._check_users(column)
-            self._dealt = deal_out(self._train, partition_of(config, number, config.seed), column)
+            self._dealt = deal_out(self._train, partition_of(config, number), column)
         return self._dealt
 
     def _check_users(self, column: str) -> None:

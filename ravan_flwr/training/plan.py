@@ -12,7 +12,6 @@ from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGETS, SHARES, affordable
-from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy.account import (
     StepNoise,
     epsilon_of,
@@ -51,7 +50,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
     told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := told_without_effect(settings, config.method):
+    if idle := told_without_effect(settings):
         told += ["", *idle]
     return "\n".join(told)
 
@@ -66,7 +65,7 @@ def describe(config: Config) -> str:
 
 def _sizes(config: Config, built: Skeleton) -> list[str]:
     """Describe layers, parameters and effective rank."""
-    method, layers = built.method, built.layers
+    method, layers = built.method, built.method.layers
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     side = min(min(pair) for pair in sides)
     shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
@@ -148,7 +147,7 @@ def _time(config: Config, there: int) -> list[str]:
 
 def _side_by_side(config: Config, built: Skeleton, there: int) -> str:
     """Say how many clients of a run in process work at a time on this machine."""
-    alone = suitable_threads(built.size, config.batch_size)
+    alone = suitable_threads(built.method.size, config.batch_size)
     on_cpu = likely_device(config.device) == "cpu"
     workers = most_workers(config, there, alone, on_cpu=on_cpu)
     threads = f"{workers.threads} thread{'s' * (workers.threads != 1)}"
@@ -264,9 +263,7 @@ def _assumed(config: Config) -> list[str]:
 def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     rate, rounds = min(1.0, config.clients_per_round / there), config.num_rounds
     z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
-    state = dict(built.method.initial_state(built.adapters))
-    if built.classifier_size:
-        state[CLASSIFIER] = torch.empty(built.classifier_size, device="meta")
+    state = built.state()
     parts = zip(SHARES, BUDGETS[config.parts("budgets")[""]], strict=True)
     clients = {share: part * there for share, part in parts if built.method.can_train(share)}
     expected = expected_clients(built.method, state, clients, rate)

@@ -26,9 +26,7 @@ from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, examples_at_a_time, meta_batch
 from ravan_flwr.training.device import computing_with, most_workers, suitable_threads
-from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.model_and_data import make_task
-from ravan_flwr.training.network import likely_device
+from ravan_flwr.training.network import DTYPES, likely_device
 
 _WHILE = 0.1  # seconds that each speed is timed
 _ROWS = 4_096  # of a product, at most
@@ -62,8 +60,8 @@ class _Counted(TorchDispatchMode):
 
 def pace_of(config: Config) -> Pace:
     """Count a step, and time this machine."""
-    built, task = Skeleton.build(config), make_task(config)
-    network, method = built.network, built.largest_round()
+    built = Skeleton.build(config)
+    network, method, task = built.network, built.largest_round(), built.task
     method.choose(built.adapters, 1.0, generator(0), lambda: None)
     number = examples_at_a_time(config)
     shapes = task.shapes(network.config, number)
@@ -74,12 +72,12 @@ def pace_of(config: Config) -> Pace:
         task.loss(network, batch)
 
     device = likely_device(config.device)
-    alone = suitable_threads(built.size, config.batch_size)
+    alone = suitable_threads(method.size, config.batch_size)
     there = config.num_clients or number_of_clients(config)
     workers = most_workers(config, there, alone, on_cpu=device == "cpu")
-    side = built.layers[0].in_features
+    side = method.layers[0].in_features
     rows = _rows_of(shapes)
-    dtype = PRECISIONS[config.precision] or torch.float32
+    dtype = DTYPES[config.precision]
     with computing_with(workers.threads), torch.no_grad():
         left = torch.ones(rows, side, dtype=dtype, device=device)
         right = torch.ones(side, side, dtype=dtype, device=device)

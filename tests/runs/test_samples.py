@@ -12,7 +12,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.dashboard import LivePage, make_server
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.samples import MOST, compared, last_samples, samples_of
+from ravan_flwr.runs.samples import MOST, compared, samples_of
 from ravan_flwr.specs import Scalar
 from testing.tiny import save_data, save_model
 from tests.browser import CHROMIUM, Browser
@@ -111,7 +111,8 @@ def test_the_live_page_shows_the_last_answers(spoken):
     assert "after round 2" in page
     assert "after round 1<" not in page
     assert page.count("<script>") == 1
-    assert len(last_samples(run.run_dir, RunDirectory(run.run_dir).read_rounds())) == 8
+    rounds = RunDirectory(run.run_dir).read_rounds()
+    assert len(samples_of(run.run_dir, rounds, last=True)) == 8
 
 
 @in_a_browser
