@@ -148,7 +148,7 @@ def _write(name: str, path: Path, text: str) -> None:
 def _about_data(seen: DataSummary, asked: int) -> Iterator[str]:
     spec, train, test = seen.spec, seen.number("train"), seen.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
-    part = "of them are the test: there is no test part" if seen.held_back else "to test"
+    part = "more to test: there is no test part" if seen.held_back else "to test"
     yield f"data   {where}: {seen.kind}, {train:,} examples to train, {test:,} {part}"
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
     unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
