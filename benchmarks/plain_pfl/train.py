@@ -62,7 +62,7 @@ def main() -> None:
             [parameter for parameter in network.parameters() if parameter.requires_grad], 1.0
         ),
     )
-    federated = deal_out(images, labels, asked.clients)
+    federated = partition_rows(images, labels, asked.clients)
     backend = SimulatedBackend(
         training_data=federated,
         val_data=federated,
@@ -142,7 +142,7 @@ def load(
     return (images - means) / deviations, labels.astype(np.int64), means, deviations
 
 
-def deal_out(images: np.ndarray, labels: np.ndarray, clients: int) -> Any:
+def partition_rows(images: np.ndarray, labels: np.ndarray, clients: int) -> Any:
     """Give each client as many examples, whichever."""
     order = np.random.permutation(len(images))
     pixels, numbers = to_tensor(images[order]), to_tensor(labels[order])

@@ -83,7 +83,7 @@ def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
     from ravan_flwr.studies.tuning import (  # noqa: PLC0415
         adopt,
-        check_held_back,
+        check_validation_size,
         plan_tuning,
         summary,
         tune,
@@ -104,7 +104,7 @@ def _tune(parsed: argparse.Namespace) -> None:
         log.info("%s", _time_of(tuning))
         return
     check_device(config.device)
-    log.info("validation splits: %s examples", f"{check_held_back(tuning):,}")
+    log.info("validation splits: %s examples", f"{check_validation_size(tuning):,}")
     options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
         choice = tune(tuning, folder.absolute(), options)

@@ -165,7 +165,7 @@ class Worker:
             self._asker = connection
         records = [state]  # with what an answer has noted before it failed
         try:
-            records = _answer(header, content, state, new=header["run-id"] != self._run)
+            records = _answer_of(header, content, state, new=header["run-id"] != self._run)
             self._run = header["run-id"]
             header = {}
         except Exception as error:
@@ -211,7 +211,7 @@ class Worker:
                     os._exit(0)
 
 
-def _answer(
+def _answer_of(
     header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
 ) -> list[RecordDict]:
     """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""

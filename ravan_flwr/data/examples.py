@@ -73,7 +73,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     train, label = splits["train"], spec.column("label")
     column = next((name for name in (label, "label") if name in train.column_names), None)
     classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
-    test = held_back(classes, spec.test_share, data)
+    test = mask_of_test(classes, spec.test_share, data)
     log.info(
         "%s: it has no split `test`: %d of its %d examples become the server's test split",
         data,
@@ -88,7 +88,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
         )
 
 
-def held_back(classes: np.ndarray, share: float, data: str) -> np.ndarray:
+def mask_of_test(classes: np.ndarray, share: float, data: str) -> np.ndarray:
     """Mask the examples that are held back for the test: a share of each class.
 
     Where all classes are too small for that, it is a share of the whole.

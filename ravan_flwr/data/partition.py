@@ -104,20 +104,20 @@ class Partition:
     seed: int
 
 
-def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
-    """Deal out the rows of `train` to the clients.
+def partition_rows(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
+    """Partition the rows of `train` among the clients.
 
     Where only the number of examples counts, no column is read.
     """
     check_number(partition.number, len(train))
     values = values_of(train, column) if partition.kind in BY_COLUMN else range(len(train))
     random = np.random.default_rng(_seed(partition))
-    dealt = PARTITIONERS[partition.kind](values, partition, random, column)
-    if left := len(train) - sum(map(len, dealt)):
+    parts = PARTITIONERS[partition.kind](values, partition, random, column)
+    if left := len(train) - sum(map(len, parts)):
         log.info(
             "partition=%s: %d of %d examples belong to no client", partition.kind, left, len(train)
         )
-    return dealt
+    return parts
 
 
 def _seed(partition: Partition) -> int:
@@ -134,9 +134,9 @@ def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndar
     least = max(1, min(10, len(values) // (4 * clients)))
     for attempt in range(SEEDS):
         random = np.random.default_rng(_seed(partition) + attempt)
-        dealt = partition_by_class(labels, clients, alpha, least, random)
-        if dealt is not None:
-            return dealt
+        parts = partition_by_class(labels, clients, alpha, least, random)
+        if parts is not None:
+            return parts
     raise ValueError(
         f"partition = 'dirichlet:{alpha:g}': {clients} clients got fewer than {least} of "
         f"{len(values)} examples in every of {SEEDS * DRAWS} draws; raise alpha, use fewer "

@@ -1,4 +1,4 @@
-"""Deal out the rows of a data set, each at most once, in the ways that a run config names.
+"""Partition the rows of a data set, each at most once, in the ways that a run config names.
 
 All but the paper's give what flwr-datasets' partitioners of these names give, to the bit. Theirs
 take 3.6 s to import, and 10 to 200 times as long: they make a data set for each client.
@@ -89,7 +89,7 @@ def equal_shares(number: int, clients: int) -> np.ndarray:
 
 
 def partition_evenly(number: int, clients: int, random: np.random.Generator) -> list[np.ndarray]:
-    """Deal out equal shares of so many shuffled rows."""
+    """Give out equal shares of so many shuffled rows."""
     return np.array_split(random.permutation(number), clients)
 
 
@@ -124,7 +124,7 @@ def partition_by_class(
 def partition_by_client(
     labels: np.ndarray, clients: int, alpha: float, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Deal out the rows to the clients, by the value that each row has."""
+    """Partition the rows among the clients, by the value that each row has."""
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     proportions = random.dirichlet(np.full(len(classes), alpha), size=clients)
     counts = counts_by_client(proportions, equal_shares(len(labels), clients), classes)
@@ -228,7 +228,7 @@ def partition_shards(
 def partition_by_size(
     kind: str, number: int, clients: int, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Deal out shuffled rows in parts whose sizes grow with the client's number."""
+    """Divide shuffled rows into parts whose sizes grow with the client's number."""
     sizes = _sizes(kind, number, clients)
     if sizes[0] < 1:
         most = bisect_left(range(1, clients), 1, key=lambda n: _sizes(kind, number, n)[0] < 1)

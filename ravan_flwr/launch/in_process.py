@@ -190,10 +190,10 @@ class InProcessGrid(Grid):
     def _push(self, message: Message) -> str:
         message_id = str(uuid.uuid4())
         # One of the same kind to the same client that nobody asked for is dropped.
-        self._waiting.pop(self._last.pop(about(message), ""), None)
+        self._waiting.pop(self._last.pop(node_and_kind(message), ""), None)
         set_message_id(message, message_id)
         self._waiting[message_id] = message
-        self._last[about(message)] = message_id
+        self._last[node_and_kind(message)] = message_id
         return message_id
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -203,7 +203,7 @@ class InProcessGrid(Grid):
         for message_id in list(wanted) if len(wanted) == 1 else self._waiting:
             if message_id in wanted:
                 message = self._waiting.pop(message_id)
-                self._last.pop(about(message), None)
+                self._last.pop(node_and_kind(message), None)
                 try:
                     return [self._deliver(message)]
                 except TimeoutError:
@@ -254,6 +254,6 @@ def keys_of_clients(run_config: Mapping[str, Scalar], number: int) -> Iterator[P
         yield Path(folder)
 
 
-def about(message: Message) -> tuple[int, str]:
+def node_and_kind(message: Message) -> tuple[int, str]:
     """Tell to whom a message goes, and of what kind it is."""
     return message.metadata.dst_node_id, message.metadata.message_type

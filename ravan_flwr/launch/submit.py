@@ -72,14 +72,14 @@ def submit(
             "started; what it printed stands above"
         )
     command = ["flwr", "ls", *named, "--run-id", run_id, "--format", "json"]
-    listed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     try:
-        return str(json.loads(listed.stdout)["runs"][0]["status"])
+        return str(json.loads(done.stdout)["runs"][0]["status"])
     except (ValueError, LookupError, TypeError):
         raise RuntimeError(
-            f"`{shlex.join(command)}` ended with status {listed.returncode} and does not say how "
+            f"`{shlex.join(command)}` ended with status {done.returncode} and does not say how "
             f"the run has ended; its log stands above. It printed: "
-            f"{(listed.stderr or listed.stdout)[-1000:].strip()}"
+            f"{(done.stderr or done.stdout)[-1000:].strip()}"
         ) from None
 
 

@@ -8,7 +8,7 @@ from flwr.app import Error, Message, MessageType
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
-from ravan_flwr.launch.in_process import InProcessGrid, about
+from ravan_flwr.launch.in_process import InProcessGrid, node_and_kind
 from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import devices_of
@@ -42,15 +42,15 @@ class TimedGrid(InProcessGrid):
         return self._listed(super().get_node_ids())
 
     def _push(self, message: Message) -> str:
-        self.clock.take(self._last.get(about(message), ""))  # it is dropped
+        self.clock.take(self._last.get(node_and_kind(message), ""))  # it is dropped
         message_id = super()._push(message)
-        if about(message)[1] in TIMED:
+        if node_and_kind(message)[1] in TIMED:
             self._begin(message_id, message)
         return message_id
 
     def _begin(self, message_id: str, message: Message) -> None:
         """Let the client's device work on a message."""
-        node, kind = about(message)
+        node, kind = node_and_kind(message)
         share = _share(message)
         self.clock.send(
             message_id, node - 1,
@@ -74,7 +74,7 @@ class TimedGrid(InProcessGrid):
     def _deliver(self, message: Message) -> Message:
         """Return a client's reply, or that its device lacks memory."""
         self.clock.take(message.metadata.message_id)
-        node, kind = about(message)
+        node, kind = node_and_kind(message)
         if kind in TRAINING and (why := self._work.lacks(_share(message), node - 1)):
             return Message(Error(2, why), reply_to=message)
         return super()._deliver(message)

@@ -1,6 +1,6 @@
 """Start worker processes, hand them messages as they become free, give the replies back in order.
 
-The order is that in which the server asks for them, so that it folds them as it does with one
+The order is that in which the server asks for them, so that it accumulates them as it does with one
 process, and what a client keeps is changed by no reply that was not asked for. Workers go ahead of
 what was asked for, but replies that wait and messages at work are twice as many as workers at most:
 memory does not grow with the number of clients.
@@ -172,7 +172,7 @@ class WorkerPool:
             self._collect()
         self._wanted.discard(job.id)
         answer = self._done.pop(job.id)
-        self._hand_out()  # the workers go on while the server folds this one
+        self._hand_out()  # the workers go on while the server accumulates this one
         if answer is None:
             return None
         content, job.context.state = answer

@@ -3,7 +3,7 @@
     y = W x + b + scale sum_j B_j A_j x
 
 A client with a share of the budget draws r_c = floor(share * r) of the modules at random, the same
-in all layers, and trains those. The others are folded into its frozen weight, so that it begins
+in all layers, and trains those. The others are merged into its frozen weight, so that it begins
 where the server is. Each B_j and each A_j is averaged over the clients that trained module j, and
 stays where nobody did. What comes of it is no mean of products; with whole budgets it is FedIT.
 

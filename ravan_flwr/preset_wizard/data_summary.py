@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ravan_flwr.config.presets import place_of_data
-from ravan_flwr.data.examples import held_back, labels_of, some_of
+from ravan_flwr.data.examples import labels_of, mask_of_test, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.data.rows import UnreadableError, check_bits, opened_image
@@ -211,7 +211,7 @@ def _counts(
     """Count the examples of each class and split, those that are held back as `test`."""
     texts = {name: _names(split, column) for name, split in splits.items()}
     if "test" not in texts:
-        test = held_back(np.asarray(texts["train"]), spec.test_share, where)
+        test = mask_of_test(np.asarray(texts["train"]), spec.test_share, where)
         texts = {"train": texts["train"][~test], "test": texts["train"][test]}
     return {name: Counter(values.tolist()) for name, values in texts.items()}
 

@@ -9,12 +9,12 @@ import numpy as np
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import BY_COLUMN, deal_out, values_of
+from ravan_flwr.data.partition import BY_COLUMN, partition_rows, values_of
 from ravan_flwr.data.partitioning import numbered
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import column_for, held_back, partition_of, settle
+from ravan_flwr.training.model_and_data import column_for, partition_of, settle, validation_size
 
 ROWS = 40  # clients that have a line of their own
 NAME = 24  # characters of a name
@@ -80,11 +80,11 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
     column = column_for(config, train)
-    parts = deal_out(train, partition_of(config, number), column)
+    parts = partition_rows(train, partition_of(config, number), column)
     natural = config.division == "natural"
     classes = _classes(config, train, column)
     found = report_of(train, parts, classes, config.data.labels, column if natural else "")
-    trained = [size - held_back(config, size) for size in found.sizes.tolist()]
+    trained = [size - validation_size(config, size) for size in found.sizes.tolist()]
     return Assignment(config, found, classes, np.array([config.steps_of(size) for size in trained]))
 
 

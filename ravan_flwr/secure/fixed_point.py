@@ -138,7 +138,7 @@ class NoiseShares:
             )
 
 
-def within(values: NDArray[np.float64], most: float, random: np.random.Generator) -> Steps:
+def round_within(values: NDArray[np.float64], most: float, random: np.random.Generator) -> Steps:
     """Round numbers of norm `most` at most to whole ones whose norm is at most that, too.
 
     Up or down at random, so that the mean is right, from a norm a little smaller. In the rare case

@@ -1,4 +1,4 @@
-"""Make what is sent to clients; check their uploads one by one and fold them into sums.
+"""Make what is sent to clients; check their uploads one by one and accumulate them.
 
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
@@ -84,7 +84,7 @@ class Aggregate:
     def offer(
         self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0, step: float = 0.0
     ) -> None:
-        """Fold in an upload of a client with that share; ValueError if it is not sound.
+        """Accumulate an upload of a client with that share; ValueError if it is not sound.
 
         `step` is the client's learning rate times its steps, for a limit that has none for all.
         """

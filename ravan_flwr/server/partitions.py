@@ -1,8 +1,8 @@
 """Give each part of the data to one node, and check the numbers of examples that nodes claim.
 
-Nodes that share the data must agree in how many parts, since the data is dealt out by it. First
+Nodes that share the data must agree in how many parts, since the data is divided by it. First
 come, first served: a part stays with the node that had it first, also while that node is away or
-asked again. Nodes with data of their own have no say in how the rest is dealt out.
+asked again. Nodes with data of their own have no say in how the rest is divided.
 
 Numbers of examples that nodes claim are checked, or bounded where they cannot be: such a number
 weighs a reply (`weighting=examples`) or an evaluation, so that a false one would outweigh others.
@@ -156,7 +156,7 @@ class Partitions:
 
 
 def _sharing(members: Members) -> list[RegisteredClient]:
-    """List the members that share the data that is dealt out."""
+    """List the members that share the data."""
     return [member for member in members if not member.own_data]
 
 

@@ -151,7 +151,7 @@ def as_value_error() -> Iterator[None]:
         raise ValueError(f"its reply cannot be used: {what}") from error
 
 
-def most_held_back(trained: int, share: float) -> int:
+def most_validation_size(trained: int, share: float) -> int:
     """Return how many examples a client that trains on so many can have held back, at that share.
 
     Of n it holds back ceil(share n), less than share n + 1: no claim outweighs the others.

@@ -29,7 +29,7 @@ from ravan_flwr.runs.record import Metrics, spreads_of
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.closing import Synchronous
 from ravan_flwr.server.release import Release
-from ravan_flwr.server.replies import Evaluated, Update, most_held_back, read_evaluated
+from ravan_flwr.server.replies import Evaluated, Update, most_validation_size, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog, mean_of
@@ -169,7 +169,7 @@ class Round:
         share = run.config.validation_share
 
         def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
-            most = most_held_back(run.registry.examples(member), share)
+            most = most_validation_size(run.registry.examples(member), share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
         self.collector.take(replies, check, lambda answer: answers.update([answer]))

@@ -6,7 +6,7 @@ tensor, hardly depends on the method, the data, the number of heads or the clien
 is what is limited, tensor by tensor, before a reply reaches a sum.
 
 What the limit is has to be known before a round's replies come: were it made of them, one of them
-could be refused after it was folded in, or because of the order in which they came. Therefore,
+could be refused after it was accumulated, or because of the order in which they came. Therefore,
 with L = learning-rate * steps of the client,
 
     at first    REACH * (L * (1 + L + root mean square of what was sent) + rounding)

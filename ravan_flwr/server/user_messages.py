@@ -76,8 +76,8 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
     number = len(list(grid.get_nodes()))
     if not number:
         return
-    dealt = bench.partition_sizes(number)
-    if without := sum(not count for count in dealt):
+    sizes = bench.partition_sizes(number)
+    if without := sum(not count for count in sizes):
         told = (
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
             "have no example left to train on, since each needs one for validation at least"
@@ -87,7 +87,7 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
             raise ValueError(f"{told}; use fewer clients{more_even}")
         log.warning("%s; they take no part; use fewer clients%s", told, more_even)
     if in_process(grid):  # whose examples these are as well
-        _ = bench.partition(next(n for n, count in enumerate(dealt) if count), number)
+        _ = bench.partition(next(n for n, count in enumerate(sizes) if count), number)
 
 
 def report_result(

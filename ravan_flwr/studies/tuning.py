@@ -30,7 +30,7 @@ from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.spec import EXTENSIONS, RATE, Grid, Row, Rung, Study, Table
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import ModelAndData, held_back
+from ravan_flwr.training.model_and_data import ModelAndData, validation_size
 
 SEED, SEEDS = 100, 3  # the first seed, and how many the last rung has, unless some are given
 # What a tuning sets itself, in every run, or what is the folder's that it writes to.
@@ -137,14 +137,14 @@ def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
     return (*before.values(), Rung(seeds, min(rates, 2) if before else rates, rounds))
 
 
-def check_held_back(tuning: Tuning) -> int:
+def check_validation_size(tuning: Tuning) -> int:
     """Count the examples that all clients hold back; ValueError where one has none to train on."""
     share, counts = tuning.config.validation_share, []
     for seed in tuning.grid.rungs[-1].seeds:
         seeded = replace(tuning.config, seed=seed)
         sizes = [len(rows) for rows in ModelAndData(seeded).rows(tuning.row.num_clients)]
-        counts.append(sum(held_back(seeded, size) for size in sizes))
-        if held_back(seeded, min(sizes)) >= min(sizes):
+        counts.append(sum(validation_size(seeded, size) for size in sizes))
+        if validation_size(seeded, min(sizes)) >= min(sizes):
             raise ValueError(
                 f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}"
                 f", expected enough for a validation split of {100 * share:g} % and for training; "

@@ -136,7 +136,7 @@ class Task(ABC):
         """Refuse what cannot be learned with the model's reader, before anything is trained."""
 
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
-        """Leave out, before examples are dealt out, those that cannot be learned."""
+        """Leave out, before examples are partitioned, those that cannot be learned."""
         return examples
 
     @abstractmethod

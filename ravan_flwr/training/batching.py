@@ -22,7 +22,7 @@ POOL = 8  # batches: with more there is less padding, and less chance in who mee
 def evaluation_batches(
     number: int, batch_size: int, lengths: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Deal out all rows to batches of nearly one size; by length, if lengths are known."""
+    """Divide all rows into batches of nearly one size; by length, if lengths are known."""
     rows = np.arange(number) if lengths is None else np.argsort(-lengths, kind="stable")
     return list(np.array_split(rows, -(-number // batch_size)))
 

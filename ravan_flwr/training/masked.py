@@ -19,7 +19,14 @@ from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifie
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.privacy.mechanism import changes_from, clipping, gaussian
-from ravan_flwr.secure.fixed_point import NoiseShares, Numbers, Steps, bound_of, to_steps, within
+from ravan_flwr.secure.fixed_point import (
+    NoiseShares,
+    Numbers,
+    Steps,
+    bound_of,
+    round_within,
+    to_steps,
+)
 from ravan_flwr.secure.fixed_point import to_numbers as numbers_of
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
@@ -244,7 +251,7 @@ def clipped_steps(
     factor, is_within = clipping(changes, noise.norm)
     names = [part.name for part in schedule.parts if part.name != WITHIN]
     flat = np.concatenate([changes[name].numpy().reshape(-1) for name in names])
-    steps = within(flat * (factor / noise.step), noise.norm / noise.step, random)
+    steps = round_within(flat * (factor / noise.step), noise.norm / noise.step, random)
     if not noise.bits:
         return steps
     return np.append(steps, noise.bit if is_within else -noise.bit)

@@ -27,7 +27,7 @@ from ravan_flwr.data.partition import (
     Partition,
     check_column,
     column_of,
-    deal_out,
+    partition_rows,
     values_of,
 )
 from ravan_flwr.methods import get_method
@@ -107,7 +107,7 @@ def column_for(config: Config, train: datasets.Dataset) -> str:
     return column_of(config.data)
 
 
-def held_back(config: Config, number: int) -> int:
+def validation_size(config: Config, number: int) -> int:
     """Count how many of a client's so many examples are evaluated on."""
     return math.ceil(config.validation_share * number)
 
@@ -125,7 +125,7 @@ class ModelAndData:
         self.config = config = settle(config)
         self.task = make_task(config)
         self.shares_device = True  # with the processes of other clients and of the server
-        self._dealt: list[np.ndarray] = []  # the rows of each client
+        self._rows: list[np.ndarray] = []  # the rows of each client
         self._own: dict[str, Encoded] = {}  # a device's own examples, by path
 
     @cached_property
@@ -222,14 +222,14 @@ class ModelAndData:
         return self._shared.select(np.sort(np.concatenate(parts)))
 
     def rows(self, number: int) -> list[np.ndarray]:
-        """Deal out the rows, when `number` clients share the examples."""
+        """Partition the rows, when `number` clients share the examples."""
         config = self.config
-        if len(self._dealt) != number:
+        if len(self._rows) != number:
             column = column_for(config, self._train)
             if config.division == "natural":
                 self._check_users(column)
-            self._dealt = deal_out(self._train, partition_of(config, number), column)
-        return self._dealt
+            self._rows = partition_rows(self._train, partition_of(config, number), column)
+        return self._rows
 
     def _check_users(self, column: str) -> None:
         """Raise ValueError if no example of a client of a natural partition can be learned."""
@@ -245,7 +245,7 @@ class ModelAndData:
     def partition_sizes(self, number: int) -> list[int]:
         """Count the examples that each client trains on, when `number` clients share them."""
         rows = self.rows(number)
-        return [len(mine) - held_back(self.config, len(mine)) for mine in rows]
+        return [len(mine) - validation_size(self.config, len(mine)) for mine in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:
         """Read a device's own examples."""
@@ -265,7 +265,7 @@ class ModelAndData:
     def _apart(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Choose which of a client's so many examples it trains on, and which it holds back."""
         config, rows = self.config, np.arange(number)
-        kept = held_back(config, len(rows))
+        kept = validation_size(config, len(rows))
         if kept:
             random = np.random.default_rng(derive(config.seed, "validation", partition_id))
             rows = random.permutation(rows)

@@ -45,14 +45,14 @@ from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
 
-LARGE = 64 * 2**20  # bytes; hashing less takes no longer than a glance
+HASHED_AT_ONCE = 64 * 2**20  # bytes; hashing less takes no longer than a glance
 SETTLED = 10.0  # seconds
 
 
 def file_digest(path: Path) -> bytes:
     """Hash a file by SHA-256, or remember its hash."""
     stat = path.stat()
-    if stat.st_size < LARGE:
+    if stat.st_size < HASHED_AT_ONCE:
         return _hashed(path)
     # A digest is kept in the user's cache, not that of a file that has just been changed: it may
     # change again within the same tick of the clock.

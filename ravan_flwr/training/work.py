@@ -45,8 +45,8 @@ class Workload:
         if kind == "evaluate":
             # Of n examples it holds back ceil(part n), and n - ceil(part n) are trained on.
             part = config.validation_share
-            held_back = self.examples[client] * part / (1 - part)
-            return forward * held_back / config.batch_size
+            validation = self.examples[client] * part / (1 - part)
+            return forward * validation / config.batch_size
         if kind == "train.calibrate":
             return step * config.calibration_steps
         steps = config.local_steps or config.steps_of(self.examples[client])

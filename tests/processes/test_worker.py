@@ -276,7 +276,7 @@ def test_what_a_device_does_once_it_does_once_in_its_worker_as_well(monkeypatch)
             "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
             "node-config": {"partition-id": 0, "num-partitions": 2},
         }  # fmt: skip
-        worker._answer(header, RecordDict(), RecordDict(), new=False)
+        worker._answer_of(header, RecordDict(), RecordDict(), new=False)
     assert asked == [False, True]
 
 

@@ -13,7 +13,7 @@ from ravan_flwr.config.presets import conf_folder, own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.choosing import Measured, RateChoice, Score
-from ravan_flwr.studies.tuning import adopt, check_held_back, plan_tuning
+from ravan_flwr.studies.tuning import adopt, check_validation_size, plan_tuning
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
@@ -236,10 +236,10 @@ def test_a_preset_that_is_not_read_with_the_rate_is_put_back(tmp_path, monkeypat
 
 
 def test_clients_with_too_little_to_hold_back(caplog):
-    assert check_held_back(plan_tuning({"num-rounds": 1}, 20)) >= 0.2 * 1438
+    assert check_validation_size(plan_tuning({"num-rounds": 1}, 20)) >= 0.2 * 1438
     with pytest.raises(ValueError, match="a client has 1 of the 1,438 examples under seed 100"):
-        check_held_back(plan_tuning({"partition": "iid"}, 1438))
-    check_held_back(plan_tuning({"validation-share": 0.01}, 20))
+        check_validation_size(plan_tuning({"partition": "iid"}, 1438))
+    check_validation_size(plan_tuning({"validation-share": 0.01}, 20))
     assert "the validation splits have 20 examples in all" in caplog.text
     assert "changes the metric by 5.0 %" in caplog.text
 

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 
-from ravan_flwr.data.partition import Partition, column_of, deal_out, values_of
+from ravan_flwr.data.partition import Partition, column_of, partition_rows, values_of
 from ravan_flwr.data.partitioning import numbered, rows_by_number
 from ravan_flwr.specs import DataSpec
 
@@ -33,7 +33,7 @@ def examples(values, feature=None):
 def test_each_value_is_a_client(values):
     train = examples(values)
     different = sorted(set(values))
-    dealt = deal_out(train, Partition("natural", 2, len(different), 0), "user")
+    dealt = partition_rows(train, Partition("natural", 2, len(different), 0), "user")
     slow = [[row for row, value in enumerate(values) if value == one] for one in different]
     assert [rows.tolist() for rows in dealt] == slow
 
@@ -54,7 +54,7 @@ def test_each_value_is_a_client(values):
 )
 def test_what_is_no_name_of_a_client_is_refused_by_name(train, message, kind):
     with pytest.raises(ValueError, match=f"got the column 'user': .*{message}"):
-        deal_out(train, Partition(kind, 2, 1, 0), "user")
+        partition_rows(train, Partition(kind, 2, 1, 0), "user")
 
 
 def test_a_hundred_thousand_values_take_moments():

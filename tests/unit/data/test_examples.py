@@ -6,7 +6,7 @@ import pytest
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import BY_COLUMN, PARTITIONERS, Partition, deal_out
+from ravan_flwr.data.partition import BY_COLUMN, PARTITIONERS, Partition, partition_rows
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -32,7 +32,7 @@ WHOLE = ("iid", "dirichlet", "dirichlet-by-client")  # for any number; see test_
 @pytest.mark.parametrize("number", [1, 2, 20, 100])
 def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kind, number):
     def deal(seed):
-        return deal_out(splits["train"], Partition(kind, 0.3, number, seed), "label")
+        return partition_rows(splits["train"], Partition(kind, 0.3, number, seed), "label")
 
     dealt = deal(0)
     assert len(dealt) == number
@@ -52,7 +52,7 @@ OTHERS = [
 @pytest.mark.parametrize(("kind", "number"), OTHERS)
 def test_other_partitions_are_disjoint_and_a_function_of_the_seed(splits, kind, number):
     def deal(seed):
-        return deal_out(splits["train"], Partition(kind, 2, number, seed), "label")
+        return partition_rows(splits["train"], Partition(kind, 2, number, seed), "label")
 
     dealt, rows = deal(0), np.concatenate(deal(0))
     assert len(dealt) == number
@@ -72,14 +72,14 @@ def test_every_partition_is_a_choice():
 
 def test_what_nobody_gets_is_told(splits, caplog):
     caplog.set_level("INFO")
-    deal_out(splits["train"], Partition("shards", 2, 20, 0), "label")
+    partition_rows(splits["train"], Partition("shards", 2, 20, 0), "label")
     assert "partition=shards: 38 of 1438 examples belong to no client" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["iid", "linear", "square", "exponential"])
 def test_where_sizes_count_alone_no_column_is_read(splits, kind):
-    dealt = deal_out(splits["train"], Partition(kind, 0.3, 5, 0), "user")
-    alike = deal_out(splits["train"], Partition(kind, 0.3, 5, 0), "label")
+    dealt = partition_rows(splits["train"], Partition(kind, 0.3, 5, 0), "user")
+    alike = partition_rows(splits["train"], Partition(kind, 0.3, 5, 0), "label")
     assert all(np.array_equal(a, b) for a, b in zip(dealt, alike, strict=True))
 
 
@@ -87,7 +87,7 @@ def test_dirichlet_is_uneven_and_iid_is_not(splits):
     labels = np.array(splits["train"]["label"][:])
 
     def unevenness(kind):
-        dealt = deal_out(splits["train"], Partition(kind, 0.3, 20, 0), "label")
+        dealt = partition_rows(splits["train"], Partition(kind, 0.3, 20, 0), "label")
         shares = [np.bincount(labels[rows], minlength=10) / len(rows) for rows in dealt]
         return np.mean([np.max(share) for share in shares])
 
@@ -97,14 +97,14 @@ def test_dirichlet_is_uneven_and_iid_is_not(splits):
 
 def test_more_clients_than_examples_are_refused(splits):
     with pytest.raises(ValueError, match="2000 clients share 1438 examples"):
-        deal_out(splits["train"], Partition("iid", 0.3, 2000, 0), "label")
+        partition_rows(splits["train"], Partition("iid", 0.3, 2000, 0), "label")
 
 
 def test_a_hopeless_dirichlet_says_what_to_do(splits):
     with pytest.raises(
         ValueError, match=r"partition = 'dirichlet:0.001': 50 clients .* raise alpha"
     ):
-        deal_out(splits["train"], Partition("dirichlet", 0.001, 50, 0), "label")
+        partition_rows(splits["train"], Partition("dirichlet", 0.001, 50, 0), "label")
 
 
 def test_a_validation_part_is_held_back_from_training():

@@ -9,7 +9,7 @@ from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partition import Partition, deal_out
+from ravan_flwr.data.partition import Partition, partition_rows
 from ravan_flwr.data.partitioning import (
     counts_by_client,
     equal_shares,
@@ -145,7 +145,7 @@ def test_dealing_out_reads_the_data_as_often_for_many_clients_as_for_few(kind, m
 
     def reads(clients):
         touched.clear()
-        dealt = deal_out(examples, Partition(kind, 50.0, clients, 0), "label")
+        dealt = partition_rows(examples, Partition(kind, 50.0, clients, 0), "label")
         assert sorted(np.concatenate(dealt)) == list(range(20_000))
         assert min(map(len, dealt)) >= 1
         return len(touched)
@@ -156,13 +156,13 @@ def test_dealing_out_reads_the_data_as_often_for_many_clients_as_for_few(kind, m
 def test_too_many_clients_for_a_dirichlet_split_are_told_at_once():
     examples = datasets.Dataset.from_dict({"label": labels_of(2_000)})
     with pytest.raises(ValueError, match=r"1000 clients got fewer than 1 of 2000 .* 220 draws; "):
-        deal_out(examples, Partition("dirichlet", 0.1, 1000, 0), "label")
+        partition_rows(examples, Partition("dirichlet", 0.1, 1000, 0), "label")
     with pytest.raises(ValueError, match="2001 clients share 2000 examples"):
-        deal_out(examples, Partition("iid", 0.3, 2001, 0), "label")
+        partition_rows(examples, Partition("iid", 0.3, 2001, 0), "label")
 
 
 def test_as_many_clients_as_examples_have_one_each():
     examples = datasets.Dataset.from_dict({"label": labels_of(3_000)})
     for kind in ("iid", "dirichlet-by-client"):
-        dealt = deal_out(examples, Partition(kind, 0.3, 3_000, 0), "label")
+        dealt = partition_rows(examples, Partition(kind, 0.3, 3_000, 0), "label")
         assert [len(rows) for rows in dealt] == [1] * 3_000

@@ -16,9 +16,9 @@ from ravan_flwr.secure.fixed_point import (
     MODULUS,
     ROOM,
     NoiseShares,
+    round_within,
     signed,
     to_numbers,
-    within,
 )
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.secure.schedule import Part, make_schedule, read_schedule, threshold_of
@@ -37,7 +37,7 @@ def test_rounding_takes_no_norm_beyond_what_it_may_have(size, most, part):
     for seed in range(20):
         direction = np.random.default_rng(seed).normal(size=size)
         direction = np.eye(size)[0] if seed == 0 else direction / np.linalg.norm(direction)
-        steps = within(direction * most * part * (1 - 2**-40), most, random)
+        steps = round_within(direction * most * part * (1 - 2**-40), most, random)
         assert steps.dtype == np.int64
         assert int(np.dot(steps, steps)) <= most * most
         if part == 0:
@@ -47,7 +47,7 @@ def test_rounding_takes_no_norm_beyond_what_it_may_have(size, most, part):
 def test_rounding_is_right_in_the_mean():
     values = np.random.default_rng(0).uniform(-3, 3, 200)
     random = np.random.default_rng(1)
-    mean = np.mean([within(values, 1e4, random) for _ in range(4000)], axis=0)
+    mean = np.mean([round_within(values, 1e4, random) for _ in range(4000)], axis=0)
     assert np.abs(mean - values).max() < 5 * 0.5 / math.sqrt(4000)
 
 
@@ -185,7 +185,7 @@ class Noised(Held):
             number = len(schedule.partitions)
             change = self.random.normal(size=int(schedule.sizes[rows].sum()))
             change *= C / np.linalg.norm(change) / self.noise.step
-            steps = within(change, C / self.noise.step, self.random)
+            steps = round_within(change, C / self.noise.step, self.random)
             noise = gaussian([len(steps)], self.noise.deviation(number)).numpy()
             self.changes[p] = [steps * self.noise.step]
             numbers = to_numbers(steps + np.rint(noise).astype(np.int64))

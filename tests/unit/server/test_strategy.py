@@ -13,7 +13,7 @@ from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
 from ravan_flwr.messages.registered_client import check_derived, read_registered_client
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import update_norm_check
-from ravan_flwr.server.replies import most_held_back
+from ravan_flwr.server.replies import most_validation_size
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
@@ -535,7 +535,7 @@ def test_whoever_evaluates_on_what_it_held_back_is_believed(share):
     for number in range(2, 500):
         held_back = math.ceil(share * number)
         if held_back < number:
-            most = most_held_back(number - held_back, share)
+            most = most_validation_size(number - held_back, share)
             assert held_back <= most <= held_back + 1 / (1 - share) + 2
 
 

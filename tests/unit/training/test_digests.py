@@ -14,7 +14,7 @@ LONG_AGO = time.time() - 3600
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    monkeypatch.setattr(network, "LARGE", 1000)
+    monkeypatch.setattr(network, "HASHED_AT_ONCE", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 8)
