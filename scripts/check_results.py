@@ -152,9 +152,17 @@ class Study:
         return {seed: x for seed, x in found.items() if x and "failed" not in x}
 
     def values(self, title: str, name: str, rate: float | None = None, last: int = 0) -> Values:
-        """Return a row's values, of runs that were evaluated so often."""
-        lines = self.lines(title, name, rate).items()
-        return {s: self.value(title, x, last) for s, x in lines if len(x["curve"]["round"]) >= last}
+        """Return a row's values, of runs that were evaluated so often; none if one has no time."""
+        lines = self.lines(title, name, rate)
+        if self.missed(title, name):
+            return {}
+        enough = {seed: x for seed, x in lines.items() if len(x["curve"]["round"]) >= last}
+        return {seed: self.value(title, x, last) for seed, x in enough.items()}
+
+    def missed(self, title: str, name: str) -> int:
+        """Count the runs of a row that have ended before the target to which a table counts."""
+        timed = self.tables[title].get("metric") == "time"
+        return timed and sum("time" not in x["final"] for x in self.lines(title, name).values())
 
 
 def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
@@ -177,10 +185,11 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
     last = table.get("compare-last", 0)
     yield f"the same, last {last}", differ(title, against, last)
     yield f"from {table.get('change-from')}", differ(table.get("change-from", title), name)
-    ps = {
-        x: p_value(apart(study.values(title, x), study.values(title, against)))
+    planned = {
+        x: apart(study.values(title, x), study.values(title, against))
         for x in table.get("contrasts", [])
     }
+    ps = {x: p_value(values) if len(values) > 2 else 1.0 for x, values in planned.items()}
     ranks = sorted(ps, key=lambda x: ps[x])
     steps = [min(1.0, (len(ranks) - n) * ps[x]) for n, x in enumerate(ranks)]
     yield "p, Holm", f"{max(steps[: ranks.index(name) + 1]):.2g}" if name in ps else "-"
@@ -221,6 +230,9 @@ def wrong(page: Path) -> Iterator[str]:
         study = Study(name, page.with_suffix("") / f"{name}.jsonl")
         table = [line[2:-2].split(" | ") for line in text.split("\n") if line.startswith("| ")]
         heads = [re.sub(r", (%|s$|mean of).*", "", head).strip() for head in table[0][1:]]
+        for row in study.tables.get(title, {}).get("rows", ()):
+            if (few := study.missed(title, row)) and f"{row} ({few} of" not in text:
+                yield f"{page.name}: {title}: {row}: {few} runs missed the target, unsaid"
         for row, *found in table[2:]:
             of = title.removeprefix("rates of ")
             told = dict(cells(study, of, row)) if title != "overview" else {}
@@ -230,6 +242,8 @@ def wrong(page: Path) -> Iterator[str]:
                         (_, first), *more = cells(study, head, row)
                         change = [x for y, x in more if y.startswith("from ") and x != "-"]
                         told[head] = "; ".join([first, *change])
+            if title in study.tables and study.missed(title, row):
+                yield f"{page.name}: {title}: {row}: has numbers, and a run missed its target"
             for head, cell in zip(heads, found, strict=True):
                 says = re.sub(r"\*| \((edge|\d+ of \d+ seeds)\)", "", cell)
                 if says != told.get(head, "-") and "(open)" not in says:
