@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import stat
 import sys
 
@@ -107,7 +108,8 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monk
     assert sorted(values) == sorted(final["accuracy"] for final in finals)
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
     assert {config["evaluate-on"] for config in configs} == {"clients"}
-    assert "1e-05: " in told
+    # Of the two rates that learn nothing, the last rung has either: that depends on the processor.
+    assert re.search(r"^  (1e-05|5): ", told, re.MULTILINE)
     # It stands in the preset, which is otherwise as it was; the next run has it.
     assert told.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
     text = path.read_text()
