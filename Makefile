@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 6
 
 .PHONY: help run simulate test quick e2e networks compat bench gpu gpu-first lint types docs check release clean
 
