@@ -214,7 +214,8 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
         yield "as good", (", " if table.get("run-as-good") else " ").join(told) or "-"
         yield "runs", str(sum(map(len, tried.values())))
         for rate in tried:
-            yield f"{rate:g}", shown(scores[rate], metric) if rate in scores else "failed"
+            missing = "failed" if all(tried[rate]) else "-"
+            yield f"{rate:g}", shown(scores[rate], metric) if rate in scores else missing
     yield "rank", str(first["rank"] or "-")
     yield "parameters", f"{first['parameters']:,}"
     for head in ("up", "down"):
