@@ -247,7 +247,8 @@ def wrong(page: Path) -> Iterator[str]:
                 yield f"{page.name}: {title}: {row}: has numbers, and a run missed its target"
             for head, cell in zip(heads, found, strict=True):
                 says = re.sub(r"\*| \((edge|\d+ of \d+ seeds)\)", "", cell)
-                if says != told.get(head, "-") and "(open)" not in says:
+                is_open = "(open)" in (" ".join(found) if head == "runs" else says)
+                if says != told.get(head, "-") and not is_open:
                     right = told.get(head, "-")
                     yield f"{page.name}: {title}: {row}: {head}: says {says}, records say {right}"
 
