@@ -31,18 +31,19 @@ _MOST = 2**20  # bytes of a chat template, which a preset has to hold
 def add(commands: Commands) -> None:
     """Offer `simulate`, `plan` and `new`."""
     keys = option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+    table = key_table()
     offer(commands, "simulate", _simulate, "run the app on this machine, with simulated clients",
         "Run the app on this machine, with simulated clients.", keys, *ENGINE,
         option("--runs-at-a-time", type=int, default=1, metavar="N",
             help="with --engine flower: so many such runs share this machine's GPUs and CPUs, as "
-            "under study --jobs (default: 1)"), epilog=key_table())
+            "under study --jobs (default: 1)"), epilog=table)
     offer(commands, "plan", _plan, "report what a run will train, send and need",
         "Report what a run will train, send and need. Nothing is run.", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
         option("--picture", type=Path, metavar="FILE",
             help="with --partition: write it as a picture, a new .png or .svg, without names of "
-            "clients"), epilog=key_table())
+            "clients"), epilog=table)
     offer(commands, "new", _new, "write a preset for your own data and model",
         "Look at a data set and a model, and write conf/NAME.yaml, a preset for them. A folder of "
         "data holds CSV, JSON lines or parquet (train.csv, test.csv), or images in a folder for "

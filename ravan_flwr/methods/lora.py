@@ -100,8 +100,9 @@ class LoraMethod(Method[LoRALinear]):
             adapter.set_factors(B, A)
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        packed = self.pack([adapter.B for adapter in adapters], [adapter.A for adapter in adapters])
-        return {name: packed[name] for name in self.shapes(self.rank)}
+        return {
+            name: flatten([getattr(a, name) for a in adapters]) for name in self.shapes(self.rank)
+        }
 
     def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
         return adapter.factors()

@@ -76,7 +76,7 @@ class Assignment:
 def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
     """Partition the examples as in a run with these settings.
 
-    Of a language model also those that teach nothing, which a run leaves out before.
+    Of a language model also those that cannot be learned, which a run drops first.
     """
     config = settle(read_config(own_preset(settings)))
     number = number_of_clients(config, num_clients)

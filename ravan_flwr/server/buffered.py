@@ -150,8 +150,8 @@ class Buffered(Synchronous):
         self.flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
         self._pool = run.registry.rested(able, MessageType.TRAIN, number)
-        awake = {member.node_id for member in self._pool}
-        round_.round_log.resting = [m.partition_id for m in able if m.node_id not in awake]
+        responsive = {member.node_id for member in self._pool}
+        round_.round_log.resting = [m.partition_id for m in able if m.node_id not in responsive]
         busy = {sent.member.node_id for sent in self.flight.sent.values()}
         free = [member for member in self._pool if member.node_id not in busy]
         wanted = min(max(0, self.concurrency - len(busy)), len(free))

@@ -90,8 +90,8 @@ class Noised(Release):
         }
         if self.run.config.secure_aggregation:
             # Whether a round is held follows from who is here, never from who is drawn.
-            awake = here - resting
-            number = sum(member.node_id in awake for member in self.members)
+            responsive = here - resting
+            number = sum(member.node_id in responsive for member in self.members)
             if why := self.account.why_not_masked(number):
                 self.round.without_effect = why
                 return []

@@ -25,7 +25,7 @@ MOST_TIMES = 10  # how many times the median a node's own examples count
 class Partitions:
     """Decide the number of parts once for the run, and give each part to one node.
 
-    `before` is the number that a run that goes on had. `sizes` returns the number of examples in
+    `before` is the number that a resumed run had. `sizes` returns the number of examples in
     each part, if so many share the data; it raises an error where the server has not that data.
     `most` is the operator's bound on examples that the server does not know.
     """
@@ -59,7 +59,7 @@ class Partitions:
         return max(_agreed(members), len(members)) if members else 1
 
     def awaited(self, members: Members) -> int:
-        """Return how many nodes to wait for: in a run that goes on, as many as before."""
+        """Return how many nodes to wait for: in a resumed run, as many as before."""
         if self._settled is None and self._before is not None and _sharing(members):
             return self._before
         return self.number(members)

@@ -78,8 +78,9 @@ class Sampler:
                 count(len(round_log.left_out), "client"), self.config.method,
                 listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
-        shares = sorted({member.share for member in self.registry.members.values()})
-        if not able and not any(map(self.method.can_train, shares)):  # connected or not
+        everybody = () if able else self.registry.members.values()
+        shares = sorted({member.share for member in everybody})
+        if not (able or any(map(self.method.can_train, shares))):  # no member, connected or not
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "

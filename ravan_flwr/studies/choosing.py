@@ -18,7 +18,7 @@ from itertools import chain
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.studies.results import Result, Results, interval
 from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Rung, Study, Table
-from ravan_flwr.tasks import TIME, sign_of
+from ravan_flwr.tasks import sign_of
 
 _IN_HALVES = (2.9, 3.5)  # steps of a grid with two rates a decade: 3 and 10 / 3
 
@@ -193,7 +193,7 @@ def choose(row: Row, results: Results) -> RateChoice | None:
                 measured.rates.append(rate)
                 done = [result for run in runs if (result := results.of(run)) is not None]
                 whole = len(done) == len(runs)
-                if whole and not (grid.metric == TIME and any(one.missed for one in done)):
+                if whole and not any(one.missed(grid.metric) for one in done):
                     measured.scores[rate] = Score.of(done, grid.metric, grid.last)
                 open_ |= any(not (results.of(run) or results.failure(run)) for run in runs)
             more = len(tried) - len(grid.values) < grid.extensions and not open_

@@ -8,7 +8,7 @@ from itertools import product
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
 from ravan_flwr.studies.results import Interval, Result, Results, difference, holm, interval
 from ravan_flwr.studies.spec import PlannedRun, Table
-from ravan_flwr.tasks import TIME, sign_of
+from ravan_flwr.tasks import sign_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Line:
         """Read a row's results; None where no run of it is done, or one has missed its target."""
         row = table.rows[name]
         done = _by_seed(runs_of(row, results), results)
-        if not done or (table.metric == TIME and any(one.missed for one in done.values())):
+        if not done or any(one.missed(table.metric) for one in done.values()):
             return None
 
         def values_of(found: Mapping[int, Result]) -> dict[int, float]:
@@ -43,7 +43,7 @@ class Line:
             return {
                 seed: result.value(table.metric, last)
                 for seed, result in found.items()
-                if table.metric != TIME or not result.missed
+                if not result.missed(table.metric)
             }
 
         return cls(
@@ -161,10 +161,10 @@ def lines_of(table: Table, results: Results) -> list[Line]:
 def missed(table: Table, results: Results) -> dict[str, str]:
     """Say of how many runs a row has no time, since one of them ended before its target."""
     told = {}
-    for name, row in table.rows.items() if table.metric == TIME else ():
+    for name, row in table.rows.items():
         done = _by_seed(runs_of(row, results), results).values()
-        if any(one.missed for one in done):
-            told[name] = f"{sum(one.missed for one in done)} of {len(done)} runs"
+        if few := sum(one.missed(table.metric) for one in done):
+            told[name] = f"{few} of {len(done)} runs"
     return told
 
 

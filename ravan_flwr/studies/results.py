@@ -81,10 +81,9 @@ class Result(BaseModel):
         }
         return cls.model_validate({**summary, **own})
 
-    @property
-    def missed(self) -> bool:
-        """Tell whether it is a run with devices that has ended before its target."""
-        return TIME in self.curve and TIME not in self.final
+    def missed(self, metric: str) -> bool:
+        """Tell whether it has no time, as a run with devices that has ended before its target."""
+        return metric == TIME and TIME in self.curve and TIME not in self.final
 
     def value(self, metric: str = "", last: int = 0) -> float:
         """Return a metric after the last round, or its mean over so many evaluations.
