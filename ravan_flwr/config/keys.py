@@ -250,8 +250,7 @@ class Config:
     min_replies: int = key(1, "stop the run when a round has fewer valid replies", low=1,
         high=1_000_000, may_change=True, is_limit=True)
     max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
-        "a limit from learning-rate and from what is usual", above=0, may_change=True,
-        is_limit=True)
+        "what learning-rate and local-steps allow", above=0, may_change=True, is_limit=True)
     max_share: float = key(1.0, "largest budget fraction that a client is granted",
         above=0, high=1, may_change=True, is_limit=True)
     max_examples: int | None = auto_key("limit on what a device's own data counts as; auto: ten "

@@ -18,7 +18,7 @@ from ravan_flwr.messages.sparsity import changed
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansBySize, check_form
-from ravan_flwr.server.update_norm_check import Changes, UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 
 FRACTIONS = 4  # of the budget, whose broadcasts are kept during a round
 
@@ -72,14 +72,9 @@ class Aggregate:
             if self._robust
             else (method.open_round(self._state), Means(self._classifier))
         )
-        self.changes: list[Changes] = []  # of the accepted uploads
-        self.steps: list[float] = []  # learning rate times steps, of their clients
+        self.count = 0  # accepted uploads
+        self._step = 0.0  # the largest learning rate times steps of their clients
         self._alone: dict[str, float] = {}  # the largest of their norms alone
-
-    @property
-    def count(self) -> int:
-        """Return how many uploads were accepted."""
-        return len(self.changes)
 
     def offer(
         self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0, step: float = 0.0
@@ -91,8 +86,7 @@ class Aggregate:
         own = check_upload(self.method, upload, self._classifier, share)
         sent = self._norms.start_of(own, self._sent(share))
         start = sent | self._classifier
-        changes = changes_of(upload, start, self.limit.wire)
-        self.limit.check(changes, step)
+        self.limit.check(changes_of(upload, start, self.limit.wire), step)
         alone = self._norms.norms_alone(own, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
@@ -101,19 +95,16 @@ class Aggregate:
         of_method, of_classifier = self._rounds
         of_method.add(own, weight)
         of_classifier.add(upload, weight)
-        self.changes.append(changes)
-        self.steps.append(step)
+        self.count += 1
+        self._step = max(self._step, step)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
 
     def close(self) -> Tensors:
         """Return the next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
-        # Also of a round without effect: the next has its limit.
-        self.limit.learn(self.changes, self.steps)
         made = self._norms.norms_made(self._state, self._alone)
-        step = max(self.steps, default=0.0)
-        self.limit.check_state(self._state | self._classifier, new, made, step)
+        self.limit.check_state(self._state | self._classifier, new, made, self._step)
         return new
 
 

@@ -1,7 +1,7 @@
 """Keep what the server carries from one round to the next: the model's tensors, and its memory.
 
-The memory is what a resumed run needs beside the tensors: the optimiser's moments, and the changes
-that were usual (update_norm_check.py). Both are saved with every checkpoint.
+The memory is what a resumed run needs beside the tensors, the optimiser's moments. It is saved with
+every checkpoint.
 
 The server's optimiser is FedAvgM's (Hsu et al. 2019) or FedAdam's (Reddi et al. 2021). The step
 from the old state to the mean of the replies is taken as a negative gradient, and torch's own SGD
@@ -26,9 +26,7 @@ from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
-# What the names of the memory's tensors begin with.
-MOMENTS = "server-optimizer/"
-CHANGES = "usual-change/"
+MOMENTS = "server-optimizer/"  # what the names of the memory's tensors begin with
 BETA2, EPSILON = 0.99, 1e-3  # of FedAdam
 
 
@@ -45,15 +43,13 @@ class ServerState:
         self._robust, self._wire = config.robust, config.wire
         self._moments = _named(memory or {}, MOMENTS)
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
-        usual = _named(memory or {}, CHANGES)
-        self._limit = UpdateNormCheck(config.max_update_norm, step, usual, config.wire)
+        self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
         self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
 
     @property
     def memory(self) -> Tensors:
         """Return what a run that goes on needs beside the tensors."""
-        parts = {MOMENTS: self._moments, CHANGES: self._limit.memory}
-        return {prefix + k: tensor for prefix, part in parts.items() for k, tensor in part.items()}
+        return {MOMENTS + k: tensor for k, tensor in self._moments.items()}
 
     def open_sums(self, method: Method) -> Aggregate:
         """Open the sums of a round of the method, which start from these tensors."""

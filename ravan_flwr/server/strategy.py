@@ -47,7 +47,7 @@ class FederatedTuning(Strategy):
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
     method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
-    moments, the usual changes), the number of `partitions` that its nodes shared the data in, and
+    moments), the number of `partitions` that its nodes shared the data in, and
     those that have `trained` before. `load_fixed` puts the tensors of a calibration into the
     server's model, and returns its new fingerprint. `callbacks` see what the run does, and each
     round before the next one begins.

@@ -5,25 +5,18 @@ learning rate, whatever the gradient: so the root mean square of a change, over 
 tensor, hardly depends on the method, the data, the number of heads or the client's budget. That
 is what is limited, tensor by tensor, before a reply reaches a sum.
 
-What the limit is has to be known before a round's replies come: were it made of them, one of them
-could be refused after it was accumulated, or because of the order in which they came. Therefore,
-with L = learning-rate * steps of the client,
+With L = learning-rate * steps of the client, a change may be at most
 
-    at first    REACH * (L * (1 + L + root mean square of what was sent) + rounding)
-    later       FACTOR * median over the last rounds of the median of the accepted changes
+    REACH * (L * (1 + L + root mean square of what was sent) + rounding)
 
-The first is what Adam can do at all (the terms in L and in what was sent are RAVAN's, whose
-s_i H_i moves by s_i as well), and what the wire rounds on its way out and back. It holds until
-ENOUGH replies were accepted, so that no first reply decides what comes after. The later limit is
-never more than the first, and never less than FLOOR of it: a few that send back what they were
-sent cannot shut the others out. Medians do not depend on the order of the replies. They are saved
-with every checkpoint, so that a round that is run again finds those that it had. While fewer than
-half of the clients lie, the median is that of honest changes. A number in place of `auto` limits
-the norm of the change over all tensors, and nothing else.
+The terms in L and in what was sent are RAVAN's, whose s_i H_i moves by s_i as well; rounding is the
+wire's, on its way out and back. What was usual before limits nobody: after quiet rounds a client
+with examples of another kind moves as far as Adam can, and is honest. A number in place of `auto`
+limits the norm of the change over all tensors, and nothing else.
 
-Under local-epochs clients take different numbers of steps, each as many as the examples make that
-the server counts for it. A client that takes more than the median one may move so much further;
-one that takes fewer may move as far as the median one, within what its own L allows.
+Both limits are known before a round's replies come: were one made of them, a reply could be refused
+after it was accumulated, or because of the order in which they came. Under local-epochs clients
+take different numbers of steps, each as many as the examples make that the server counts for it.
 
 Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
 well if it alone would make more of the state than what may leave the server.
@@ -35,22 +28,15 @@ norm one after a round, whatever was drawn: that norm is the method's own making
 """
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ravan_flwr.messages.wire import rounding
-from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.tensors import sum_of_squares
 
 REACH = 1.5  # honest clients were at most at 0.8; the rest is for rounding on the wire
-FACTOR = 3.0  # honest clients were at most at 1.6 times the median
-FLOOR = 0.1
-ENOUGH = 8  # accepted replies before the median counts
-ROUNDS = 8  # of which the median is taken
 GROWTH = 10.0  # times the reach that a state's root mean square may grow in a round
 
 _BLOCK = 2**17
@@ -97,29 +83,15 @@ def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
 
 
 class UpdateNormCheck:
-    """Check changes against the limit of a run, and remember the medians of those accepted.
+    """Check changes against the limit of a run.
 
-    `norm` None makes it adaptive; `step` is how far a client's optimiser can move a number in a
-    round, learning rate times steps, 0 where that is told client by client; `wire` is how tensors
-    travel.
+    `norm` None makes it follow the learning rate; `step` is how far a client's optimiser can move a
+    number in a round, learning rate times steps, 0 where that is told client by client; `wire` is
+    how tensors travel.
     """
 
-    def __init__(
-        self,
-        norm: float | None,
-        step: float = 0.0,
-        memory: Mapping[str, Tensor] | None = None,
-        wire: str = "float32",
-    ) -> None:
+    def __init__(self, norm: float | None, step: float = 0.0, wire: str = "float32") -> None:
         self.norm, self.step, self.wire = norm, step, wire
-        # name -> (rounds, 2): the median of the accepted changes, and how many they were;
-        # (rounds, 3) with the median of these clients' steps, where they differ
-        self._rounds: Tensors = dict(memory or {})
-
-    @property
-    def memory(self) -> Tensors:
-        """Return the medians, for the checkpoint."""
-        return dict(self._rounds)
 
     def check(self, changes: Changes, step: float = 0.0) -> None:
         """Raise ValueError if a client, with that step, cannot have made these changes."""
@@ -131,37 +103,20 @@ class UpdateNormCheck:
                     "lower the learning rate, or raise the limit max-update-norm"
                 )
             return
+        own = "" if self.step else " of its examples"
         for name, change in changes.items():
-            most, why = self._most(name, change, step)
+            most = self.most(change, step)
             if change.size > most:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
-                    f"{change.numbers} numbers), expected at most {most:.4g}, {why}; if honest "
+                    f"{change.numbers} numbers), expected at most {most:.4g}, which is what "
+                    f"{self.step or step:g} = learning-rate x local-steps{own} allow; if honest "
                     "clients send this, set limits=max-update-norm=NUMBER"
                 )
 
-    def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:
-        """Return the largest size that a change of that tensor may have, and the reason."""
-        step = self.step or step
-        reach = REACH * (_reach(step, change.before) + change.rounding)
-        rounds = self._rounds.get(name)
-        if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
-            own = "" if self.step else " of its examples"
-            return reach, f"which is what {step:g} = learning-rate x local-steps{own} allow"
-        usual = statistics.median(rounds[:, 0].tolist())
-        if not self.step:
-            usual *= max(1.0, step / (statistics.median(rounds[:, 2].tolist()) or step or 1.0))
-        most = min(reach, max(FACTOR * usual, FLOOR * reach))
-        return most, f"where {usual:.4g} was usual in the last rounds"
-
-    def learn(self, accepted: Sequence[Changes], steps: Sequence[float] = ()) -> None:
-        """Remember the median of a round's accepted changes, and of their clients' steps."""
-        usual = [] if self.step else [statistics.median(steps or [0.0])]
-        for name in accepted[0] if accepted else ():
-            median = statistics.median(changes[name].size for changes in accepted)
-            row = torch.tensor([[median, len(accepted), *usual]], dtype=torch.float64)
-            rounds = self._rounds.get(name, row[:0])
-            self._rounds[name] = torch.cat([rounds, row])[-ROUNDS:]
+    def most(self, change: Change, step: float = 0.0) -> float:
+        """Return the largest size that a change of that tensor may have."""
+        return REACH * (_reach(self.step or step, change.before) + change.rounding)
 
     def check_state(
         self,

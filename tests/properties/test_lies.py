@@ -99,7 +99,7 @@ class Game:
             moved = [(upload[name] - start[name]).flatten() for upload in sent]
             told = sum(moved) + start[name].flatten() * (1 + len(sent)) if sent else direction
             kind(name, direction, told)
-            most = 0.999 * self.limit._most(name, change)[0] * math.sqrt(change.numbers)
+            most = 0.999 * self.limit.most(change) * math.sqrt(change.numbers)
             if kind is opposite and name != "B":
                 most = min(most, float(direction.norm()))
             whole[name] = (direction * most / max(1e-9, float(direction.norm()))).view_as(

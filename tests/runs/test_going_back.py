@@ -255,19 +255,6 @@ def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
     assert "Flower has ended this run" in json.loads(path.read_text())["error"]
 
 
-def test_what_was_usual_goes_on_with_the_run(tmp_path):
-    settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 3, "clients-per-round": 3}
-    whole = simulate(settings, 3)
-    part = simulate(settings | {"num-rounds": 1}, 3)
-    resumed = simulate(settings | {"resume": str(part.run_dir)}, 3)
-    one, two = (load_checkpoint(run.run_dir / "checkpoints") for run in (whole, resumed))
-    assert set(one.memory) == {"usual-change/H", "usual-change/classifier"}
-    assert one.memory["usual-change/H"].shape == (3, 2)
-    for name in one.memory:
-        assert torch.equal(one.memory[name], two.memory[name])
-    assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)
-
-
 def test_a_claimed_budget_is_cut_to_what_is_granted(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "limits": "max-share=0.5"}
     run = simulate(settings, 3)

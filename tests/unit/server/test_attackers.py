@@ -113,7 +113,7 @@ def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(
     limit = UpdateNormCheck(None, rate * steps)
 
     def most(sent):
-        return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
+        return 0.999 * limit.most(changes_of({"B": sent}, {"B": sent})["B"])
 
     attacker = Pointed(most)
     notes, _, _ = run(
@@ -131,7 +131,7 @@ def test_what_factors_within_their_limits_make_of_a_correction_does_not_undo_eve
     limit = UpdateNormCheck(None, rate * steps)
 
     def most(sent):
-        return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
+        return 0.999 * limit.most(changes_of({"B": sent}, {"B": sent})["B"])
 
     notes, _, _ = run(
         Attacked(Pointed(most), method="lora-fair"), rounds=3, clients_per_round=4,
