@@ -41,7 +41,7 @@ NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
 PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
 RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
-ANSWERED = 3.0  # for calls that are out, also on a busy machine
+ANSWERED = 10.0  # for calls that are out, also on a very busy machine
 ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
