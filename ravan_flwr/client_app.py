@@ -2,7 +2,20 @@
 
 Flower's deployment runtime starts a process for every message. This module is what such a
 process loads first: it asks the warm worker, if the node has one, and imports torch if not.
+
+    query      who this node is, what it has, and what it can afford
+    train      a round of local steps from the server's broadcast
+    calibrate  what the method needs of this node's data before the first round
+    evaluate   the global model's metrics on the examples that this node holds back
+    deliver    the run's result, to be kept in a folder of this node
+    keys       fresh keys for a secure round, signed
+    shares     a check of who takes part in a secure round, and this node's secrets shared with them
+    masked     as `train`, and what is sent is masked
+    agree      this node's signature of who has sent masked numbers
+    unmask     the shares by which the sum is unmasked, told once
 """
+
+from functools import partial
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -10,69 +23,9 @@ from flwr.clientapp import ClientApp
 from ravan_flwr.client.replay_guard import answer_once, enforce_run_scope
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.secure import LIGHT
+from ravan_flwr.secure import LIGHT, PHASES
 
 app = ClientApp()
-
-
-@app.query()
-def query(message: Message, context: Context) -> Message:
-    """Say who this node is, what it has, and what it can afford."""
-    return _answer("query", message, context)
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Take a round of local steps from the server's broadcast."""
-    return _answer("train", message, context)
-
-
-@app.train("calibrate")
-def calibrate(message: Message, context: Context) -> Message:
-    """Compute what the method needs of this node's data before the first round."""
-    return _answer("calibrate", message, context)
-
-
-@app.train("keys")
-def keys(message: Message, context: Context) -> Message:
-    """Make fresh keys for a secure round, and sign them."""
-    return _answer("keys", message, context)
-
-
-@app.train("shares")
-def shares(message: Message, context: Context) -> Message:
-    """Check who takes part in a secure round, and share this node's secrets with them."""
-    return _answer("shares", message, context)
-
-
-@app.train("masked")
-def masked(message: Message, context: Context) -> Message:
-    """Train as `train` does, and mask what is sent."""
-    return _answer("masked", message, context)
-
-
-@app.train("agree")
-def agree(message: Message, context: Context) -> Message:
-    """Sign who has sent masked numbers."""
-    return _answer("agree", message, context)
-
-
-@app.train("unmask")
-def unmask(message: Message, context: Context) -> Message:
-    """Tell the shares by which the sum is unmasked, once."""
-    return _answer("unmask", message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the global model on the examples that this node holds back."""
-    return _answer("evaluate", message, context)
-
-
-@app.query("deliver")
-def deliver(message: Message, context: Context) -> Message:
-    """Keep the run's result in a folder of this node."""
-    return _answer("deliver", message, context)
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
@@ -92,3 +45,11 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
     return Message(answers.answer(kind, content, context), reply_to=message)
+
+
+app.query()(partial(_answer, "query"))
+app.train()(partial(_answer, "train"))
+app.evaluate()(partial(_answer, "evaluate"))
+app.query("deliver")(partial(_answer, "deliver"))
+for _kind in ("calibrate", *PHASES):
+    app.train(_kind)(partial(_answer, _kind))
