@@ -296,8 +296,10 @@ class Config:
 
     @property
     def transport(self) -> str:
-        """Return how updates travel: masked, or plain."""
-        return "masked" if self.secure_aggregation else "plain"
+        """Return how updates travel: masked, through a buffer, or plain."""
+        if self.secure_aggregation:
+            return "masked"
+        return "buffered" if self.aggregation == "async" else "plain"
 
     @property
     def robust(self) -> str:

@@ -70,10 +70,10 @@ class Masked(Plain):
 
     kind = "train.masked"
     enough = math.inf  # all replies are waited for: no number of them is enough
+    asks_more = False  # the masks are of those that were drawn
 
     def __init__(self, round_: Round) -> None:
         super().__init__(round_)
-        self.run = round_.run
         round_.least = 0  # a round that has too few is without effect, and the run continues
         self.told: MaskedRecord = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition

@@ -7,8 +7,8 @@ A reply takes four steps, each a function of this name:
     accumulate              update into sums
     close                   sums to the next state
 
-`TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. `CLOSINGS` (closing.py)
-says when a round closes: by its deadline (`RoundDeadline`), or when a buffer is full.
+`TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. The transport also says
+when a round closes: by its deadline (`RoundDeadline`), or when a buffer is full.
 """
 
 import math
@@ -27,7 +27,6 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, spreads_of
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.closing import Synchronous
 from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Evaluated, Update, most_validation_size, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
@@ -51,7 +50,6 @@ class Round:
         run: "FederatedTuning",
         release: type[Release] = Release,
         transport: type[Plain] = Plain,
-        closing: type[Synchronous] = Synchronous,
     ) -> None:
         self.number, self.run = number, run
         self.method = run.method.in_round(number)
@@ -63,22 +61,20 @@ class Round:
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.release = release(self)
         self.transport = transport(self)
-        self.closing = closing(self)
         self.kind = self.transport.kind or self.release.kind  # of the messages to those who train
 
     def messages(self, grid: Grid) -> list[Message]:
         """Choose the clients that train, and write each a message with what the method sends it."""
         self.grid = grid
-        return self.write(self.transport.prepare(self.closing.draw(grid)))
+        return self.write(self.transport.prepare(self.transport.draw(grid)))
 
     def more_messages(self) -> list[Message]:
         """Choose further clients, where too few of the first have replied; none if all were asked.
 
-        Not in a private or secure round, whose account or masks are of those that were drawn.
+        Not in a private round, whose account is of those that were drawn.
         """
-        if self.release.has_enough or not (self.number and self.closing.asks_more):
-            return []
-        if self.release.budget or self.transport.kind:
+        may_ask = self.number and self.transport.asks_more and not self.release.budget
+        if self.release.has_enough or not may_ask:
             return []
         resting = self.round_log.resting
         drawn = self.run.sampler.sample(
@@ -126,7 +122,7 @@ class Round:
 
     def take(self, replies: Iterable[Message]) -> None:
         """Check and accumulate the replies of those who train, as they arrive."""
-        self.collector.take(replies, self.closing.check, self.accumulate)
+        self.collector.take(replies, self.transport.check, self.accumulate)
 
     def accumulate(self, update: Update) -> None:
         """Add an update to the sums, and note that it was used."""

@@ -23,7 +23,6 @@ from ravan_flwr.runs.record import Metrics
 from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.server.buffered import Flight
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.closing import closing_of
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.reply_collector import MessageBuilder
@@ -195,7 +194,7 @@ class FederatedTuning(Strategy):
         self.sampler.wait(grid, self.round.round_log, timeout)
         with self.round.round_log.timed("train"):
             messages = self.configure_train(number, arrays, ConfigRecord(), grid)
-            self.round.take(self.round.closing.replies(messages, timeout))
+            self.round.take(self.round.transport.replies(messages, timeout))
             # A node that fails costs its reply, and never the run while others can be asked.
             while more := self.round.more_messages():
                 self.round.take(self.round.send(more, timeout, training=True))
@@ -246,8 +245,7 @@ class FederatedTuning(Strategy):
     def open_round(self, number: int) -> Round:
         if number == 0:
             return Round(number, self, Calibrated)
-        release, transport = release_of(self.config), transport_of(self.config)
-        return Round(number, self, release, transport, closing_of(self.config))
+        return Round(number, self, release_of(self.config), transport_of(self.config))
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""

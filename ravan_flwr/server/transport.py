@@ -1,9 +1,11 @@
-"""Choose how the updates of a round travel: one by one, or as a sum in which none can be read."""
+"""Choose how the updates of a round travel: one by one, through a buffer, or as a masked sum."""
 
+from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from flwr.app import Message
+from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 # By `Config.transport`. They are imported when a run has them.
 TRANSPORTS = {
     "plain": "ravan_flwr.server.transport:Plain",
+    "buffered": "ravan_flwr.server.buffered:Buffered",
     "masked": "ravan_flwr.extras.masked:Masked",
 }
 
@@ -27,18 +30,26 @@ def transport_of(config: Config) -> "type[Plain]":
 
 
 class Plain:
-    """Read updates one by one, and let the release add them up."""
+    """Read updates one by one, and let the release add them up.
+
+    A round closes when the clients that were drawn have answered, or the deadline has passed.
+    """
 
     enough = 0.0  # replies without which the wait for training does not end
     kind = ""  # of the messages by which clients train; "": the release's
+    asks_more = True  # Are further clients asked where too few have replied?
 
     def __init__(self, round_: "Round") -> None:
-        self.round = round_
+        self.round, self.run = round_, round_.run
 
     @staticmethod
     def cohort(config: Config, partitions: int) -> int:  # noqa: ARG004
         """Return how many clients must be there before a round begins."""
         return config.min_replies
+
+    def draw(self, grid: Grid) -> list[RegisteredClient]:
+        """Return the clients that are sent a message when the round opens."""
+        return self.round.release.draw(grid)
 
     def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
         """Return those of a cohort that are asked to train."""
@@ -51,6 +62,10 @@ class Plain:
     def quorum(self, asked: int) -> int:  # noqa: ARG002 (of masks it depends on that)
         """Return with which good reply the straggler timeout begins."""
         return self.round.least
+
+    def replies(self, messages: list[Message], timeout: float) -> Iterator[Message]:
+        """Send the messages, and yield the replies that the round waits for."""
+        return self.round.send(messages, timeout, training=True)
 
     def check(self, message: Message, member: RegisteredClient) -> Update:
         """Read the reply of a client; ValueError with the reason why it is rejected."""
