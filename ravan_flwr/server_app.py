@@ -171,7 +171,9 @@ def _hold_rounds(
     """Let the strategy hold the rounds; write summary, result and report."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    strategy, metric = _strategy_of(bench, config, directory, start, limits), bench.task.metric
+    metric, budget = bench.task.metric, release_of(config).budget
+    privacy = None if budget is None else budget.of(config, directory, start)
+    strategy = FederatedTuning(config, bench, start, limits=limits, privacy=privacy)
     strategy.registry.owners.update({} if start.done is None else directory.read_owners())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
@@ -202,23 +204,6 @@ def _hold_rounds(
     _save_result(final, bench, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
-
-
-def _strategy_of(
-    bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
-    limits: list[StopCondition],
-) -> FederatedTuning:  # fmt: skip
-    """Make the strategy that begins, or goes on, with the round after `start`."""
-    model, budget = bench.model, release_of(config).budget
-    return FederatedTuning(
-        config, model.method, backbone=bench.backbone_fingerprint,
-        seed_fingerprint=model.seed_fingerprint, derived=model.derived,
-        load_fixed=model.load_fixed, first_round=start.first, fixed=start.fixed,
-        memory=start.memory, trained=start.trained, time=start.time,
-        partitions=start.records[-1]["partitions"] if start.records else None,
-        measured=bench.task.measures, partition_sizes=bench.partition_sizes, limits=limits,
-        privacy=None if budget is None else budget.of(config, directory, start),
-    )  # fmt: skip
 
 
 def _callbacks_of(
@@ -280,10 +265,7 @@ def _deliver_again(
     grid: Grid, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
 ) -> None:
     """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
-    registry = ClientRegistry(
-        config.num_clients or 0, bench.backbone_fingerprint, bench.model.seed_fingerprint,
-        for_training=False,
-    )  # fmt: skip
+    registry = ClientRegistry(config, bench, for_training=False)
     if not in_process(grid):
         guard()
         ask_again(grid, config.round_timeout)

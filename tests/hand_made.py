@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.tasks.base import Measures
 from tests.methods import build, train_client
 
 DERIVED = [1.0, 2.0]
@@ -125,15 +128,29 @@ def settings_from(named):
     return found
 
 
+def bench_of(method=None, partition_sizes=None):
+    """Stand in for the server's model and data, which fit to those of the nodes."""
+    model = SimpleNamespace(
+        method=method, seed_fingerprint=DERIVED, derived=DERIVED, load_fixed=lambda _: DERIVED
+    )
+    task = SimpleNamespace(measures=Measures(), metric="accuracy")
+    return SimpleNamespace(
+        model=model, task=task, backbone_fingerprint="b", partition_sizes=partition_sizes
+    )
+
+
+def strategy_of(nodes, config, partition_sizes=None, memory=None, **given):
+    """Make the strategy of a run over these nodes, which begins with the method's own state."""
+    start = ResumePoint(nodes.method.initial_state(nodes.adapters), memory=memory or {})
+    return FederatedTuning(config, bench_of(nodes.method, partition_sizes), start, **given)
+
+
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings):
     notes = Notes()
     # What these nodes send moves further than a few steps of Adam could.
     settings = {"max_update_norm": 1e6} | settings
     config = read_config(settings_from(settings))
-    strategy = FederatedTuning(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, callbacks=[notes],
-    )  # fmt: skip
+    strategy = strategy_of(nodes, config, callbacks=[notes])
     strategy.registry.owners.update(owners or {})
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(

@@ -17,6 +17,7 @@ from logging import getLogger
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.plain_text import listed
@@ -30,6 +31,7 @@ from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.specs import NODES_CHOSEN
+from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
 
@@ -87,30 +89,28 @@ class Node:
 class ClientRegistry:
     """Keep a record of every node, by node id: the members so far, and those that were refused.
 
-    Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is how many
-    clients the preset is made for, `parts` in how many a run that goes on shared its data, and
-    `max_share` the largest budget that the operator grants; `sizes` and `most` are those of
-    `Partitions`. A run does not begin with fewer than `least` members while others may still come.
-    Without `for_training` it does not matter into how many parts a node divides the data.
+    Every member has this server's code, and the fingerprints of the server's `bench`. `parts` is in
+    how many a run that goes on shared its data. A run does not begin with fewer than `min-replies`
+    members while others may still come. Without `for_training` one is enough, and it does not
+    matter into how many parts a node divides the data.
     """
 
     def __init__(
         self,
-        meant: int,
-        backbone: str,
-        derived: list[float],
+        config: Config,
+        bench: ModelAndData,
         parts: int | None = None,
-        max_share: float = 1.0,
-        least: int = 1,
-        sizes: Callable[[int], Sequence[int]] | None = None,
-        most: int | None = None,
         *,
         for_training: bool = True,
     ) -> None:
-        self.meant, self.max_share, self.least = meant, max_share, least
-        self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
+        self.config, self.code = config, code_fingerprint()
+        self.backbone, self.derived = bench.backbone_fingerprint, bench.model.seed_fingerprint
+        self.least = config.min_replies if for_training else 1
         self.nodes: dict[int, Node] = {}
-        self._parts = Partitions(parts, sizes, most)
+        # Numbers of examples are checked where they count.
+        counted = config.weighting == "examples" or config.evaluate_on == "clients"
+        sizes = bench.partition_sizes if counted else None
+        self._parts = Partitions(parts, sizes, config.max_examples)
         self._keys: dict[int, str] = {}  # node id -> fingerprint of its key, where it keeps one
         self._for_training = for_training
         self._inbox = ReplyFetcher()
@@ -293,7 +293,7 @@ class ClientRegistry:
         else:
             # Put it last in the dict: the order of nodes is that of their answers.
             self.nodes[node.node_id] = self.nodes.pop(node.node_id)
-            share = min(member.share, self.max_share)
+            share = min(member.share, self.config.max_share)
             self._note(node, replace(member, share=share), "")
 
     # Checks that compare members.
@@ -345,9 +345,10 @@ class ClientRegistry:
         if (missing := self.partitions - len(members)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))
         shared = [member for member in members if not member.own_data]
-        if advise and len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
+        meant = self.config.num_clients or 0
+        if advise and len(shared) == len(self.members) == FLOWERS_NODES < meant:
             log.info(
                 "the preset is made for %d clients; to simulate as many: flwr run . --stream "
                 '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',
-                self.meant, self.meant,
+                meant, meant,
             )  # fmt: skip

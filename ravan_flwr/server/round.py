@@ -160,7 +160,7 @@ class Round:
 
         None if no reply is sound.
         """
-        run, asked = self.run, self.run.measured
+        run, asked = self.run, self.run.bench.task.measures
         answers: dict[int, Evaluated] = {}
         share = run.config.validation_share
 

@@ -5,7 +5,7 @@ is overridden. Replies are taken as they arrive (round.py); what differs by meth
 A round with fewer valid replies than `min-replies` stops the run.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from logging import getLogger
 from typing import cast
 
@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
@@ -27,6 +27,7 @@ from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, simulating
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
@@ -35,7 +36,7 @@ from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.transport import transport_of
 from ravan_flwr.simulated_time.clock import REAL, Clock, clock_of
-from ravan_flwr.tasks.base import Measures
+from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
 
@@ -43,62 +44,39 @@ log = getLogger(__name__)
 class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
-    `backbone` and `seed_fingerprint` are the server's, which every node must share, and
-    `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
-    method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
-    moments), the number of `partitions` that its nodes shared the data in, and
-    those that have `trained` before. `load_fixed` puts the tensors of a calibration into the
-    server's model, and returns its new fingerprint. `callbacks` see what the run does, and each
-    round before the next one begins.
-    `measured` names the metrics that a client reports of an evaluation. `partition_sizes` returns
-    the numbers of examples that clients train on, when so many of them share the data. `limits` may
-    end the run before its last round; so may `privacy`, which is what a private run may spend.
+    `bench` is the server's model and data, whose fingerprints every node must share, and `start`
+    what the run begins with. `callbacks` see what the run does, and each round before the next one
+    begins. `limits` may end the run before its last round; so may `privacy`, which is what a
+    private run may spend.
     """
 
     def __init__(
         self,
         config: Config,
-        method: Method,
+        bench: ModelAndData,
+        start: ResumePoint,
         *,
-        backbone: str,
-        seed_fingerprint: list[float],
-        derived: list[float],
-        load_fixed: Callable[[Tensors], list[float]],
-        first_round: int = 1,
-        fixed: Tensors | None = None,
-        memory: Tensors | None = None,
-        partitions: int | None = None,
-        trained: Iterable[int] = (),
-        time: float = 0.0,
-        measured: Measures | None = None,
-        partition_sizes: Callable[[int], Sequence[int]] | None = None,
         callbacks: Iterable[object] = (),
         limits: Iterable[StopCondition] = (),
         privacy: PrivacyBudget | None = None,
     ) -> None:
-        self.config, self.method = config, method
-        self.callbacks, self.first_round = Callbacks(callbacks), first_round
-        self._load_fixed, self.privacy = load_fixed, privacy
-        self.measured = measured or Measures()
+        self.config, self.bench, self.method = config, bench, bench.model.method
+        self.callbacks, self.privacy = Callbacks(callbacks), privacy
+        self._resume_point = start
         self._fetched: set[int] = set()  # nodes that have the app bundle
         self.clock: Clock = REAL
         self._began = 0.0
-        self._time_before = time  # seconds that the run has taken, of one that is resumed
-        self.trained = set(trained)  # they have what stays with a client
+        self.trained = start.trained  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
         if privacy is not None:
-            privacy.restore(memory or {})
-        # Numbers of examples are checked where they count.
-        counted = config.weighting == "examples" or config.evaluate_on == "clients"
-        self.registry = ClientRegistry(
-            config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
-            config.min_replies, partition_sizes if counted else None, config.max_examples,
-        )  # fmt: skip
-        self.state = ServerState(config, derived, memory)
-        self.mail = MessageBuilder(fixed)
+            privacy.restore(start.memory)
+        partitions = start.records[-1]["partitions"] if start.records else None
+        self.registry = ClientRegistry(config, bench, partitions)
+        self.state = ServerState(config, bench.model.derived, start.memory)
+        self.mail = MessageBuilder(start.fixed)
         self.status = Status(self.registry, self._on_status)
-        self.flight = Flight(memory or {})
-        self.sampler = Sampler(config, method, self.registry)
+        self.flight = Flight(start.memory)
+        self.sampler = Sampler(config, self.method, self.registry)
 
     def steps(self, member: RegisteredClient) -> int:
         """Count the steps of a client with as many examples: none where nothing is trained."""
@@ -146,11 +124,11 @@ class FederatedTuning(Strategy):
             guard()
             ask_again(grid, timeout)
         self.clock = clock_of(grid)
-        self._began = self.clock.now - self._time_before
+        self._began = self.clock.now - self._resume_point.time
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
-        self.status.begin("recruiting", self.first_round - 1, num_rounds)
+        self.status.begin("recruiting", self._resume_point.first - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
         self.summary()
         if self.privacy is not None:
@@ -158,9 +136,10 @@ class FederatedTuning(Strategy):
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
             arrays, _ = self._train(0, arrays, grid, timeout)
-            self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
+            fixed = from_record(cast(ArrayRecord, self.mail.fixed))
+            self.state.derived = self.bench.model.load_fixed(fixed)
             self._record()
-        for number in range(self.first_round, num_rounds + 1):
+        for number in range(self._resume_point.first, num_rounds + 1):
             if spent := [limit for limit in self._limits if limit.is_spent]:
                 spent[0].tell(number)
                 break

@@ -18,8 +18,7 @@ from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import read_trained
-from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, member
+from tests.hand_made import DERIVED, Nodes, member, strategy_of
 from tests.methods import build
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
@@ -139,10 +138,7 @@ class Server:
     def __init__(self, method):
         self.nodes = Nodes(2, method=method)
         config = read_config({"method": method, "limits": "max-update-norm=1e4"})
-        self.strategy = FederatedTuning(
-            config, self.nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-            load_fixed=lambda _: DERIVED,
-        )  # fmt: skip
+        self.strategy = strategy_of(self.nodes, config)
         self.strategy.registry.recruit(self.nodes)
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
         self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))  # to each, each time

@@ -16,8 +16,15 @@ from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import CLIENT, DERIVED, ROUND, Nodes, Notes, impatient, settings_from
+from tests.hand_made import (
+    CLIENT,
+    ROUND,
+    Nodes,
+    Notes,
+    impatient,
+    settings_from,
+    strategy_of,
+)
 
 __all__ = ["impatient"]
 
@@ -76,10 +83,7 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
         files.append((len(nodes.asked), json.loads(json.dumps(told))))
 
     budget = ExampleBudget(config, write or note, before)
-    strategy = FederatedTuning(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=budget,
-    )  # fmt: skip
+    strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(nodes, state, num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None)
     return notes, budget, files, result

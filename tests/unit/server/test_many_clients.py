@@ -18,7 +18,7 @@ from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.reply_collector import MOST_LATE, MessageBuilder
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
-from tests.hand_made import Nodes, impatient, member, run
+from tests.hand_made import Nodes, bench_of, impatient, member, run
 
 __all__ = ["impatient"]
 
@@ -198,7 +198,7 @@ def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
 
 
 def test_the_bound_on_examples_follows_who_is_there():
-    registry = ClientRegistry(4, "b", [1.0])
+    registry = ClientRegistry(read_config({}), bench_of())
     for number, examples in enumerate((1, 1, 100), start=1):
         registry.nodes[number] = Node(number)
         registry._note(registry.nodes[number], member(number, own_data=True, examples=examples), "")
@@ -275,7 +275,7 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
 
 
 def test_the_status_describes_those_of_this_step_and_counts_the_others():
-    registry = ClientRegistry(4, "b", [1.0])
+    registry = ClientRegistry(read_config({}), bench_of())
     told: list[Any] = []
     for number in range(1, DESCRIBED + 501):
         registry.nodes[number] = Node(number)

@@ -16,8 +16,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, ROUND, Nodes, Notes, Silent, impatient
+from tests.hand_made import ROUND, Nodes, Notes, Silent, impatient, strategy_of
 
 __all__ = ["impatient"]
 
@@ -31,10 +30,7 @@ def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
     config = read_config({k.replace("_", "-"): v for k, v in given.items()})
     notes, files = Notes(), []
     budget = ClientBudget(config, lambda told: files.append((len(notes.states), told)), before)
-    strategy = FederatedTuning(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=budget, memory=memory,
-    )  # fmt: skip
+    strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(
         nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
@@ -72,10 +68,8 @@ def test_an_account_that_cannot_be_written_releases_nothing():
         raise OSError(28, "no space")
 
     notes = Notes()
-    strategy = FederatedTuning(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=ClientBudget(config, full),
-    )  # fmt: skip
+    budget = ClientBudget(config, full)
+    strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     with pytest.raises(OSError, match="no space"):
         strategy.start(nodes, to_record(nodes.method.initial_state(nodes.adapters)), num_rounds=1)
     assert not notes.states

@@ -24,8 +24,16 @@ from ravan_flwr.server.reply_collector import MOST_LATE
 from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
-from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run, settings_from
+from tests.hand_made import (
+    Nodes,
+    Silent,
+    bench_of,
+    impatient,
+    member,
+    run,
+    settings_from,
+    strategy_of,
+)
 
 __all__ = ["impatient"]
 
@@ -391,7 +399,8 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
     nodes = Joins()
     nodes.members[11] = member(11, 0, num_partitions=1)
-    client_registry = recruiting.ClientRegistry(4, "b", DERIVED, before, least=least)
+    config = read_config(settings_from({"min_replies": least}))
+    client_registry = recruiting.ClientRegistry(config, bench_of(), before)
     client_registry.recruit(nodes, wait=True)
     assert client_registry.partitions == 4
     assert client_registry.members.keys() == {12, 13, 14}
@@ -400,7 +409,7 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
 def test_who_is_refused_for_its_examples_has_nobodys_part():
     nodes = Nodes()
     nodes.members[11] = member(11, 0, examples=2**40)  # asked first, with node 14's part
-    strategy = strategy_of(nodes, lambda number: [10] * number, weighting="examples")
+    strategy = strategy_with(nodes, lambda number: [10] * number, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
     assert strategy.registry.members.keys() == {12, 13, 14}
     assert "expected 10" in strategy.registry.refused[11]
@@ -435,14 +444,8 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
 # How many examples.
 
 
-def strategy_of(nodes, partition_sizes=None, **settings):
-    from ravan_flwr.config.run_config import read_config
-
-    config = read_config(settings_from(settings))
-    return FederatedTuning(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, partition_sizes=partition_sizes,
-    )  # fmt: skip
+def strategy_with(nodes, partition_sizes=None, **settings):
+    return strategy_of(nodes, read_config(settings_from(settings)), partition_sizes)
 
 
 def weight(strategy, one):
@@ -454,7 +457,7 @@ def test_what_the_server_dealt_out_is_what_a_node_has(setting):
     nodes = Nodes()
     nodes.members[12] = member(12, 2, examples=2**40)
     given = {"validation_share": 0.5, **setting}
-    strategy = strategy_of(nodes, lambda number: [10] * number, **given)
+    strategy = strategy_with(nodes, lambda number: [10] * number, **given)
     strategy.registry.recruit(nodes, wait=True)
     assert strategy.registry.members.keys() == {11, 13, 14}
     assert "examples is 1099511627776, expected 10" in strategy.registry.refused[12]
@@ -465,7 +468,7 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
         raise ValueError("no such data set")
 
     nodes = Nodes()
-    strategy = strategy_of(nodes, missing, weighting="examples")
+    strategy = strategy_with(nodes, missing, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
     strategy.registry.recruit(nodes)
     assert len(strategy.registry.members) == 4
@@ -478,11 +481,11 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
 def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
     nodes = Nodes(own_data=True)
     nodes.members[12] = member(12, 2, own_data=True, examples=2**40)
-    strategy = strategy_of(nodes, weighting="examples")
+    strategy = strategy_with(nodes, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
     weights = {m.partition_id: weight(strategy, m) for m in strategy.registry.members.values()}
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
-    capped = strategy_of(nodes, weighting="examples", max_examples=7)
+    capped = strategy_with(nodes, weighting="examples", max_examples=7)
     capped.registry.recruit(nodes, wait=True)
     assert {weight(capped, m) for m in capped.registry.members.values()} == {7.0}
 
@@ -492,7 +495,7 @@ def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
     nodes = Nodes()
     nodes.members[12] = member(12, 2, own_data=True, examples=2**48)
     given = {"validation_share": 0.5, **setting}
-    strategy = strategy_of(nodes, lambda number: [10] * number, **given)
+    strategy = strategy_with(nodes, lambda number: [10] * number, **given)
     strategy.registry.recruit(nodes, wait=True)
     counted = {
         m.partition_id: strategy.registry.examples(m) for m in strategy.registry.members.values()
