@@ -41,7 +41,7 @@ from ravan_flwr.server.resume import (
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
-from ravan_flwr.server.stop_conditions import ByteBudget, MetricTarget, StopCondition, TimeLimit
+from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.user_messages import (
@@ -110,9 +110,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
             start = ResumePoint(bench.model.initial_state())
         else:
             start = go_on(earlier, back_to, config, bench)
-        target = MetricTarget.of(config, bench.task.metric, start.records)
-        time_limit = TimeLimit(config.until_time, start.time)
-        limits = [target, ByteBudget(config, start.records), time_limit]
+        check_limits(config, bench.task.metric, start.records)
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -134,7 +132,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         report_default_learning_rate(context.run_config, config)
         report_settings_without_effect(context.run_config, config, grid)
         with _noting_failures(directory):
-            _hold_rounds(grid, bench, config, directory, start, limits, watching)
+            _hold_rounds(grid, bench, config, directory, start, watching)
 
 
 @contextmanager
@@ -166,14 +164,14 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
 
 def _hold_rounds(
     grid: Any, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
-    limits: list[StopCondition], watching: Callbacks,
+    watching: Callbacks,
 ) -> None:  # fmt: skip
     """Let the strategy hold the rounds; write summary, result and report."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
     metric, budget = bench.task.metric, release_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
-    strategy = FederatedTuning(config, bench, start, limits=limits, privacy=privacy)
+    strategy = FederatedTuning(config, bench, start, privacy=privacy)
     strategy.registry.owners.update({} if start.done is None else directory.read_owners())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))

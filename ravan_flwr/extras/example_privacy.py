@@ -140,11 +140,11 @@ class ExampleBudget(PrivacyBudget):
             return False
         return len(self.with_room(members, rounds + 1)) < self.config.min_replies
 
-    def tell(self, number: int) -> None:
-        """Log why that round is not held."""
-        log.info(
-            "epsilon: round %d needs %s with room for it, and fewer have any; the run ends here",
-            *(number, count(self.config.min_replies, "client")),
+    def why_over(self, number: int) -> str:
+        needed = count(self.config.min_replies, "client")
+        return (
+            f"epsilon: round {number} needs {needed} with room for it, and fewer have any; the run "
+            "ends here"
         )
 
     def _after(self, member: RegisteredClient, further: int) -> TimesAsked:

@@ -40,7 +40,6 @@ from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.secure.fixed_point import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.stop_conditions import StopCondition
 
 log = getLogger(__name__)
 
@@ -53,11 +52,10 @@ MOST_SEEN = 1e12  # sum of a client in `to-server`
 Records = Sequence[RoundRecord]
 
 
-class PrivacyBudget(StopCondition, ABC):
+class PrivacyBudget(ABC):
     """Say what a run has spent, and whether a further round is within its epsilon.
 
-    It is one of the run's stop conditions. `before` is what the file said when a run was resumed,
-    and `write` writes it.
+    `before` is what the file said when a run was resumed, and `write` writes it.
     """
 
     privacy: ClassVar[str]  # the run config's
@@ -153,7 +151,11 @@ class PrivacyBudget(StopCondition, ABC):
         """Tell whether the round that begins is the last within the limit."""
         return self.ends_after(1)
 
-    def restore(self, memory: Mapping[str, Tensor]) -> None:
+    @abstractmethod
+    def why_over(self, number: int) -> str:
+        """Say why a round of that number is not held."""
+
+    def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (one keeps nothing there)
         """Take what a resumed run had in its checkpoint."""
 
     @property
@@ -276,8 +278,8 @@ class ClientBudget(PrivacyBudget):
     def ends_after(self, rounds: int) -> bool:
         return self.exceeds(self._epsilon(self.releases + rounds + 1))
 
-    def tell(self, number: int) -> None:
-        log.info("epsilon: no room for round %d; the run ends here", number)
+    def why_over(self, number: int) -> str:
+        return f"epsilon: no room for round {number}; the run ends here"
 
     def noise(self, members: int) -> Noise:
         """Say how much noise a round needs that draws from so many members."""

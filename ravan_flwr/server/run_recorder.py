@@ -19,7 +19,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import Trackers
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.stop_conditions import MetricTarget
+from ravan_flwr.server.stop_conditions import reached
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -136,8 +136,8 @@ def summary_of(
         summary["spread"] = spreads[-1]
     if config.until_metric:
         summary["until-metric"] = config.until_metric
-        if (reached := MetricTarget.of(config, metric, records).round) is not None:
-            summary["reached"] = reached
+        if (first := reached(config, metric, records)) is not None:
+            summary["reached"] = first["round"]
     if bench.model.method.personal is not None:
         summary["began-anew"] = sum(len(record.get("began-anew", ())) for record in records)
     return summary

@@ -1,7 +1,11 @@
-"""End a run in good order before its last round: at a value reached, bytes or epsilon spent."""
+"""End a run in good order before its last round: at a value reached, with bytes or time spent.
+
+All of it follows from the records of the rounds so far. What a private run may spend is in
+privacy_budget.py.
+"""
 
 from collections.abc import Iterable, Sequence
-from logging import getLogger
+from functools import lru_cache
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.collapse_detection import merit
@@ -9,148 +13,67 @@ from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.tasks import LOWER_IS_BETTER
 from ravan_flwr.training.plan import bytes_of_round
 
-log = getLogger(__name__)
+_planned = lru_cache(maxsize=1)(bytes_of_round)
 
 
-class StopCondition:
-    """Say when a run ends, though it was to have more rounds."""
-
-    @property
-    def is_spent(self) -> bool:
-        """Return whether no further round is to be held."""
-        raise NotImplementedError
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether the round that begins is known to be the last."""
-        return False
-
-    def add(self, record: RoundRecord) -> None:
-        """See a round that has ended, before it is recorded."""
-
-    def tell(self, number: int) -> None:
-        """Log why that round is not held."""
+def check_limits(config: Config, metric: str, records: Sequence[RoundRecord]) -> None:
+    """Raise ValueError for a value that the metric cannot reach, or room for no round at all."""
+    value, lower = config.until_metric, metric in LOWER_IS_BETTER
+    beyond = metric == "perplexity" and value < 1 if lower else value > 1
+    if value and beyond:
+        expected = "1 or more, since none is lower" if lower else "a share, 1 at most"
+        hint = f"; write {value / 100:g}?" if not lower and value <= 100 else ""
+        raise ValueError(
+            f"until-metric = {value:g}: the metric is {metric}, expected {expected}; correct it, "
+            f"or leave it out{hint}"
+        )
+    if not records and no_room(config, records):
+        raise ValueError(
+            f"max-bytes = {config.max_bytes:g}: a round takes {_planned(config):,} bytes, expected "
+            "room for one at least; raise it, or lower clients-per-round or the rank"
+        )
 
 
-class ByteBudget(StopCondition):
-    """Keep a run within its bytes (`max-bytes`): the round that no other fits after is the last.
+def reached(config: Config, metric: str, records: Iterable[RoundRecord]) -> RoundRecord | None:
+    """Return the first round in which the metric has its value (`until-metric`); None if in none.
+
+    Of perplexity, and of whatever is the better the lower, it is reached from above. Only rounds
+    with an evaluation can tell: `eval-every` says which.
+    """
+    if not config.until_metric:
+        return None
+    least = merit({metric: config.until_metric}, metric)
+    measured = (record for record in records if metric in record["metrics"])
+    return next((record for record in measured if merit(record["metrics"], metric) >= least), None)
+
+
+def no_room(config: Config, records: Iterable[RoundRecord], rounds: int = 1) -> bool:
+    """Tell whether so many further rounds exceed the bytes of a run (`max-bytes`).
 
     Counted is what a round's record counts: every message and every reply, of training and of
     evaluations. What devices are sent at the end (`deliver=true`) is not, since nobody knows before
     how many will take it. The next round takes as much as the largest so far, or, before there is
     one, as the plan says.
     """
-
-    def __init__(self, config: Config, records: Sequence[RoundRecord]) -> None:
-        """Count the rounds so far; ValueError where not one round of a new run fits."""
-        self.most, self.spent = config.max_bytes, 0
-        self._largest = a_round = 0 if self.most is None else bytes_of_round(config)
-        for record in records:
-            self.add(record)
-        if self.is_spent and not records:
-            raise ValueError(
-                f"max-bytes = {self.most:g}: a round takes {a_round:,} bytes, expected room for "
-                "one at least; raise it, or lower clients-per-round or the rank"
-            )
-
-    def add(self, record: RoundRecord) -> None:
-        """Count a round."""
-        taken = record["bytes-up"] + record["bytes-down"]
-        self.spent += taken
-        if record["round"]:  # a calibration is no measure
-            self._largest = max(self._largest, taken)
-
-    @property
-    def is_spent(self) -> bool:
-        """Tell whether no further round fits."""
-        return self.most is not None and self.spent + self._largest > self.most
-
-    @property
-    def is_last(self) -> bool:
-        """Tell whether the round that begins is the last that fits."""
-        return self.most is not None and self.spent + 2 * self._largest > self.most
-
-    def tell(self, number: int) -> None:
-        """Log why that round is not held."""
-        log.info("max-bytes: no room for round %d; the run ends here", number)
+    if config.max_bytes is None:
+        return False
+    taken = {record["round"]: record["bytes-up"] + record["bytes-down"] for record in records}
+    measures = (taken[number] for number in taken if number)  # a calibration is none
+    return sum(taken.values()) + rounds * max([_planned(config), *measures]) > config.max_bytes
 
 
-class MetricTarget(StopCondition):
-    """End a run when its metric has reached a value (`until-metric`), and note in which round.
-
-    Of perplexity, and of whatever is the better the lower, it is reached from above. Only rounds
-    with an evaluation can tell: `eval-every` says which.
-    """
-
-    def __init__(self, value: float, metric: str, records: Iterable[RoundRecord]) -> None:
-        self.value, self.metric = value, metric  # 0: there is none
-        self.round: int | None = None
-        self._measured = 0.0
-        for record in records:
-            self._see(record)
-
-    @classmethod
-    def of(cls, config: Config, metric: str, records: Iterable[RoundRecord]) -> "MetricTarget":
-        """Make a run's; ValueError for a value that its metric cannot reach."""
-        value, lower = config.until_metric, metric in LOWER_IS_BETTER
-        beyond = metric == "perplexity" and value < 1 if lower else value > 1
-        if value and beyond:
-            expected = "1 or more, since none is lower" if lower else "a share, 1 at most"
-            hint = f"; write {value / 100:g}?" if not lower and value <= 100 else ""
-            raise ValueError(
-                f"until-metric = {value:g}: the metric is {metric}, expected {expected}; correct "
-                f"it, or leave it out{hint}"
-            )
-        return cls(value, metric, records)
-
-    def add(self, record: RoundRecord) -> None:
-        """See a round that has ended, and note in its record if it has reached the value."""
-        if self._see(record):
-            record["reached"] = self.value
-
-    def _see(self, record: RoundRecord) -> bool:
-        metrics = record["metrics"]
-        if not self.value or self.metric not in metrics:
-            return False
-        if merit(metrics, self.metric) < merit({self.metric: self.value}, self.metric):
-            return False
-        if self.round is None:
-            self.round, self._measured = record["round"], metrics[self.metric]
-        return True
-
-    @property
-    def is_spent(self) -> bool:
-        """Return whether the value is reached."""
-        return self.round is not None
-
-    def tell(self, number: int) -> None:  # noqa: ARG002
-        """Log that the run ends."""
-        log.info(
-            "until-metric = %g: reached in round %d (%s %.4f); the run ends here; for more rounds "
-            "set another value, or 0",
-            *(self.value, self.round, self.metric, self._measured),
+def why_over(config: Config, metric: str, records: Sequence[RoundRecord], number: int) -> str:
+    """Say why a round of that number is not held after these records; "" if it is."""
+    more = "the run ends here; for more rounds set another value, or 0"
+    if (last := reached(config, metric, records)) is not None:
+        return (
+            f"until-metric = {config.until_metric:g}: reached in round {last['round']} "
+            f"({metric} {last['metrics'][metric]:.4f}); {more}"
         )
-
-
-class TimeLimit(StopCondition):
-    """End a run with the round that ends at a second of its time, or later (`until-time`)."""
-
-    def __init__(self, seconds: float, time: float) -> None:
-        self.seconds, self.time = seconds, time  # 0: there is none
-
-    def add(self, record: RoundRecord) -> None:
-        """See when a round has ended."""
-        self.time = record.get("time", 0.0)
-
-    @property
-    def is_spent(self) -> bool:
-        """Tell whether the time is up."""
-        return 0 < self.seconds <= self.time
-
-    def tell(self, number: int) -> None:
-        """Log that the run ends."""
-        log.info(
-            "until-time = %g: round %d ended after %.4g s; the run ends here; for more rounds set "
-            "another value, or 0",
-            *(self.seconds, number - 1, self.time),
-        )
+    if no_room(config, records):
+        return f"max-bytes: no room for round {number}; the run ends here"
+    time = records[-1].get("time", 0.0) if records else 0.0
+    if 0 < config.until_time <= time:
+        ended = f"round {number - 1} ended after {time:.4g} s"
+        return f"until-time = {config.until_time:g}: {ended}; {more}"
+    return ""

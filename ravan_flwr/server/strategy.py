@@ -32,7 +32,7 @@ from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
-from ravan_flwr.server.stop_conditions import StopCondition
+from ravan_flwr.server.stop_conditions import no_room, reached, why_over
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.transport import transport_of
 from ravan_flwr.simulated_time.clock import REAL, Clock, clock_of
@@ -46,8 +46,7 @@ class FederatedTuning(Strategy):
 
     `bench` is the server's model and data, whose fingerprints every node must share, and `start`
     what the run begins with. `callbacks` see what the run does, and each round before the next one
-    begins. `limits` may end the run before its last round; so may `privacy`, which is what a
-    private run may spend.
+    begins. `privacy` is what a private run may spend.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class FederatedTuning(Strategy):
         start: ResumePoint,
         *,
         callbacks: Iterable[object] = (),
-        limits: Iterable[StopCondition] = (),
         privacy: PrivacyBudget | None = None,
     ) -> None:
         self.config, self.bench, self.method = config, bench, bench.model.method
@@ -67,7 +65,7 @@ class FederatedTuning(Strategy):
         self.clock: Clock = REAL
         self._began = 0.0
         self.trained = start.trained  # they have what stays with a client
-        self._limits = [*limits, *([] if privacy is None else [privacy])]
+        self.records = list(start.records)
         if privacy is not None:
             privacy.restore(start.memory)
         partitions = start.records[-1]["partitions"] if start.records else None
@@ -140,10 +138,11 @@ class FederatedTuning(Strategy):
             self.state.derived = self.bench.model.load_fixed(fixed)
             self._record()
         for number in range(self._resume_point.first, num_rounds + 1):
-            if spent := [limit for limit in self._limits if limit.is_spent]:
-                spent[0].tell(number)
+            if why := self._why_over(number):
+                log.info(why)
                 break
-            last = number == num_rounds or any(limit.is_last for limit in self._limits)
+            last = number == num_rounds or no_room(self.config, self.records, 2)
+            last = last or (self.privacy is not None and self.privacy.is_last)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
             arrays, told = self._train(number, arrays, grid, timeout)
             last = last or 0 < self.config.until_time <= self.time
@@ -211,15 +210,23 @@ class FederatedTuning(Strategy):
         return None if means is None else MetricRecord(dict(means))
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
-        """Make the round's record, and show it to limits and callbacks."""
+        """Make the round's record, and show it to callbacks."""
         if not simulating(self.round.grid):
             nodes = self.registry.members.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
         record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
-        for limit in self._limits:
-            limit.add(record)
+        if reached(self.config, self.bench.task.metric, [record]):
+            record["reached"] = self.config.until_metric
+        self.records.append(record)
         self.callbacks.on_round_end(record, self.state.tensors)
+
+    def _why_over(self, number: int) -> str:
+        """Say why a round of that number is not held; "" if it is."""
+        why = why_over(self.config, self.bench.task.metric, self.records, number)
+        if not why and self.privacy is not None and self.privacy.is_spent:
+            why = self.privacy.why_over(number)
+        return why
 
     def open_round(self, number: int) -> Round:
         if number == 0:

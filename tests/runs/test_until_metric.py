@@ -9,7 +9,7 @@ from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.run_view import RunSnapshot, view_of
 from ravan_flwr.runs.history import RecordedRun
-from ravan_flwr.server.stop_conditions import MetricTarget
+from ravan_flwr.server.stop_conditions import check_limits, reached
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 
@@ -67,18 +67,16 @@ def test_only_evaluations_count_and_what_is_not_reached_is_told(tmp_path, capsys
 
 
 def test_a_perplexity_is_reached_from_above():
-    target = MetricTarget(20.0, "perplexity", [])
     records: list[Any] = [
         {"round": number, "metrics": {"perplexity": value} if value else {}}
         for number, value in enumerate((25.0, 0.0, 20.0, 30.0), start=1)
     ]
-    for record in records:
-        target.add(record)
-    assert target.round == 3
-    assert ["reached" in record for record in records] == [False, False, True, False]
-    assert MetricTarget(20.0, "perplexity", records).round == 3
-    assert MetricTarget(19.0, "perplexity", records).round is None
-    assert MetricTarget(0.0, "perplexity", records).round is None
+    config = read_config({"until-metric": 20.0})
+    assert reached(config, "perplexity", records) is records[2]
+    alone = [reached(config, "perplexity", [record]) is not None for record in records]
+    assert alone == [False, False, True, False]
+    assert reached(read_config({"until-metric": 19.0}), "perplexity", records) is None
+    assert reached(read_config({}), "perplexity", records) is None
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_a_perplexity_is_reached_from_above():
 def test_what_cannot_be_reached_is_refused(metric, value, told):
     config = read_config({"until-metric": value})
     with pytest.raises(ValueError, match=f"until-metric = {value:g}: {told}"):
-        MetricTarget.of(config, metric, [])
+        check_limits(config, metric, [])
 
 
 def test_a_refused_value_leaves_no_directory(tmp_path):
