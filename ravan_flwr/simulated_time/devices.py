@@ -19,11 +19,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
-import yaml
+from pydantic import Field
 
+from ravan_flwr.config.yaml_file import Part, read_yaml
 from ravan_flwr.seeding import generator
 
 REACHED = 0.3
@@ -43,7 +44,9 @@ PHONES = {"phone-entry": (0.4, 4), "phone-middle": (1.2, 8), "phone-high": (3.4,
 NIGHT = 8.0
 EXAMPLE = "docs/simulation.md has an example"
 
-_FIELDS = {"clients", "teraflops", "downlink", "uplink", "memory", "online", "name"}
+_ABOVE_0 = "a number above 0; change it in the file"
+_HOURS = "hours of a day such as 22-6; change it in the file"
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_ABOVE_0)]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,18 @@ class Device:
     uplink: float
     memory: float = math.inf  # bytes
     online: tuple[float, float] = (0.0, DAY)  # hours of each day; the end may lie in the next one
+
+
+class _Entry(Part):
+    """Hold a device of a file, and how many clients have it."""
+
+    name: str = "device"
+    clients: int = Field(1, ge=1, description="a whole number at least 1; change it in the file")
+    teraflops: _Positive
+    downlink: _Positive  # Mbit/s
+    uplink: _Positive
+    memory: float = Field(math.inf, gt=0, description=_ABOVE_0)  # gigabytes
+    online: str = Field("0-24", description=_HOURS)
 
 
 def uniform(random: torch.Generator) -> Device:  # noqa: ARG001
@@ -100,18 +115,20 @@ def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
 
 def read_devices(path: Path, clients: int) -> list[Device]:
     """Read a file of devices, and give them to the clients in its order."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: got no YAML ({error}); write a list of devices") from error
+    content = read_yaml(path)
     if not isinstance(content, list) or not content:
         raise ValueError(
             f"{path}: got {type(content).__name__}, expected a list of devices; {EXAMPLE}"
         )
     found: list[Device] = []
     for number, entry in enumerate(content):
-        device, count = _read(f"{path}, device {number}", entry)
-        found += [device] * min(count, clients)
+        where = f"{path}, device {number}."
+        one = _Entry.read(where, entry)
+        device = Device(
+            one.name, one.teraflops * 1e12, one.downlink * MBIT, one.uplink * MBIT, one.memory * GB,
+            _hours(where, one.online),
+        )  # fmt: skip
+        found += [device] * min(one.clients, clients)
     if len(found) < clients:
         raise ValueError(
             f"{path}: got devices of {len(found)} clients, expected {clients}; raise `clients` of "
@@ -120,47 +137,13 @@ def read_devices(path: Path, clients: int) -> list[Device]:
     return found[:clients]
 
 
-def _read(where: str, entry: Any) -> tuple[Device, int]:
-    """Read a device, and how many clients have it."""
-    if not isinstance(entry, Mapping) or not set(entry) <= _FIELDS:
-        raise ValueError(
-            f"{where}: got {entry!r}, expected the fields {', '.join(sorted(_FIELDS))}; {EXAMPLE}"
-        )
-
-    def number(name: str, default: float | None = None) -> float:
-        value = entry.get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or (not 0 < value < math.inf and value != default):
-            raise ValueError(
-                f"{where}: {name} = {value!r}, expected a number above 0; change it in the file"
-            )
-        return float(value)
-
-    device = Device(
-        str(entry.get("name", "device")), number("teraflops") * 1e12, number("downlink") * MBIT,
-        number("uplink") * MBIT, number("memory", math.inf) * GB,
-        _hours(where, entry.get("online", "0-24")),
-    )  # fmt: skip
-    clients = entry.get("clients", 1)
-    if not isinstance(clients, int) or isinstance(clients, bool) or clients < 1:
-        raise ValueError(
-            f"{where}: clients = {clients!r}, expected a whole number at least 1; change it in the "
-            "file"
-        )
-    return device, clients
-
-
-def _hours(where: str, text: Any) -> tuple[float, float]:
-    """Read "22-6" as (22, 30)."""
+def _hours(where: str, text: str) -> tuple[float, float]:
     try:
-        begin, end = (float(part) for part in str(text).split("-"))
+        begin, end = (float(part) for part in text.split("-"))
     except ValueError:
         begin = end = math.nan
     if not (0 <= begin < DAY and 0 <= end <= DAY and begin != end):
-        raise ValueError(
-            f"{where}: online = {text!r}, expected hours of a day such as 22-6; change it in the "
-            "file"
-        )
+        raise ValueError(f"{where}online = {text!r}: expected {_HOURS}")
     return begin, end if end > begin else end + DAY
 
 
