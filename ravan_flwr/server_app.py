@@ -182,7 +182,7 @@ def _hold_rounds(
         own_parts = grid.own_parts if personal else None
         recorder = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
         callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
-        strategy.callbacks = Callbacks([*callbacks, watching])
+        strategy.callbacks.all += [*callbacks, watching]
         strategy.callbacks.on_run_begin()
         result = strategy.start(
             grid,

@@ -68,17 +68,6 @@ class Callbacks(Callback):
                     f"one of {', '.join(HOOKS)}; derive it from ravan_flwr.Callback"
                 )
 
-    @property
-    def look_at_status(self) -> bool:
-        """Tell whether one of them has an `on_status` of its own: a status takes time to make."""
-        return any(
-            one.look_at_status
-            if isinstance(one, Callbacks)
-            else getattr(hook := getattr(one, "on_status", _nothing), "__func__", hook)
-            not in (Callback.on_status, _nothing)
-            for one in self.all
-        )
-
     def _call(self, hook: str, *given: object) -> None:
         for callback in self.all:
             getattr(callback, hook, _nothing)(*given)

@@ -14,8 +14,6 @@ from ravan_flwr.server.client_registry import ClientRegistry, Node
 SHARE = 0.05  # of the time, at most, for telling of single replies
 DESCRIBED = 1000  # clients, at most: a page lists fewer
 
-Tell = Callable[[Callable[[], RunStatus]], None]  # what to call for it, if anybody looks at it
-
 
 class StatusFile(Callback):
     """Write what a run does to its directory, for the dashboard."""
@@ -29,9 +27,9 @@ class StatusFile(Callback):
 
 
 class Status:
-    """Keep what the run does, and tell it."""
+    """Keep what the run does, and tell it, if anybody looks at it."""
 
-    def __init__(self, registry: ClientRegistry, tell: Tell | None) -> None:
+    def __init__(self, registry: ClientRegistry, tell: Callable[[RunStatus], None] | None) -> None:
         self._registry, self._tell = registry, tell
         self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
         self._members_asked: Sequence[RegisteredClient] = ()
@@ -68,7 +66,7 @@ class Status:
         if self._tell is None:
             return
         began = time.perf_counter()
-        self._tell(self._now)
+        self._tell(self._now())
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / SHARE
 

@@ -20,7 +20,6 @@ from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.server.buffered import Flight
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.privacy_budget import PrivacyBudget
@@ -72,7 +71,7 @@ class FederatedTuning(Strategy):
         self.registry = ClientRegistry(config, bench, partitions)
         self.state = ServerState(config, bench.model.derived, start.memory)
         self.mail = MessageBuilder(start.fixed)
-        self.status = Status(self.registry, self._on_status)
+        self.status = Status(self.registry, self.callbacks.on_status)
         self.flight = Flight(start.memory)
         self.sampler = Sampler(config, self.method, self.registry)
 
@@ -232,11 +231,6 @@ class FederatedTuning(Strategy):
         if number == 0:
             return Round(number, self, Calibrated)
         return Round(number, self, release_of(self.config), transport_of(self.config))
-
-    def _on_status(self, status: Callable[[], RunStatus]) -> None:
-        """Call the callbacks of today: some of them need the strategy, and are made after it."""
-        if self.callbacks.look_at_status:
-            self.callbacks.on_status(status())
 
     def since(self, time: float) -> float:
         """Return the seconds from the run's beginning to that time of the clock."""

@@ -26,16 +26,21 @@ PACKAGE = in_process.__file__.removesuffix("launch/in_process.py")
 
 
 class Counted:
-    """Count the operations of Python that this package does in the block."""
+    """Count the operations of Python that this package does in the block.
+
+    Without those of a status: how often it is made is a matter of time.
+    """
 
     def __enter__(self):
-        self.number = 0
+        self.number, self._patch = 0, pytest.MonkeyPatch()
+        self._patch.setattr(Status, "_write", lambda _: None)
         self._before = sys.gettrace()
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_):
         sys.settrace(self._before)
+        self._patch.undo()
 
     def _enter(self, frame, event, arg):
         code = frame.f_code.co_filename
@@ -282,7 +287,7 @@ def test_the_status_describes_those_of_this_step_and_counts_the_others():
         registry._note(registry.nodes[number], member(number, number - 1), "")
     for number in (3, DESCRIBED + 499):
         registry.nodes[number].heard = 2e9
-    status = Status(registry, lambda status: told.append(status()))
+    status = Status(registry, told.append)
     asked = [registry.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
     status.begin("training", 1, 5, asked)
     described = [one["partition-id"] for one in told[-1]["nodes"]]
