@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,17 +91,18 @@ def _simulate(
     get_model_and_data(checked).shares_device = (checked.processes or 1) > 1
 
     context = Context(1, 0, {}, RecordDict(), run_config)
-    with keys_of_clients(run_config, num_clients) as keys:
-        if checked.devices is None:
-            grid = InProcessGrid(run_config, num_clients)
-        else:
-            from ravan_flwr.launch.timed_grid import TimedGrid  # noqa: PLC0415 (few runs have one)
+    if checked.devices is None:
+        grid = InProcessGrid(run_config, num_clients)
+    else:
+        from ravan_flwr.launch.timed_grid import TimedGrid  # noqa: PLC0415 (few runs have one)
 
-            grid = TimedGrid(run_config, num_clients, checked)
-        if keys is not None:
-            grid.give_keys(keys)
-        with closing(SideBySide(run_config, num_clients)) as grid.clients:
-            server_app.run(grid, context, callbacks)
+        grid = TimedGrid(run_config, num_clients, checked)
+    with ExitStack() as stack:
+        if checked.secure_aggregation:
+            keys = tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-")
+            grid.give_keys(Path(stack.enter_context(keys)))
+        grid.clients = stack.enter_context(closing(SideBySide(run_config, num_clients)))
+        server_app.run(grid, context, callbacks)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
 
@@ -131,8 +132,9 @@ class InProcessGrid(Grid):
         return 1 if self.clients is None else self.clients.processes
 
     def give_keys(self, folder: Path) -> None:
-        """Let all clients have the keys of a folder, by which they know each other."""
-        for context in self._contexts.values():
+        """Make keys of all clients in a folder, by which they know each other."""
+        for node_id, context in self._contexts.items():
+            make_keys(folder, node_id - 1)
             context.node_config["secure-keys"] = str(folder)
 
     def own_parts(self) -> dict[int, Tensors]:
@@ -240,18 +242,6 @@ class InProcessGrid(Grid):
         pushed = list(self.push_messages(messages))
         self.expect(pushed)
         return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
-
-
-@contextmanager
-def keys_of_clients(run_config: Mapping[str, Scalar], number: int) -> Iterator[Path | None]:
-    """Lend a folder of keys to clients that mask what they upload; None to others."""
-    if not run_config.get("secure-aggregation"):
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-") as folder:
-        for partition in range(number):
-            make_keys(Path(folder), partition)
-        yield Path(folder)
 
 
 def node_and_kind(message: Message) -> tuple[int, str]:
