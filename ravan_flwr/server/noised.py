@@ -19,12 +19,13 @@ from torch import Tensor
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.tensors import sum_of_squares
-from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, happens
+from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, happens
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Update
+from ravan_flwr.training.masked import filled_in
 
 if TYPE_CHECKING:
     from ravan_flwr.server.round import Round
@@ -32,30 +33,15 @@ if TYPE_CHECKING:
 log = getLogger(__name__)
 
 
-class PrivateSums(ClippedSum):
-    """Check uploads, and keep the sum of their clipped changes; what closes has noise in it."""
+def checked(method: Method, state: Tensors, upload: Mapping[str, Tensor], share: float) -> Tensors:
+    """Bring an upload of a client with that share into the state's shapes, NaN where untrained.
 
-    def __init__(
-        self, method: Method, state: Tensors, norm: float, expected: Mapping[str, Tensor]
-    ) -> None:
-        super().__init__(state, norm)
-        self.method, self.expected = method, expected
-
-    def offer(self, upload: Mapping[str, Tensor], share: float) -> None:
-        """Add an upload of a client with that share; ValueError if it is not sound.
-
-        Nothing is compared with other clients' uploads.
-        """
-        state, classifier = split_classifier(self.state)
-        own = check_upload(self.method, upload, classifier, share)
-        for name, tensor in upload.items():
-            sum_of_squares(tensor, name)  # refuses what is not finite
-        filled = self.method.expand_upload(own, state)
-        self.add(filled | {name: upload[name] for name in classifier})
-
-    def close(self, noise: Noise) -> Tensors:
-        """Return the next state, noise included."""
-        return self.release(noise, self.expected)
+    ValueError if it is not sound. Nothing is compared with other clients' uploads.
+    """
+    check_upload(method, upload, split_classifier(state)[1], share)
+    for name, tensor in upload.items():
+        sum_of_squares(tensor, name)  # refuses what is not finite
+    return filled_in(method, state, upload)
 
 
 class Noised(Release):
@@ -112,14 +98,14 @@ class Noised(Release):
         return expected_clients(self.round.method, state, shares, self.account.rate)
 
     @cached_property
-    def private_sums(self) -> PrivateSums:
+    def private_sums(self) -> ClippedSum:
         """Return the sums, which open empty when the first reply is there."""
-        state = self.run.state.tensors
-        return PrivateSums(self.round.method, state, self.norm, self.expected)
+        return ClippedSum(self.run.state.tensors, self.norm)
 
     def add(self, update: Update) -> list[list[int]]:
-        self.private_sums.offer(update.upload, update.member.share)
-        return self.round.method.heads_in(update.upload)
+        method, state, upload = self.round.method, self.run.state.tensors, update.upload
+        self.private_sums.add(checked(method, state, upload, update.member.share))
+        return method.heads_in(upload)
 
     def mean(self) -> Tensors:
         sums = self.private_sums
@@ -127,7 +113,7 @@ class Noised(Release):
         if not sums.count:
             log.warning("round %d: no change came, and noise alone is added", self.round.number)
         self.next_norm = sums.next_norm(self.noise)
-        return sums.close(self.noise)
+        return sums.release(self.noise, self.expected)
 
     def spend(self, asked: list[int], shown: float) -> None:
         self.account.spend(asked, shown)

@@ -28,7 +28,7 @@ from ravan_flwr.privacy.mechanism import (
     noise_norm,
 )
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.noised import PrivateSums
+from ravan_flwr.server.noised import checked
 from tests.methods import aggregate, build, some_state, train_client
 
 PRIVATE = [name for name, method in METHODS.items() if method.sums_changes and not method.everyone]
@@ -48,12 +48,17 @@ def uploads_of(method, adapters, state, shares=SHARES):
 
 
 def sums_of(method, state, uploads, norm):
-    """The sums of these uploads, for a cohort that has all of them for sure."""
-    shares = Counter(share for _, share in uploads)
-    sums = PrivateSums(method, state, norm, expected_clients(method, state, shares, 1.0))
+    sums = ClippedSum(state, norm)
     for upload, share in uploads:
-        sums.offer(upload, share)
+        sums.add(checked(method, state, upload, share))
     return sums
+
+
+def next_state(method, state, uploads, norm, noise):
+    """The state that these uploads make, for a cohort that has all of them for sure."""
+    shares = Counter(share for _, share in uploads)
+    expected = expected_clients(method, state, shares, 1.0)
+    return sums_of(method, state, uploads, norm).release(noise, expected)
 
 
 @pytest.mark.parametrize("changes", [{}, {"scoring": "weight"}, {"selection": "global"}], ids=str)
@@ -78,7 +83,7 @@ def test_without_noise_and_clipping_it_is_the_plain_mean(name):
         ({k: v for k, v in upload.items() if k != CLASSIFIER}, 1.0)
         for upload, _ in uploads_of(method, adapters, state, (1.0, 1.0, 1.0))
     ]
-    got = sums_of(method, state, uploads, 1e9).close(Noise(NOISELESS, 3))
+    got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, 3))
     expected = aggregate(method, state, uploads)
     for key in expected:
         torch.testing.assert_close(got[key], expected[key])
@@ -91,7 +96,7 @@ def test_without_noise_and_with_small_budgets_it_is_the_mean_of_all_clients():
         ({k: v for k, v in upload.items() if k != CLASSIFIER}, share)
         for upload, share in uploads_of(method, adapters, state, (1.0, 0.7, 0.4, 0.4))
     ]
-    got = sums_of(method, state, uploads, 1e9).close(Noise(NOISELESS, 4))
+    got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, 4))
     torch.testing.assert_close(got["H"], aggregate(method, state, uploads)["H"])
 
 
@@ -116,26 +121,24 @@ def test_heads_are_trained_as_often_as_is_expected(scoring):
 def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise(head_mean):
     method, adapters = build("ravan", scoring="weight", head_mean=head_mean)
     state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
-    new = sums_of(method, state, uploads_of(method, adapters, state, (0.4,)), 1.0)
+    uploads = uploads_of(method, adapters, state, (0.4,))
+    new = next_state(method, state, uploads, 1.0, Noise(1.0, 1))
     state.pop(CLASSIFIER)
-    moved = (new.close(Noise(1.0, 1))["H"] != state["H"]).flatten(2).all(2)
+    moved = (new["H"] != state["H"]).flatten(2).all(2)
     assert torch.equal(moved, method.coverage(state, 0.4)["H"].flatten(1) > 0)
     method, adapters = build("ravan")
     state = method.initial_state(adapters)
-    alone = PrivateSums(method, state, 1.0, expected_clients(method, state, {0.4: 1}, 0.1))
-    assert (alone.close(Noise(1.0, 0.1))["H"] != 0).all()
+    expected = expected_clients(method, state, {0.4: 1}, 0.1)
+    assert (ClippedSum(state, 1.0).release(Noise(1.0, 0.1), expected)["H"] != 0).all()
 
 
-def test_a_change_that_is_not_finite_is_refused_and_leaves_no_trace():
+def test_a_change_that_is_not_finite_is_refused():
     method, adapters = build("ravan")
     state = method.initial_state(adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
     for value in (math.nan, math.inf):
-        sums = sums_of(method, state, [], 1.0)
         with pytest.raises(ValueError, match="not finite"):
-            sums.offer(upload | {"H": torch.full_like(upload["H"], value)}, 1.0)
-        assert sums.count == 0
-        assert not sums.sum["H"].any()
+            checked(method, state, upload | {"H": torch.full_like(upload["H"], value)}, 1.0)
 
 
 # Noise.

@@ -124,6 +124,22 @@ def test_replies_that_are_missing_count_as_zero():
 
 
 @pytest.mark.usefixtures("without_noise", "everyone")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_change_that_is_not_finite_leaves_no_trace(value):
+    class Broken(Nodes):
+        def reply(self, message, upload, number):
+            if self.trained[-1] == (1, 2):
+                upload = upload | {"H": torch.full_like(upload["H"], value)}
+            return super().reply(message, upload, number)
+
+    notes, *_ = hold(Broken(), rounds=1)
+    (rejected,) = notes.records[0]["rejected"]
+    assert rejected["client"] == "partition 2"
+    assert "not finite" in rejected["reason"]
+    assert torch.equal(notes.states[0]["H"], hold(Silent(2), rounds=1)[0].states[0]["H"])
+
+
+@pytest.mark.usefixtures("without_noise", "everyone")
 def test_a_silent_client_counts_as_zero_and_shuts_nobody_out():
     notes, *_ = hold(Silent(2), rounds=1)
     assert [client["partition-id"] for client in notes.records[0]["clients"]] == [0, 1, 3]
