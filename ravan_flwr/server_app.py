@@ -132,6 +132,8 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         report_default_learning_rate(context.run_config, config)
         report_settings_without_effect(context.run_config, config, grid)
         with _noting_failures(directory):
+            if earlier is None:
+                directory.write_settings(context.run_config)
             _hold_rounds(grid, bench, config, directory, start, watching)
 
 

@@ -5,7 +5,7 @@ plain arguments.
 """
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -17,7 +17,7 @@ from ravan_flwr.config.checks import (
     trains_backbone,
 )
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, RUN, Config, check_key, read_limits
+from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, QuestionSpec, Scalar
@@ -26,7 +26,7 @@ from ravan_flwr.tasks import TASKS
 if TYPE_CHECKING:
     from ravan_flwr.config.preset import Preset
 
-__all__ = ["Config", "has_default_rate", "read_config", "recorded_config", "settings_of"]
+__all__ = ["Config", "has_default_rate", "read_config", "recorded_config"]
 
 CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
 HELD_BACK = 0.2  # of a client's examples, where clients evaluate
@@ -220,57 +220,6 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     if data["questions"]:
         data["questions"] = QuestionSpec(**_snake(data["questions"]))
     return Config(**values | {"data": DataSpec(**data)})
-
-
-# These may change in a run that goes on, and are better what they were.
-WAITING = {"device", "round-timeout", "straggler-grace"}
-
-
-def settings_of(
-    content: Mapping[str, Any],
-    where: str,
-    free: Set[str] = FREE_ON_RESUME - WAITING | {"num-clients"},
-    preset: Mapping[str, Scalar] | None = None,
-) -> dict[str, Scalar]:
-    """Find a run config that gives what a run's `config.json` holds, but for what is `free`.
-
-    `preset` names the preset where it is no file of conf/. ValueError where today's presets do not
-    give it.
-    """
-    recorded = recorded_config(content, where).as_dict()  # checked
-    if recorded["secure-aggregation"] and recorded["min-replies"] == recorded["secure-minimum"]:
-        free = free | {"min-replies"}  # it follows from the other
-    settings: dict[str, Scalar] = dict(preset or {})
-    limits = {name: recorded[name] for name, spec in LIMITS.items() if name not in free}
-    limits = {k: v for k, v in limits.items() if v not in (None, LIMITS[k].default)}
-    if limits:
-        settings["limits"] = ",".join(f"{name}={value}" for name, value in limits.items())
-    # What is set first decides what other keys are where they are "auto".
-    second = ("model", "data", "targets", "partition", "learning-rate")
-    for keys in (("preset", "method", "seed", "glue-task"), second, KEYS, KEYS):
-        now = read_config(settings).as_dict()
-        different = _different(recorded, now, free)
-        for key in (key for key in keys if key in different):
-            value = recorded[key]
-            if key not in ("model", "data"):
-                settings[key] = AUTO if value is None else value
-            elif any(value[name] != now[key][name] for name in ("source", "name", "revision")):
-                settings[key] = "@".join(filter(None, (value["name"], value["revision"])))
-    if left := _different(recorded, read_config(settings).as_dict(), free):
-        raise ValueError(
-            f"{where}: its config.json has other values of {left} than today's preset "
-            f"{recorded['preset']!r} gives; use the presets and the version of ravan-flwr that "
-            "made the run"
-        )
-    return settings
-
-
-def _different(recorded: Mapping[str, Any], now: Mapping[str, Any], free: Set[str]) -> list[str]:
-    """List the keys that have other values now, of those that are not free."""
-    before = dict(recorded)
-    if not now["data"]["labels"]:  # the data tells them once more
-        before["data"] = before["data"] | {"labels": []}
-    return [key for key in now if key not in free and now[key] != before[key]]
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
-from ravan_flwr.config.run_config import settings_of
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.runs.console import say
 from ravan_flwr.runs.directory import RunDirectory
@@ -111,12 +110,13 @@ def deliver(run: Path, superlink: str) -> Summary:
     `superlink` names a connection in Flower's configuration, as for `flwr run`. RuntimeError if
     no device has the result then.
     """
-    content, before = _read(run)
+    settings, before = _read(run)
     app = app_folder()
     # One round was done at least, so that none is left.
-    settings = settings_of(content, f"deliver: {run}") | {
-        "num-rounds": 1, "resume": str(run.absolute()), "deliver": True,
-    }  # fmt: skip
+    settings |= {"num-rounds": 1, "resume": str(run.absolute()), "deliver": True}
+    if "preset" in settings:  # its file lies in the app, where devices know it by its name
+        settings["preset"] = Path(str(settings["preset"])).name.removesuffix(".yaml")
+    read_config(settings)  # refused, if at all, before anything is sent
     words = in_toml(settings)
     say(f"This stands for:\n  flwr run . {superlink} --stream -c {shlex.quote(words)}\n")
     environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
@@ -135,11 +135,11 @@ def deliver(run: Path, superlink: str) -> Summary:
     return after
 
 
-def _read(run: Path) -> tuple[dict[str, Any], Summary]:
+def _read(run: Path) -> tuple[dict[str, Scalar], Summary]:
     """Read the settings and the summary of a finished run; ValueError if they are not here."""
     try:
         directory = RunDirectory.open(run, "deliver")
-        return directory.read_config(), directory.read_summary()
+        return directory.read_settings(), directory.read_summary()
     except PermissionError as error:
         raise ValueError(f"deliver = {str(run)!r}: {error.strerror}. {THERE}") from None
     except ValueError as error:

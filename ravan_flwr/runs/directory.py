@@ -1,6 +1,7 @@
 """Keep the run directory: what was asked for, what happened in each round, how it ended.
 
 config.json        the resolved configuration
+settings.json      the settings that were given, with which it is resumed
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
 classes.json       the last evaluation on the server, class by class (reports/classes.py)
@@ -27,8 +28,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ravan_flwr.config.presets import own_preset, preset_names, read_preset
-from ravan_flwr.config.run_config import settings_of
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.files import LARGE, opened, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed
 from ravan_flwr.specs import Scalar
@@ -100,6 +101,21 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any]:
         """Read `config.json`."""
         return self.read_json("config.json")
+
+    def write_settings(self, run_config: Mapping[str, Scalar]) -> None:
+        """Write `settings.json`: of a run config what is no default, but for where it runs."""
+        free = ("resume", "output-dir")
+        told = {k: v for k, v in run_config.items() if k not in free and v != KEYS[k].default}
+        self.write_json("settings.json", told)
+
+    def read_settings(self) -> dict[str, Scalar]:
+        """Read `settings.json`, which is checked where every run config is."""
+        if not (path := self.path / "settings.json").exists():
+            raise ValueError(
+                f"{path} is not there, expected the settings with which the run was started; "
+                "restore it, or use the version of ravan-flwr that made the run"
+            )
+        return self.read_json("settings.json")
 
     def note_clients(self, number: int) -> None:
         """Write into `config.json` how many clients there are: who starts a run decides that."""
@@ -217,32 +233,13 @@ def with_those_of_the_run(
 
     Under Flower who resumes a run gives them all, since clients read them before the server does.
     """
-    config = dict(given)
-    if not config.get("resume"):
-        return config, num_clients
-    directory = RunDirectory.open(named_by(str(config["resume"]))[0])
-    content = directory.read_config()
-    name = str(content.get("preset"))
-    own = Path("conf", f"{name}.yaml")  # where `new` writes it
-    if "preset" in config:
-        preset = {"preset": config["preset"]}
-    elif name not in preset_names() and own.is_file():
-        preset = own_preset({"preset": str(own)})
-    else:
-        preset = {}
-    if preset and read_preset(cast(str, preset["preset"])).name != name:
-        return config, num_clients  # of another run, which is refused where runs are compared
-    if not preset and name not in preset_names():
-        raise ValueError(
-            f"resume = {config['resume']!r}: its preset {name!r} is none of the app's own "
-            f"({', '.join(preset_names())}), expected its file beside it; give preset=FILE"
-        )
-    free = frozenset({"resume", "output-dir", "num-clients"})
-    settings = settings_of(content, f"resume = {str(directory.path)!r}", free, preset)
+    if not given.get("resume"):
+        return dict(given), num_clients
+    directory = RunDirectory.open(named_by(str(given["resume"]))[0])
     records = directory.read_rounds()
     if num_clients is None and records:
         num_clients = records[-1].get("partitions")
-    return settings | config, num_clients
+    return own_preset(directory.read_settings()) | dict(given), num_clients
 
 
 def is_of_writing(error: OSError, run: Path) -> bool:

@@ -206,10 +206,17 @@ def test_a_run_that_goes_on_takes_its_own_settings(tmp_path, monkeypatch, capsys
     with pytest.raises(ValueError, match="preset: then 'mine', now 'digits-vit'"):
         simulate({"resume": str(part.run_dir), "preset": "digits-vit"})
     monkeypatch.chdir(tmp_path.parent)
-    with pytest.raises(ValueError, match="its preset 'mine' is none of the app's.*preset=FILE"):
+    assert simulate({"resume": str(part.run_dir)}).summary["rounds"] == 2
+    preset = tmp_path / "mine.yaml"
+    (tmp_path / "conf" / "mine.yaml").rename(preset)
+    with pytest.raises(ValueError, match=r"preset '.*/conf/mine.yaml': found no such file"):
         simulate({"resume": str(part.run_dir)})
-    preset = str(tmp_path / "conf" / "mine.yaml")
-    assert simulate({"resume": str(part.run_dir), "preset": preset}).summary["rounds"] == 2
+    assert simulate({"resume": str(part.run_dir), "preset": str(preset)}).summary["rounds"] == 2
+    preset.write_text(text.replace("heads: 4", "heads: 2"))
+    with pytest.raises(ValueError, match="heads: then 4, now 2; leave them out .* as it was"):
+        simulate({"resume": str(part.run_dir), "preset": str(preset)})
+    as_it_was: dict[str, Scalar] = {"resume": str(part.run_dir), "preset": str(preset), "heads": 4}
+    assert simulate(as_it_was).summary["rounds"] == 2
 
 
 def _fail(settings):

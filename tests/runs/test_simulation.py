@@ -66,7 +66,7 @@ def test_a_run_directory_has_everything(tmp_path):
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
-        "tensorboard", "status.json", "log.txt", "classes.json",
+        "tensorboard", "status.json", "log.txt", "classes.json", "settings.json",
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
@@ -439,6 +439,7 @@ def full_disk_for(monkeypatch, name):
         ("round-000002", "checkpoints/round-000002.safetensors", 1),
         ("adapter_model", "adapter/adapter_model.safetensors", 2),
         ("config.json", "config.json", None),
+        ("settings.json", "settings.json", None),
     ],
 )
 def test_a_full_disk_names_the_file_and_says_how_to_go_on(

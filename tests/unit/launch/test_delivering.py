@@ -12,6 +12,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import submit as submitting
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.specs import Scalar
 from tests import ROOT
 
 HAS = [{"partition-id": 2, "folder": "adapter"}]
@@ -23,8 +24,10 @@ def run(tmp_path, monkeypatch):
     """A finished run of some settings, in a folder whose name has a space and a quote."""
     path = tmp_path / 'runs "1"' / "20260101-120000-digits-vit-fedit-seed3"
     path.mkdir(parents=True)
-    config = read_config({"method": "fedit", "seed": 3, "num-rounds": 7, "limits": "max-share=0.5"})
-    (path / "config.json").write_text(json.dumps(config.as_dict()))
+    settings: dict[str, Scalar] = {"method": "fedit", "seed": 3, "num-rounds": 7}
+    settings["limits"] = "max-share=0.5"
+    (path / "config.json").write_text(json.dumps(read_config(settings).as_dict()))
+    RunDirectory(path).write_settings(settings)
     (path / "summary.json").write_text(json.dumps({"rounds": 7}))
     monkeypatch.chdir(ROOT)
     return path
@@ -59,12 +62,19 @@ def test_it_submits_the_settings_of_the_run_and_no_round(run, submitted, capsys)
     assert (submitted["app"], submitted["superlink"]) == (ROOT, "edge")
     settings = submitted["settings"]
     assert settings == {
-        "method": "fedit", "seed": 3, "num-rounds": 1, "resume": str(run), "deliver": True,
+        "method": "fedit", "seed": 3, "num-rounds": 1, "limits": "max-share=0.5",
+        "resume": str(run), "deliver": True,
     }  # fmt: skip
     assert read_config(settings).deliver
     told = capsys.readouterr().out
     assert "flwr run . edge --stream -c 'method=" in told
     assert told.endswith("partition 2 has the result, in adapter/\n")
+
+
+def test_devices_know_a_preset_by_its_name(run, submitted):
+    RunDirectory(run).write_settings({"preset": "/anywhere/conf/svhn-vit-b16.yaml"})
+    main(["deliver", str(run), "edge"])
+    assert submitted["settings"]["preset"] == "svhn-vit-b16"
 
 
 def test_it_tells_who_does_not_have_it(run, submitted, capsys):
@@ -108,12 +118,17 @@ def test_where_a_run_cannot_be_delivered_it_says_what_to_do_instead(
     unfinished = shutil.copytree(run, tmp_path / "unfinished")
     (unfinished / "summary.json").unlink()
     assert "expected the file of a finished run" in deliver(capsys, unfinished, "edge")[1]
-    (run / "config.json").write_text('{"preset": "digits-vit", "method": "ravan"')
-    assert "config.json is damaged" in deliver(capsys, run, "edge")[1]
-    (run / "config.json").write_text('{"preset": "digits-vit"}')
-    assert "config.json lacks" in deliver(capsys, run, "edge")[1]
+    settings = run / "settings.json"
+    settings.write_text('{"preset": "digits-vit", "method": "ravan"')
+    assert "settings.json is damaged" in deliver(capsys, run, "edge")[1]
+    settings.write_text('{"presets": "digits-vit"}')
+    assert "unknown key 'presets'" in deliver(capsys, run, "edge")[1]
+    settings.write_text('{"preset": "/elsewhere/mine.yaml"}')
+    assert "preset 'mine' is unknown" in deliver(capsys, run, "edge")[1]
+    settings.unlink()
+    assert "settings.json is not there" in deliver(capsys, run, "edge")[1]
     monkeypatch.chdir(tmp_path)
-    (run / "config.json").write_text(json.dumps(read_config({}).as_dict()))
+    settings.write_text("{}")
     assert "found no pyproject.toml in" in deliver(capsys, run, "edge")[1]
     assert "settings" not in submitted
 

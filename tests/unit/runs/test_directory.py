@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.presets import PresetPath, conf_folder, preset_names
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.checkpoint import (
     KEPT,
     checkpoint_rounds,
@@ -21,10 +25,12 @@ from ravan_flwr.runs.directory import (
     RunDirectory,
     is_of_writing,
     not_written,
+    with_those_of_the_run,
     write_atomically,
 )
 from ravan_flwr.runs.samples import sample_lines
 from ravan_flwr.runs.status import write_status
+from ravan_flwr.specs import Scalar
 from tests.hand_made import ROUND
 
 
@@ -245,6 +251,48 @@ def test_json_that_no_run_writes_is_told_with_its_file(tmp_path, value):
     (tmp_path / "round-000001.json").write_text(text)
     with pytest.raises(ValueError, match="no usable checkpoint in"):
         load_checkpoint(tmp_path)
+
+
+GIVEN: list[dict[str, Scalar]] = [{"preset": name, "method": "fedit"} for name in preset_names()]
+GIVEN += [
+    {"heads": 8, "rank": 7, "lora-rank": 3, "init": "data-aware", "learning-rate": 0.5},
+    {"preset": "glue-llama", "glue-task": "rte", "max-length": 17, "wire": "int8"},
+    {"preset": "svhn-vit-b16", "model": "google/x@abc", "data": "some/one", "weighting": "median"},
+    {"preset": "code", "backbone-dtype": "float32", "precision": "float32", "max-bytes": 1e6},
+    {"partition": "pathological:3:user", "data": "some/one", "local-epochs": 0.5},
+    {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "limits": "max-examples=4"},
+    {"deliver": True, "num-rounds": 9, "tracking": "none", "report": False, "heads": 4},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_the_settings_of_a_run_are_found_again(given, tmp_path):
+    """Also where they come with all defaults, a folder to write to, and as a file's path."""
+    file = conf_folder() / f"{given.get('preset', 'digits-vit')}.yaml"
+    for preset in (file.stem, PresetPath(shutil.copy(file, tmp_path))):
+        whole = {key: spec.default for key, spec in KEYS.items()} | given | {"preset": preset}
+        directory = RunDirectory(tmp_path)
+        directory.write_settings(whole | {"output-dir": "/x", "resume": "/y"})
+        directory.write_json("config.json", {})
+        asked: dict[str, Scalar] = {"resume": str(tmp_path), "seed": 3}
+        found, clients = with_those_of_the_run(asked)
+        assert found.keys() <= given.keys() | {"preset", "resume", "seed"}
+        assert clients is None
+        assert read_config(found) == read_config(whole | asked)
+
+
+def test_settings_that_are_gone_or_no_settings_are_told(tmp_path):
+    directory, asked = RunDirectory(tmp_path), {"resume": str(tmp_path)}
+    directory.write_json("config.json", {})
+    with pytest.raises(ValueError, match=r"settings.json is not there, .* use the version of rava"):
+        with_those_of_the_run(asked)
+    for wrong, told in (({"seed": [1]}, "seed = .*; got a list"), ({"x": 1}, "unknown key 'x'")):
+        directory.write_json("settings.json", wrong)
+        with pytest.raises(ValueError, match=told):
+            read_config(with_those_of_the_run(asked)[0])
+    (tmp_path / "settings.json").write_text("[1]")
+    with pytest.raises(ValueError, match="got no JSON object"):
+        with_those_of_the_run(asked)
 
 
 def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
