@@ -58,24 +58,26 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
+    adapted = _layers(model, "lora_A")
+    for name, layer in adapted:
+        weight = layer.get_base_layer().weight
+        if any(f"{name}.{part}" in added for part in RESIDUAL) and not weight.is_floating_point():
+            raise ValueError(
+                f"arrays: got what FedEx-LoRA adds to a weight, and a weight of {weight.dtype}, "
+                "expected floating point; load the backbone without quantisation"
+            )
     with torch.no_grad():
         for name, tensor in own.items():
             if name in tensors:
                 tensor.copy_(tensors[name])
             elif _part(name) == "ravan_s":
                 tensor.fill_(1.0)
-        for name, layer in _layers(model, "lora_A"):
+        for name, layer in adapted:
             B, A, residual = (added.get(f"{name}.{part}") for part in RESIDUAL)
             residual = B @ A if B is not None and A is not None else residual
             if residual is None:
                 continue
             base = layer.get_base_layer()
-            if not base.weight.is_floating_point():
-                raise ValueError(
-                    "arrays: got what FedEx-LoRA adds to a weight, and a weight of "
-                    f"{base.weight.dtype}, expected floating point; load the backbone without "
-                    "quantisation"
-                )
             setattr(base, _KEPT, base.weight.data)
             change = residual.mT if layer.fan_in_fan_out else residual
             change = layer.scaling[_active(model)] * change

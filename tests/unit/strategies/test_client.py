@@ -262,6 +262,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
+def test_a_quantised_weight_is_refused_before_anything_is_changed():
+    model = lora()
+    base = model.base_model.model.value.get_base_layer()
+    base.weight.requires_grad_(False)
+    base.weight.data = base.weight.data.to(torch.int8)
+    more = {f"{BASE}.{name}.residual": torch.ones(16, 12) for name in ("query", "value")}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="a weight of torch.int8, expected floating point"):
+        load_arrays(model, ArrayRecord({**named(arrays_of(model)), **more}))
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+
+
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "half", None])
 def test_a_budget_fraction_out_of_range_is_an_error(fraction):
     with pytest.raises(ValueError, match=r"fraction = .*: expected a number above 0 .* pass 0\.5"):
