@@ -287,13 +287,16 @@ def _scores(
     backward: Callable[[], object] | None,
 ) -> Tensor:  # fmt: skip
     """Score the heads, (layers, heads), the higher the better."""
-    Hs = [layer.ravan_H[_active(model)] for _, layer in layers]
+    adapter = _active(model)
+    Hs = [layer.ravan_H[adapter] for _, layer in layers]
     if score == "random":
         return torch.rand(len(layers), len(Hs[0]), generator=generator)
     if score == "weight":
+        changes = [layer.ravan_s[adapter][:, None, None] * layer.ravan_H[adapter]
+                   for _, layer in layers]  # fmt: skip
         norms = [
-            H.detach().norm(dim=(1, 2)) / weight_norm(layer.get_base_layer())
-            for H, (_, layer) in zip(Hs, layers, strict=True)
+            change.detach().norm(dim=(1, 2)) / weight_norm(layer.get_base_layer())
+            for change, (_, layer) in zip(changes, layers, strict=True)
         ]
     else:
         assert backward is not None

@@ -151,6 +151,10 @@ def test_weight_and_gradient_scores_choose_the_largest():
     load_arrays(model, ArrayRecord(arrays))
     expected = {f"{BASE}.query": [1, 3], f"{BASE}.value": [0, 2]}
     assert choose(model, 0.5, "weight") == expected
+    arrays |= {name: t * 10.0 ** (6 * torch.arange(HEADS)) for name, t in arrays.items()
+               if name.endswith("ravan_s")}  # fmt: skip
+    load_arrays(model, ArrayRecord(arrays))  # trained scales count, as a head adds s H
+    assert choose(model, 0.5, "weight") == {name: [2, 3] for name in expected}
     restore(model)
     load_arrays(model, arrays_of(model))
     model.zero_grad()
