@@ -474,6 +474,8 @@ def read_limits(text: str) -> dict[str, Scalar]:
     for word in filter(None, text.replace(" ", "").split(",")):
         name, _, number = word.partition("=")
         check_choice("limits:", name, LIMITS)
+        if name in read:
+            raise ValueError(f"limits = {text!r}: got {name} twice, expected once; leave one out")
         read[name] = LIMITS[name].checked(name, LIMITS[name].typed(number))
     return read
 

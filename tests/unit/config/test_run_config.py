@@ -388,6 +388,7 @@ def test_limits_of_an_operator_are_one_key():
         ("max-shar=1", "limits: 'max-shar' is unknown: did you mean 'max-share'"),
         ("max-share=2", "max-share = 2: expected a number above 0 and at most 1"),
         ("min-replies", "min-replies = '': expected a whole number"),
+        ("min-replies=2,min-replies=3", "got min-replies twice, expected once"),
     ):
         with pytest.raises(ValueError, match=told):
             read_config({"limits": wrong})
