@@ -144,6 +144,16 @@ def _refused(values: Values, key: str, got: str, expected: str, do: str) -> Valu
     return ValueError(f"{key} = {values[key]!r}: got {got}, expected {expected}; {do}")
 
 
+def _check_order(values: Values, small: str, large: str, why: str = "") -> None:
+    """Refuse a number above the one that bounds it, where both are known."""
+    low, high = values[small], values[large]
+    if AUTO not in (low, high) and float(low) > float(high):
+        raise _refused(
+            values, small, f"{large} = {high}", f"at least as many{why}",
+            "lower the one or raise the other",
+        )  # fmt: skip
+
+
 def _check_method(values: Values) -> None:
     """Refuse options that do not go with the method."""
     name = str(values["method"])
@@ -180,14 +190,10 @@ def _check_outvoting(values: Values, got: str, replies: int, do: str) -> None:
 
 
 def _check_replies(values: Values) -> None:
-    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
-    if least > clients:
-        raise _refused(
-            values, "min-replies", f"clients-per-round = {clients}", "at least as many",
-            "lower the one or raise the other",
-        )  # fmt: skip
+    _check_order(values, "min-replies", "clients-per-round")
     if values["weighting"] not in ROBUST:
         return
+    clients = int(values["clients-per-round"])
     _check_outvoting(values, f"clients-per-round = {clients}", clients, "raise clients-per-round")
     if values["head-mean"] != "trained" and METHODS[str(values["method"])].has_heads:
         why = "clients that leave a head as it was would outvote those that trained it"
@@ -243,16 +249,9 @@ def _check_asynchronous(values: Values) -> None:
     buffer, out = (
         usual if values[key] == AUTO else int(values[key]) for key in ("buffer-size", "concurrency")
     )
-    if buffer > out:
-        raise ValueError(
-            f"buffer-size = {buffer}: got concurrency = {out}, expected at least as many, since no "
-            "more updates are under way; raise the one or lower the other"
-        )
-    if int(values["min-replies"]) > buffer:
-        raise _refused(
-            values, "min-replies", f"buffer-size = {buffer}, which closes a round before", "at "
-            "most as many", "lower the one or raise the other",
-        )  # fmt: skip
+    known = {**values, "buffer-size": buffer, "concurrency": out}
+    _check_order(known, "buffer-size", "concurrency", ", since no more updates are under way")
+    _check_order(known, "min-replies", "buffer-size", ", since that many close a round")
     if values["weighting"] in ROBUST:
         do = "raise buffer-size and concurrency"
         _check_outvoting(values, f"buffer-size = {buffer}", buffer, do)
@@ -267,17 +266,14 @@ def _check_asynchronous(values: Values) -> None:
 
 def _check_steps(values: Values) -> None:
     """Refuse parts of a step that are larger than it, and rates that contradict the schedule."""
-    part, whole = values["micro-batch-size"], int(values["batch-size"])
-    do = "lower the one or raise the other"
-    if part != AUTO and int(part) > whole:
-        raise _refused(values, "micro-batch-size", f"batch-size = {whole}", "at least as many", do)
+    _check_order(values, "micro-batch-size", "batch-size")
     schedule = KEYS["learning-rate-schedule"].parts("learning-rate-schedule", str(
         values["learning-rate-schedule"]))  # fmt: skip
     start, end = float(values["learning-rate"]), schedule.get("end", AUTO)
     if end != AUTO and float(end) > start:
         raise _refused(
             values, "learning-rate-schedule", f"learning-rate = {start:g}",
-            "at least as much as its end, since the rate falls", do,
+            "at least as much as its end, since the rate falls", "lower the one or raise the other",
         )  # fmt: skip
 
 
@@ -300,13 +296,9 @@ def _check_noise(values: Values) -> None:
         expected = "one of them at least, since noise follows from it"
         got = "neither epsilon nor noise-multiplier"
         raise _refused(values, "privacy", got, expected, "set epsilon=8, say")
-    cohort, clients = values["noise-cohort"], int(values["clients-per-round"])
-    if values["privacy"] == "client" and cohort != AUTO and int(cohort) < clients:
-        raise _refused(
-            values, "noise-cohort", f"clients-per-round = {clients}",
-            "at most as many, since it stands for a larger federation",
-            "raise the one or lower the other",
-        )  # fmt: skip
+    if values["privacy"] == "client":
+        why = ", since it stands for a larger federation"
+        _check_order(values, "clients-per-round", "noise-cohort", why)
 
 
 def _check_sums(what: str, without: str, kind: str, values: Values) -> None:

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
         {"evaluate-on": "clients", "validation-share": 0.1},
         "got evaluate-on = 'clients', expected 'server'",
     ),
-    "a small cohort": ({"noise-cohort": 2}, "noise-cohort = 2: got clients-per-round = 10"),
+    "a small cohort": ({"noise-cohort": 2}, "clients-per-round = 10: got noise-cohort = 2"),
 }
 
 

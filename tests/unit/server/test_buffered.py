@@ -223,7 +223,7 @@ def test_fadas_by_a_slow_loop():
         ({"method": "hetlora"}, "got method = 'hetlora', expected one of ravan, full, fedit, ffa-"),
         ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none', since"),
         ({"buffer-size": 4, "concurrency": 3}, "buffer-size = 4: got concurrency = 3, expected at"),
-        ({"limits": "min-replies=3", "buffer-size": 2}, "min-replies = 3: got buffer-size = 2, wh"),
+        ({"limits": "min-replies=3", "buffer-size": 2}, "min-replies = 3: got buffer-size = 2, ex"),
         ({"weighting": "median", "buffer-size": 2}, "weighting = 'median': got buffer-size = 2"),
         ({"concurrency": 20, "max-staleness": 3}, "max-staleness = 3: .* expected at least 6"),
         ({"aggregation": "sync", "server-optimizer": "fadas"}, "expected 'async'"),
