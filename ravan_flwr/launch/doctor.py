@@ -5,7 +5,6 @@ device's. Each check stands alone, so that one fault does not hide another.
 """
 
 import contextlib
-import http.client
 import importlib.metadata
 import os
 import shlex
@@ -22,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import (
@@ -88,7 +88,7 @@ def checks(folder: Path, options: Options) -> Iterator[Check]:
 def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
     try:
         return Check(what, True, ask(*arguments))
-    except (OSError, ValueError, http.client.HTTPException, KeyError) as error:
+    except (OSError, ValueError, httpx.HTTPError, KeyError) as error:
         return Check(what, False, " ".join(str(error).split()))
 
 
@@ -212,29 +212,24 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
     yield _check("certificate", _trusted, host, port, authority)
     yield _check("names", _named, host, found[0])
     yield _check("expiry", _not_expired, found[0])
-    yield _check("health", _healthy, host, port)
-    yield _check("clock", clock, host, port)
+    yield _check("health", _healthy, address)
+    yield _check("clock", clock, address)
 
 
 def _parts(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():
+    if not colon or not _is_port(port):
         raise ValueError(f"{address!r}: expected HOST:PORT, such as server.example.org:8000")
     return host.strip("[]"), int(port)
 
 
-def _untrusting() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _certificate_at(host: str, port: int) -> x509.Certificate:
-    with (
-        socket.create_connection((host, port), timeout=_TIMEOUT) as plain,
-        _untrusting().wrap_socket(plain, server_hostname=host) as secure,
-    ):
-        return x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b"")
+    pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
+    return x509.load_pem_x509_certificate(pem.encode())
 
 
 def _trusted(host: str, port: int, authority: Path) -> str:
@@ -274,28 +269,29 @@ def _not_expired(certificate: x509.Certificate) -> str:
     return f"the certificate is valid until {end:%Y-%m-%d}"
 
 
-def _asked(host: str, port: int, method: str = "GET", path: str = "/health") -> Any:
-    connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=_untrusting())
-    with contextlib.closing(connection):
-        connection.request(method, path)
-        return connection.getresponse()
+def _asked(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
+    """Send a request, whoever answers: whether to trust it has a line of its own."""
+    return httpx.request(
+        method, f"https://{address}{path}",
+        verify=False, trust_env=False, timeout=_TIMEOUT,  # noqa: S501
+    )  # fmt: skip
 
 
-def _healthy(host: str, port: int) -> str:
-    status = _asked(host, port).status
-    if status != http.client.OK:
+def _healthy(address: str) -> str:
+    status = _asked(address).status_code
+    if status != httpx.codes.OK:
         raise ValueError(
-            f"{host}:{port} answers {status} in place of 200; start the SuperLink on the server, "
+            f"{address} answers {status} in place of 200; start the SuperLink on the server, "
             "and read its log"
         )
     return "the SuperLink answers"
 
 
-def clock(host: str, port: int) -> str:
+def clock(address: str) -> str:
     """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
-    date = _asked(host, port).headers["Date"]
+    date = _asked(address).headers.get("Date")
     if not date:
-        raise ValueError(f"{host}:{port} sends no time; compare the clocks by hand")
+        raise ValueError(f"{address} sends no time; compare the clocks by hand")
     return compared(time.time() - parsedate_to_datetime(date).timestamp())
 
 
@@ -312,23 +308,24 @@ def compared(ahead: float) -> str:
 
 def _port_of_supernode(port: int | str) -> str:
     """Ask whether the SuperNode's own port is free, or is the SuperNode's already."""
-    if not str(port).isdecimal():
-        raise ValueError(f"RUNTIME_PORT = {port!r}: expected a number, such as 9094; correct it")
-    with contextlib.suppress(ConnectionRefusedError):
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=_TIMEOUT)
-        with contextlib.closing(connection):
-            try:
-                connection.request("GET", "/health")
-                running = connection.getresponse().status == http.client.OK
-            except (TimeoutError, http.client.HTTPException, ConnectionResetError):
-                running = False
-        if not running:
-            raise ValueError(
-                f"127.0.0.1:{port} is taken by another program; end it, or give the SuperNode "
-                "another --port (RUNTIME_PORT)"
-            )
-        return f"the SuperNode answers on 127.0.0.1:{port}"
-    return f"127.0.0.1:{port} is free"
+    if not _is_port(str(port)):
+        raise ValueError(
+            f"RUNTIME_PORT = {port!r}: expected a number from 1 to 65535, such as 9094; correct it"
+        )
+    address = f"127.0.0.1:{port}"
+    try:
+        reply = httpx.get(f"http://{address}/health", trust_env=False, timeout=_TIMEOUT)
+        running = reply.status_code == httpx.codes.OK
+    except httpx.ConnectError:
+        return f"{address} is free"
+    except httpx.TransportError:
+        running = False
+    if not running:
+        raise ValueError(
+            f"{address} is taken by another program; end it, or give the SuperNode another "
+            "--port (RUNTIME_PORT)"
+        )
+    return f"the SuperNode answers on {address}"
 
 
 def _node_config(text: str) -> str:
@@ -419,10 +416,10 @@ def _proxy(authority: Path) -> str:
     host, port = _parts(PROXY)
     try:
         _trusted(host, port, authority)
-        status = _asked(host, port, "POST", OPERATOR_CALL).status
-    except OSError as error:
+        status = _asked(PROXY, "POST", OPERATOR_CALL).status_code
+    except (OSError, httpx.HTTPError) as error:
         raise ValueError(f"{PROXY}: {error}; start nginx with deploy/fence.conf") from None
-    if status != http.client.NOT_FOUND:
+    if status != httpx.codes.NOT_FOUND:
         raise ValueError(
             f"{PROXY} answers an operator's call with {status}, expected 404: devices could submit "
             "runs; use deploy/fence.conf as it is"

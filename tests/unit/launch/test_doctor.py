@@ -163,6 +163,39 @@ def test_an_address_or_a_port_that_is_none_hides_no_other_fault(tmp_path, capsys
     assert said["keys"][0]
 
 
+def test_a_port_that_no_machine_has_is_told(tmp_path, capsys, plenty):
+    make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
+    env = tmp_path / "keys" / "node-0.env"
+    env.write_text("SUPERLINK=127.0.0.1:99999\nRUNTIME_PORT=99999\nNODE_CONFIG='x=0'\n")
+    said, _ = told(capsys, tmp_path / "keys" / "node-0")
+    assert said["port"] == (
+        False,
+        "RUNTIME_PORT = '99999': expected a number from 1 to 65535, such as 9094; correct it",
+    )
+    assert said["server"][1].startswith("'127.0.0.1:99999': expected HOST:PORT")
+
+
+def test_a_port_is_free_or_the_supernodes_own(monkeypatch):
+    """A proxy that the environment names is not asked: nobody else knows of this machine."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    port = free_port()
+    assert doctor._port_of_supernode(str(port)) == f"127.0.0.1:{port} is free"
+
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        said = doctor._port_of_supernode(server.server_address[1])
+        server.shutdown()
+    assert said.startswith("the SuperNode answers on 127.0.0.1:")
+
+
 def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
     tmp_path, capsys, plenty
 ):
