@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ ADDRESS = "RAY_ADDRESS"
 ANSWER_TIMEOUT = 5.0  # for a connection
 ASK_TIMEOUT = 120.0  # for all machines
 MACHINE_TIMEOUT = 60.0  # for one of them; starting Python on a busy one takes a while
-_ALONE = f"unset {ADDRESS} for a run on this machine alone"
 
 
 @dataclass(frozen=True)
@@ -76,51 +76,38 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster | None:
     named = environment.get(ADDRESS, "")
     if named == "local":
         return None
-    if "://" in named:
-        raise ValueError(
-            f"{ADDRESS} = {named!r}: expected HOST:PORT, since Flower's simulation has to be a "
-            "process of a machine of the cluster; run `ray start --address=HOST:PORT` on this "
-            f"machine and set {ADDRESS}=HOST:PORT, or {_ALONE}"
-        )
     address = _last_started(environment) if named in ("", "auto") else named
-    if address is None:
-        if named:
-            raise ValueError(
-                f"{ADDRESS} = {named!r}: no `ray start` on this machine left the address of a "
-                f"cluster, expected one; name it, {ADDRESS}=HOST:PORT, or {_ALONE}"
-            )
-        return None
-    if problem := _silence(address):
+    if not _answers(address):
         if not named:  # one that has ended: Ray starts its own
             return None
         raise ValueError(
-            f"{ADDRESS} = {named!r}: {problem}, expected a Ray cluster that answers there; see "
-            f"whether it is up (`ray status --address={address}`), start it (`ray start --head`), "
-            f"or {_ALONE}"
+            f"{ADDRESS} = {named!r}: nothing answers at {address or 'the last `ray start`'}, "
+            "expected HOST:PORT of a Ray cluster that this machine is part of; see whether it is "
+            "up (`ray status --address=HOST:PORT`), start it (`ray start --head`) or join it "
+            f"(`ray start --address=HOST:PORT`), or unset {ADDRESS} for a run on this machine alone"
         )
     return Cluster(address, _checked(address, _ask(address, environment)))
 
 
-def _last_started(environment: Mapping[str, str]) -> str | None:
-    """Read the address that Ray itself reads where none is named."""
+def _last_started(environment: Mapping[str, str]) -> str:
+    """Read the address that Ray itself reads where none is named; "" if there is none."""
     place = environment.get("RAY_TMPDIR", environment.get("TMPDIR", "/tmp"))  # noqa: S108 (Ray's own)
     file = Path(place) / "ray" / "ray_current_cluster"
     try:
-        return file.read_text(encoding="utf-8").strip() or None
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return None
+        return ""
 
 
-def _silence(address: str) -> str:
-    """Say why nothing can be connected to at an address; "" if something answers."""
+def _answers(address: str) -> bool:
+    """Tell whether an address is HOST:PORT, and something there takes a connection."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        return "it is no HOST:PORT"
-    try:
+        return False
+    with suppress(OSError):
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT).close()
-    except OSError as error:
-        return f"nothing answers ({error.strerror or error})"
-    return ""
+        return True
+    return False
 
 
 def _ask(address: str, environment: Mapping[str, str]) -> list[dict[str, Any]]:
