@@ -14,7 +14,7 @@ from ravan_flwr import training
 from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import key_table, read_settings
-from ravan_flwr.config.presets import chosen_model, new_file, own_preset, place_of_data
+from ravan_flwr.config.presets import chosen_model, new_file, own_preset, place_of
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
@@ -186,7 +186,7 @@ def _show_partition(
 def _new(parsed: argparse.Namespace) -> None:
     # What needs no library first: they take seconds to import.
     new_file(parsed.name)
-    place_of_data(parsed.data)
+    place_of("data", parsed.data)
     if parsed.clients and parsed.clients < 2:
         raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
     chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)

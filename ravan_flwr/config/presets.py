@@ -140,7 +140,7 @@ def chosen_model(
 ) -> ModelSpec:
     """Return the preset's model, one of its others, or any one, with the layers to adapt."""
     if name != AUTO:
-        spec = _known(others or {}, name) or ModelSpec("hub", *_place("model", name))
+        spec = _known(others or {}, name) or ModelSpec("hub", *place_of("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
@@ -175,38 +175,28 @@ def chosen_data(spec: DataSpec, place: str) -> DataSpec:
     """Return the preset's data, or data with the same columns and labels from another place."""
     if place == AUTO:
         return spec
-    name, revision = _place("data", place)
+    name, revision = place_of("data", place)
     return dataclasses.replace(spec, source="hub", name=name, revision=revision)
 
 
-def _place(key: str, text: str) -> tuple[str, str]:
-    """Split `name` or `name@revision` in (name, revision); a folder has no revision."""
-    if Path(text).expanduser().is_dir():
-        return str(Path(text).expanduser()), ""
+def place_of(what: str, text: str) -> tuple[str, str]:
+    """Split a folder, or `name` or `name@revision` of the hub, in (name, revision).
+
+    A folder has no revision. ValueError for what is neither.
+    """
+    path = Path(text).expanduser()
+    if path.is_file():
+        raise ValueError(
+            f"{what} = {text!r}: got a file, expected a folder, which may hold it alone; move it "
+            "into one, and name that"
+        )
+    if path.is_dir():
+        return str(path), ""
     name, _, revision = text.partition("@")
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
         raise ValueError(
-            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
+            f"{what} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
             "org/name@revision; correct it"
-        )
-    return name, revision
-
-
-def place_of_data(place: str) -> tuple[str, str]:
-    """Split a folder, or an id of the hub, from its revision; ValueError for what is neither."""
-    path = Path(place).expanduser()
-    if path.is_file():
-        raise ValueError(
-            f"data {place}: got a file, expected a folder, which may hold it alone; move it: "
-            f"mkdir data && mv {place} data/train{path.suffix}"
-        )
-    if path.is_dir():
-        return str(path.resolve()), ""
-    name, _, revision = place.partition("@")
-    if place.startswith((".", "/", "~")) or len(name.split("/")) > 2:
-        raise ValueError(
-            f"data {place}: found no such folder; expected one, or an id of the hub such as "
-            "org/name; correct it"
         )
     return name, revision

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from ravan_flwr.config.presets import place_of_data
+from ravan_flwr.config.presets import place_of
 from ravan_flwr.data.examples import labels_of, mask_of_test, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
@@ -72,7 +72,9 @@ def look_at_data(
     place: str, subset: str, asked: NamedColumns, chat_template: str = ""
 ) -> DataSummary:
     """Load a data set and see what it is."""
-    name, revision = place_of_data(place)
+    name, revision = place_of("data", place)
+    if Path(name).is_dir():  # the preset is used from other folders, too
+        name = str(Path(name).resolve())
     where = f"data {place}"
     _check_kinds(Path(name), where)
     splits = every_split(name, subset, revision)

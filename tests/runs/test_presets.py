@@ -293,7 +293,7 @@ def test_a_damaged_preset_is_named(changes, told, tmp_path, monkeypatch):
         read_config(broken(tmp_path, monkeypatch, **changes))
 
 
-def test_keys_that_a_preset_has_no_use_for():
+def test_keys_that_a_preset_has_no_use_for(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="glue-task = 'rte': .* has no GLUE tasks"):
         read_config({"glue-task": "rte"})
     with pytest.raises(ValueError, match=r"max-length = 9: .* has no texts"):
@@ -304,6 +304,11 @@ def test_keys_that_a_preset_has_no_use_for():
     assert (own.source, own.name, own.labels[-1]) == ("hub", "org/name", "9")
     with pytest.raises(ValueError, match=r"model = './here': found no such folder, and an id"):
         read_config({"model": "./here"})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").write_text("text,label\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"data = 'data/train.csv': got a file, expected a folder"):
+        read_config({"data": "data/train.csv"})
     with pytest.raises(ValueError, match=r"targets = 'q,': expected ends"):
         read_config({"targets": "q,"})
     assert read_config({"model": "org/name@abc"}).model.revision == "abc"

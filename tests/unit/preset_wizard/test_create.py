@@ -253,7 +253,7 @@ def test_damaged_files_are_named(refused, bert, images, tmp_path):
         ("../x", "texts", "bert", "NAME '../x': expected letters, digits"),
         ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
         ("digits-vit", "texts", "bert", "and nothing is overwritten; choose another name"),
-        ("x", "./none", "bert", "data ./none: found no such folder; expected one, or an id"),
+        ("x", "./none", "bert", "data = './none': found no such folder, and an id"),
         ("x", "texts/train.jsonl", "bert", "got a file, expected a folder, which may hold it"),
         ("x", "texts", "./none", "model = './none': found no such folder"),
         ("x", "texts", "texts", "the folder has no config.json"),
@@ -346,7 +346,7 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
     ("name", "data", "model", "words", "told"),
     [
         ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
-        ("x", "./none", "x/y", [], "data ./none: found no such folder"),
+        ("x", "./none", "x/y", [], "data = './none': found no such folder"),
         ("x", ".", "./none", [], "model = './none': found no such folder"),
         ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
         ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
