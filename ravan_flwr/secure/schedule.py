@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +42,13 @@ GIVEN = 64  # digits of the hash of what all clients are given
 Bits = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Name one tensor, in how many rows of which size it is masked, and its changes' bound."""
 
     name: str
-    rows: int
-    size: int
-    bound: float
+    rows: Annotated[int, Field(ge=1, le=MOST_ROWS)]
+    size: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+    bound: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +133,7 @@ class Schedule:
         """Write it; `read_schedule` is the inverse."""
         whole = {
             "run": self.run, "round": self.round, "minimum": self.minimum,
-            "parts": list(map(astuple, self.parts)), "partitions": list(self.partitions),
+            "parts": self.parts, "partitions": list(self.partitions),
             "trained": [pack(row).hex() for row in self.trained], "given": self.given,
             "noise": self.noise and astuple(self.noise),
         }  # fmt: skip
@@ -148,17 +147,7 @@ class _Told(BaseModel):
     run: Annotated[int, Field(ge=0, le=2**64)]
     round: Annotated[int, Field(ge=0, le=2**53)]
     minimum: Annotated[int, Field(ge=LEAST, le=MOST_CLIENTS)]
-    parts: Annotated[
-        list[
-            tuple[
-                str,
-                Annotated[int, Field(ge=1, le=MOST_ROWS)],
-                Annotated[int, Field(ge=1, le=MOST_NUMBERS)],
-                Annotated[float, Field(gt=0, allow_inf_nan=False)],
-            ]
-        ],
-        Field(min_length=1, max_length=MOST_PARTS),
-    ]
+    parts: Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS)]
     partitions: Annotated[
         list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=MOST_CLIENTS)
     ]
@@ -203,8 +192,7 @@ def read_schedule(data: bytes) -> Schedule:
         raise ValueError(
             f"got a schedule of which {place or 'all'} is wrong: {wrong['msg']}"
         ) from None
-    parts = tuple(Part(*part) for part in told.parts)
-    rows, number = sum(part.rows for part in parts), len(told.partitions)
+    rows, number = sum(part.rows for part in told.parts), len(told.partitions)
     if rows > MOST_ROWS or len(told.trained) != number:
         raise ValueError("got a schedule whose parts do not fit to each other, expected one")
     if told.partitions != sorted(set(told.partitions)):
@@ -223,15 +211,9 @@ def read_schedule(data: bytes) -> Schedule:
         noise.check()
         if not trained.all():
             raise ValueError("got a part that some do not send, expected noise of all in each")
+    parts, partitions = tuple(told.parts), tuple(told.partitions)
     return Schedule(
-        told.run,
-        told.round,
-        told.minimum,
-        parts,
-        tuple(told.partitions),
-        trained,
-        told.given,
-        noise,
+        told.run, told.round, told.minimum, parts, partitions, trained, told.given, noise
     )
 
 

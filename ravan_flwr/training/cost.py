@@ -120,7 +120,7 @@ class Skeleton:
         # A bound is told in as many digits as it has: none has more than this one.
         longest, given = 1e-5 / 3, GIVEN * "0"
         noise: NoiseShares | None = None
-        parts = [replace(part, bound=longest) for part in parts_of(self.method, state, 1.0)]
+        parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
         if config.privacy == "client":
             noise = NoiseShares(longest, 1 / 3, 0.0 if config.clip_norm else longest)
             parts = list(noised_parts(self.method, state, noise))

@@ -342,7 +342,7 @@ class Signs(Hostile):
     """Bounds so low that a number is up, down or none: of a sum all of one sign tells each."""
 
     def changed(self, schedule):
-        tiny = [replace(part, bound=1e-30) for part in schedule.parts]
+        tiny = [part._replace(bound=1e-30) for part in schedule.parts]
         return replace(schedule, parts=tuple(tiny))
 
 
@@ -351,7 +351,7 @@ class OneBound(Hostile):
 
     def changed(self, schedule):
         first, *others = schedule.parts
-        return replace(schedule, parts=(replace(first, bound=0.99 * first.bound), *others))
+        return replace(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
 
 
 class OtherHeads(Hostile):
