@@ -25,12 +25,12 @@ from ravan_flwr.runs.console import (
     remaining,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RoundsFile, RunDirectory
+from ravan_flwr.runs.directory import RunDirectory, rounds_file
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
-from ravan_flwr.runs.samples import compared, samples_of
+from ravan_flwr.runs.samples import SampleLine, compared, samples_file, samples_of
 from ravan_flwr.runs.status import RunStatus, read_status
 from ravan_flwr.tasks import LOWER_IS_BETTER
 
@@ -46,12 +46,13 @@ class RunSnapshot:
     failure: str | None
     status: RunStatus | None  # None in runs of earlier versions
     log: list[str]
+    samples: list[SampleLine]  # what a model wrote, if it was asked to
     holder: Holder  # who works on it
     heard: float  # when something was written last, in seconds since 1970
 
     @classmethod
-    def of(cls, run: RecordedRun) -> "RunSnapshot":
-        """Read what lies beside a run's records."""
+    def of(cls, run: RecordedRun, samples: list[SampleLine] | None = None) -> "RunSnapshot":
+        """Read what lies beside a run's records; `samples` are those that were read already."""
         there = (run.path / "failure.json").is_file()
         failure = RunDirectory(run.path).read_json("failure.json") if there else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))
@@ -60,6 +61,7 @@ class RunSnapshot:
             failure=None if failure is None else str(failure.get("error", "no reason given")),
             status=read_status(run.path),
             log=last_lines(run.path),
+            samples=samples_file(run.path).read() if samples is None else samples,
             holder=holder_of(run.path),
             heard=max((s.st_mtime for s in stats), default=time.time()),
         )
@@ -141,7 +143,7 @@ class FollowedRun:
         if not (path / LOCK).is_file():  # of a run that begins, which writes its settings next
             RunDirectory.open(path, "report")
         self.path = path
-        self._rounds = RoundsFile(path)
+        self._rounds, self._samples = rounds_file(path), samples_file(path)
 
     def version(self) -> str:
         """Describe the state of the files: another text if one of them has changed."""
@@ -160,7 +162,8 @@ class FollowedRun:
             config["num-clients"] = max(record["partitions"] for record in rounds)
         done = (self.path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
-        return RunSnapshot.of(RecordedRun(self.path, config, rounds, summary))
+        recorded = RecordedRun(self.path, config, rounds, summary)
+        return RunSnapshot.of(recorded, self._samples.read())
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -205,7 +208,7 @@ def view_of(
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
         "without_classes": without_classes(config),
-        "samples": compared(samples_of(run.path, run.rounds, last=live)),
+        "samples": compared(samples_of(seen.samples, run.rounds, last=live)),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
         if seen.status

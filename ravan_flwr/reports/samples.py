@@ -13,7 +13,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
+from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, samples_file
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.extensions import Predicts, Sample, task_with
 from ravan_flwr.training.local_steps import predictions
@@ -35,7 +35,7 @@ class Samples(Callback):
     ) -> None:
         self._bench, self._directory, self._untrained = bench, directory, untrained
         self._task = task_with(Predicts, bench.task, "evaluate-samples")
-        self._before = sample_lines(directory.path)  # of a run that goes on; checked at once
+        self._before = samples_file(directory.path).read()  # of a run that goes on; checked at once
         self._goes_on = False  # with lines of this process
 
     @cached_property

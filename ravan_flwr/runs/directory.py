@@ -22,17 +22,19 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.files import LARGE, opened, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed
 from ravan_flwr.specs import Scalar
+
+Line = TypeVar("Line")
 
 
 class RunDirectory:
@@ -159,7 +161,7 @@ class RunDirectory:
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; a last line that was cut off does not count."""
-        return RoundsFile(self.path).read()
+        return rounds_file(self.path).read()
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
         """Read the rounds up to `last`, which must be there."""
@@ -178,35 +180,45 @@ class RunDirectory:
         self.write("rounds.jsonl", "".join(lines))
 
 
-class RoundsFile:
-    """Read a run's `rounds.jsonl` again and again, and only what is new in it."""
+class LinesFile(Generic[Line]):
+    """Read a file of JSON lines again and again, and only what is new in it.
 
-    def __init__(self, run: Path) -> None:
-        self._path = run / "rounds.jsonl"
+    `check` reads a line, with what the line before it held; `do` is the advice where it cannot.
+    """
+
+    def __init__(
+        self, path: Path, check: Callable[[bytes, Line | None], Line], do: str = "restore it"
+    ) -> None:
+        self._path, self._check, self._do = path, check, do
         self._inode = self._bytes = 0  # of the lines that were read
-        self._records: list[RoundRecord] = []
+        self._lines: list[Line] = []
 
-    def read(self) -> list[RoundRecord]:
-        """Return all rounds so far; a last line that is still being written does not count."""
+    def read(self) -> list[Line]:
+        """Return all lines so far; a last one that is still being written does not count."""
         found = self._path.stat() if self._path.exists() else None
         inode, size = (found.st_ino, found.st_size) if found else (0, 0)
         if inode != self._inode or size < self._bytes:  # a run that went back writes it anew
-            self._inode, self._bytes, self._records = inode, 0, []
+            self._inode, self._bytes, self._lines = inode, 0, []
         if not found:
             return []
         with opened(self._path, LARGE) as file:
             file.seek(self._bytes)
             for line in file.read().split(b"\n")[:-1]:
                 try:
-                    before = self._records[-1]["round"] if self._records else None
-                    self._records.append(check_line(line, before))
+                    before = self._lines[-1] if self._lines else None
+                    self._lines.append(self._check(line, before))
                 except ValueError as error:
                     raise ValueError(
-                        f"{self._path}: line {len(self._records) + 1} is damaged ({error}), "
-                        "expected a round's record of this version; restore it"
+                        f"{self._path}: line {len(self._lines) + 1} is damaged ({error}), "
+                        f"expected a record of this version; {self._do}"
                     ) from None
                 self._bytes += len(line) + 1
-        return list(self._records)
+        return list(self._lines)
+
+
+def rounds_file(run: Path) -> LinesFile[RoundRecord]:
+    """Return a run's `rounds.jsonl`, to be read as it grows."""
+    return LinesFile(run / "rounds.jsonl", check_line)
 
 
 def check_writable(parent: Path) -> None:

@@ -233,10 +233,10 @@ def first_wrong(error: "ValidationError") -> str:
     return f"{place}: got {got}: {first['msg']}"
 
 
-def check_line(line: bytes, before: int | None) -> RoundRecord:
+def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:
     """Read one line, which must be of the round after `before`; ValueError if it is not."""
     record = check(parsed(line, finite=True), RoundRecord)
-    expected = (0, 1) if before is None else (before + 1,)
+    expected = (0, 1) if before is None else (before["round"] + 1,)
     if record["round"] not in expected:
         raise ValueError(
             f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"

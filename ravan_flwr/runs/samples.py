@@ -13,12 +13,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from ravan_flwr.files import LARGE, opened
+from ravan_flwr.runs.directory import LinesFile
 from ravan_flwr.runs.record import RoundRecord, check, parsed
 
 SAMPLES = "samples.jsonl"
 MOST = 1000  # characters of a text
-_TAIL = 2**20  # bytes of the file that a page of a run under way reads
 
 
 class SampleLine(TypedDict):
@@ -36,37 +35,22 @@ def cut(text: str) -> str:
     return text if len(text) <= MOST else text[: MOST - 3] + "..."
 
 
-def samples_of(run: Path, rounds: Sequence[RoundRecord], *, last: bool = False) -> list[SampleLine]:
-    """Read what a run wrote after the rounds that are recorded, and before the first.
+def samples_file(run: Path) -> LinesFile[SampleLine]:
+    """Return a run's file of answers, to be read as it grows."""
+    do = "restore it, or take it away"
+    return LinesFile(run / SAMPLES, lambda line, _: check(parsed(line), SampleLine), do)
 
-    Or what it wrote last, from the end of its file.
+
+def samples_of(
+    lines: Sequence[SampleLine], rounds: Sequence[RoundRecord], *, last: bool = False
+) -> list[SampleLine]:
+    """Choose what was written after the rounds that are recorded, and before the first.
+
+    Or what was written last.
     """
     evaluated = {0} | {record["round"] for record in rounds if record["metrics"]}
-    lines = sample_lines(run, _TAIL if last else None)
     lines = [line for line in lines if line["round"] in evaluated]
     return [line for line in lines if line["round"] == lines[-1]["round"]] if last else lines
-
-
-def sample_lines(run: Path, tail: int | None = None) -> list[SampleLine]:
-    """Read the file, or its end; a line that is still being written does not count."""
-    path = run / SAMPLES
-    if not path.exists():
-        return []
-    with opened(path, LARGE) as file:
-        size = file.seek(0, 2)
-        start = 0 if tail is None else max(0, size - tail)
-        file.seek(start)
-        lines = file.read().split(b"\n")[:-1]
-    found = []
-    for number, line in enumerate(lines[1:] if start else lines, start=1):
-        try:
-            found.append(check(parsed(line), SampleLine))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged: line {number}{' of its end' * bool(start)}: {error}; restore "
-                "it, or take it away"
-            ) from None
-    return found
 
 
 # For a page.

@@ -12,7 +12,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.dashboard import LivePage, make_server
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.samples import MOST, compared, samples_of
+from ravan_flwr.runs.samples import MOST, SAMPLES, compared, samples_file, samples_of
 from ravan_flwr.specs import Scalar
 from testing.tiny import save_data, save_model
 from tests.browser import CHROMIUM, Browser
@@ -76,7 +76,7 @@ def test_the_report_shows_them_and_runs_nothing(spoken, tmp_path):
     assert "What the model writes" not in write_report([bare], tmp_path / "r").read_text()
     for text in ("{}\n", "[1]\n", '{"round": 1.5}\n', "x\n"):
         (bare / "samples.jsonl").write_text(text)
-        with pytest.raises(ValueError, match=r"samples.jsonl is damaged: line 1: .*take it away"):
+        with pytest.raises(ValueError, match=r"samples.jsonl: line 1 is damaged .*take it away"):
             write_report([bare], tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()  # it is told before anything is drawn
     (bare / "samples.jsonl").write_text(json.dumps(written(run.run_dir)[0]))  # cut off
@@ -96,10 +96,11 @@ def test_a_run_that_goes_on_or_back_has_each_round_once(spoken, tmp_path):
     assert [[line[key] for key in keys] for line in after[16:]] == [
         [line[key] for key in keys] for line in before[16:18]
     ]
-    shown = samples_of(copy, RunDirectory(copy).read_rounds()[:1])  # a line that lies ahead
+    lines = samples_file(copy).read()
+    shown = samples_of(lines, RunDirectory(copy).read_rounds()[:1])  # a line that lies ahead
     assert {line["round"] for line in shown} == {0, 1}
     (copy / "samples.jsonl").write_text("damaged\n")
-    with pytest.raises(ValueError, match=r"samples.jsonl is damaged"):
+    with pytest.raises(ValueError, match=r"samples.jsonl: line 1 is damaged"):
         simulate(again | {"num-rounds": 3, "resume": str(copy)}, 2)
 
 
@@ -112,7 +113,20 @@ def test_the_live_page_shows_the_last_answers(spoken):
     assert "after round 1<" not in page
     assert page.count("<script>") == 1
     rounds = RunDirectory(run.run_dir).read_rounds()
-    assert len(samples_of(run.run_dir, rounds, last=True)) == 8
+    assert len(samples_of(samples_file(run.run_dir).read(), rounds, last=True)) == 8
+
+
+def test_answers_are_read_as_they_come(spoken, tmp_path):
+    whole = (spoken[0].run_dir / SAMPLES).read_bytes().splitlines(keepends=True)
+    file, path = samples_file(tmp_path), tmp_path / SAMPLES
+    assert file.read() == []
+    path.write_bytes(b"".join(whole[:9]) + whole[9][:7])  # one is still being written
+    assert len(file.read()) == 9
+    with path.open("ab") as more:
+        more.write(whole[9][7:] + whole[10])
+    assert file.read() == [json.loads(line) for line in whole[:11]]
+    RunDirectory(tmp_path).write(SAMPLES, whole[0].decode())  # the run has gone back
+    assert file.read() == [json.loads(whole[0])]
 
 
 @in_a_browser

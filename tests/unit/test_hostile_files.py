@@ -373,7 +373,7 @@ ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "samples.jsonl", "s
 def test_a_runs_files_are_regular_files(name, endless, run):
     """Whoever watches a run, or reports of it, does not wait for ever."""
     from ravan_flwr.runs.history import RecordedRun
-    from ravan_flwr.runs.samples import sample_lines
+    from ravan_flwr.runs.samples import samples_file
 
     endless(run / name)
     followed = FollowedRun(run)
@@ -381,7 +381,7 @@ def test_a_runs_files_are_regular_files(name, endless, run):
         followed.version,
         followed.read,
         lambda: RecordedRun.read(run),
-        lambda: sample_lines(run),
+        samples_file(run).read,
     ):
         with suppress(ValueError):
             use()
