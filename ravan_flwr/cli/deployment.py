@@ -100,11 +100,10 @@ def _keys_of_device(folder: Path, partition: int, hosts: list[str]) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.launch.doctor import Options, checks  # noqa: PLC0415
+    from ravan_flwr.launch.doctor import checks  # noqa: PLC0415
 
-    names = ("superlink", "node_config", "port", "user", "read", "write")
     to_do = 0
-    for check in checks(parsed.folder.absolute(), Options(*(getattr(parsed, n) for n in names))):
+    for check in checks(parsed.folder.absolute(), parsed):
         sys.stdout.write(f"{check}\n")
         sys.stdout.flush()
         to_do += not check.ok

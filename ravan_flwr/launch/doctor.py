@@ -14,6 +14,7 @@ import ssl
 import stat
 import subprocess
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -55,20 +56,11 @@ class Check:
         return f"{'ok' if self.ok else 'TO DO':6}{self.what:13}{self.found}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """Hold what the command line gives; None and () where it gives nothing."""
+def checks(folder: Path, options: Namespace) -> Iterator[Check]:
+    """Check the machine whose keys are in `folder`, one check after the other.
 
-    superlink: str | None = None
-    node_config: str | None = None
-    port: int | None = None
-    user: str | None = None
-    read: Sequence[Path] = ()
-    write: Sequence[Path] = ()
-
-
-def checks(folder: Path, options: Options) -> Iterator[Check]:
-    """Check the machine whose keys are in `folder`, one check after the other."""
+    `options` are those of the command line: None, or an empty list, where it gives nothing.
+    """
     server = (folder / "superlink.crt").exists()
     if not server and not (folder / "ca.crt").exists():
         raise ValueError(
@@ -92,7 +84,7 @@ def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
         return Check(what, False, " ".join(str(error).split()))
 
 
-def _device(folder: Path, options: Options) -> Iterator[Check]:
+def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     given = _environment_file(folder)
     address = options.superlink or given.get("SUPERLINK")
     port = options.port or given.get("RUNTIME_PORT", "9094")
@@ -119,7 +111,7 @@ def _device(folder: Path, options: Options) -> Iterator[Check]:
     yield _check("GPU", _gpu, str(settings.get("device", "auto")))
 
 
-def _server(folder: Path, options: Options) -> Iterator[Check]:
+def _server(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("keys", _superlink_keys, folder)
     inside = options.superlink or INSIDE
     yield from _reached(inside, folder / "ca.crt", "SuperLink")
