@@ -3,6 +3,7 @@
 Input and output may be of any length: a batch of rows is in memory at a time.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from ravan_flwr.training.local_steps import predictions
 from ravan_flwr.training.model_and_data import ModelAndData
 
 Cells = Sequence[str | float | int | None]
+_Item = TypeVar("_Item")
 Kinds = Mapping[str, type]  # of the columns, by name: str, int or float
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a formula begins with
@@ -55,42 +57,22 @@ _WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
 }
 
 
-class Rows:
-    """Take rows, and hand many at once to a writer."""
-
-    def __init__(self, writer: Any, schema: Any, *, spreadsheets: bool) -> None:
-        self._writer, self._schema, self._spreadsheets = writer, schema, spreadsheets
-        self._rows: list[Cells] = []
-
-    def write(self, cells: Cells) -> None:
-        """Take a row."""
-        cells = [_utf8(cell) for cell in cells]
-        self._rows.append([no_formula(cell) for cell in cells] if self._spreadsheets else cells)
-        if len(self._rows) >= _ROWS_AT_ONCE:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the rows that were taken."""
-        columns = zip(*self._rows, strict=True)
-        kinds = zip(columns, self._schema, strict=bool(self._rows))
-        arrays = [pa.array(column, field.type) for column, field in kinds]
-        if arrays:
-            self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
-        self._rows = []
-
-
 @contextmanager
-def new_table(path: Path, kinds: Kinds) -> Iterator[Rows]:
-    """Open a new file for rows; it has its name once the block ends well."""
+def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], None]]:
+    """Open a new file, and yield what writes rows; it has its name once the block ends well."""
     check_new(path)
     kind, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
     schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
+    written = (lambda cell: no_formula(_utf8(cell))) if kind == ".csv" else _utf8
+
+    def write(rows: Iterable[Cells]) -> None:
+        named = [dict(zip(schema.names, map(written, row), strict=True)) for row in rows]
+        writer.write_table(pa.Table.from_pylist(named, schema))
+
     try:
         with temporary.open("wb") as file:
             with closing(_WRITERS[kind](file, schema)) as writer:
-                rows = Rows(writer, schema, spreadsheets=kind == ".csv")
-                yield rows
-                rows.flush()
+                yield write
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -158,9 +140,10 @@ def predict(
         key: dict[str, type] = {"file": str} if by_file else {"row": int}
         kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
         told = Predicted(output)
-        with new_table(output, key | kinds | {"problem": str}) as table:
-            for batch in _batches(_encoded(rows, _encoder(task, data)), task.evaluation_batch):
-                _write(table, batch, _predict(bench, batch), len(task.prediction_columns), told)
+        encoded = _encoded(rows, task, data)
+        with new_table(output, key | kinds | {"problem": str}) as write:
+            for answered in _batches(_answered(bench, task, encoded, told), _ROWS_AT_ONCE):
+                write(answered)
             _check_some(data, told)
     return told
 
@@ -176,78 +159,59 @@ def _check_some(data: Path, told: Predicted) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Hold a row, and what the network takes of it; None where it cannot be read."""
-
-    row: Row
-    inputs: Columns | None
-    problem: str = ""
-
-
-def _encoder(task: Predicts, data: Path) -> Callable[[Row], Columns]:
-    """Make what encodes one row; it raises UnreadableError."""
-    folder = data if data.is_dir() else data.parent
+def _encoded(
+    rows: Iterable[Row], task: Predicts, data: Path
+) -> Iterator[tuple[Row, Columns | None]]:
+    """Yield rows with what the network takes of them; None, and a problem, if they have none."""
+    folder, shapes = data if data.is_dir() else data.parent, dict[str, tuple[int, ...]]()
 
     def value_of(role: str, value: Any) -> Any:
         return image_of(value, folder) if role == "image" else task.checked(role, value)
 
-    def encode(row: Row) -> Columns:
-        if row.problem:
-            raise UnreadableError(row.problem)
-        values = {role: [value_of(role, value)] for role, value in row.values.items()}
-        return task.inputs(values)
-
-    return encode
-
-
-def _encoded(rows: Iterable[Row], encode: Callable[[Row], Columns]) -> Iterator[_Encoded]:
-    shapes: dict[str, tuple[int, ...]] = {}
     for row in rows:
         try:
-            inputs = encode(row)
+            if row.problem:
+                raise UnreadableError(row.problem)
+            inputs = task.inputs({role: [value_of(role, x)] for role, x in row.values.items()})
             here = {name: array.shape for name, array in inputs.items()}
             if (shapes := shapes or here) != here:
                 told = f"it becomes {here}, expected {shapes} as the rows before"
                 raise UnreadableError(told)
-            yield _Encoded(row, inputs)
         except MemoryError:
             raise
         except UnreadableError as error:
-            yield _Encoded(row, None, str(error))
+            yield dataclasses.replace(row, problem=str(error)), None
         except Exception as error:  # noqa: BLE001 (readers raise what they like of a strange row)
-            yield _Encoded(row, None, f"{type(error).__name__}: {error}")
+            yield dataclasses.replace(row, problem=f"{type(error).__name__}: {error}"), None
+        else:
+            yield row, inputs
 
 
-def _batches(encoded: Iterator[_Encoded], size: int) -> Iterator[list[_Encoded]]:
-    while batch := list(itertools.islice(encoded, size)):
+def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
+    while batch := list(itertools.islice(items, size)):
         yield batch
 
 
-def _predict(bench: ModelAndData, batch: Sequence[_Encoded]) -> Iterator[Cells]:
-    """Predict for those rows of a batch that could be read, in their order."""
-    inputs = [one.inputs for one in batch if one.inputs is not None]
-    if not inputs:
-        return iter(())
-    arrays = {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
-    return iter(predictions(bench.model, bench.task, arrays, bench.config.precision))
-
-
-def _write(
-    table: Rows,
-    batch: Sequence[_Encoded],
-    answers: Iterator[Cells],
-    width: int,
+def _answered(
+    bench: ModelAndData,
+    task: Predicts,
+    encoded: Iterator[tuple[Row, Columns | None]],
     told: Predicted,
-) -> None:
-    """Write a batch's rows, and note those that could not be read."""
-    for one in batch:
-        told.rows += 1
-        key = one.row.file or one.row.number
-        if one.inputs is not None:
-            table.write([key, *next(answers), None])
-            continue
-        told.unreadable += 1
-        if len(told.problems) < _NAMED:
-            told.problems.append(f"{one.row.name}: {one.problem}")
-        table.write([key, *[None] * width, one.problem])
+) -> Iterator[Cells]:
+    """Predict batch by batch: yield the cells of each row, and note what could not be read."""
+    for batch in _batches(encoded, task.evaluation_batch):
+        readable = [inputs for _, inputs in batch if inputs is not None]
+        answers: Iterator[Cells] = iter(())
+        if readable:
+            arrays = {name: np.concatenate([one[name] for one in readable]) for name in readable[0]}
+            answers = iter(predictions(bench.model, task, arrays, bench.config.precision))
+        for row, inputs in batch:
+            told.rows += 1
+            key = row.file or row.number
+            if inputs is not None:
+                yield [key, *next(answers), None]
+                continue
+            told.unreadable += 1
+            if len(told.problems) < _NAMED:
+                told.problems.append(f"{row.name}: {row.problem}")
+            yield [key, *[None] * len(task.prediction_columns), row.problem]

@@ -159,13 +159,14 @@ def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
             assert row.number <= len(written) + 8
             yield row
 
-    def noted(table, batch, *others):
-        written.extend(batch)
-        return write(table, batch, *others)
+    def noted(*given):
+        for cells in answered(*given):
+            written.append(cells)
+            yield cells
 
-    write = prediction._write
+    answered = prediction._answered
     monkeypatch.setattr(prediction, "rows_of", counted)
-    monkeypatch.setattr(prediction, "_write", noted)
+    monkeypatch.setattr(prediction, "_answered", noted)
     monkeypatch.setattr("ravan_flwr.tasks.base.EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
     told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")

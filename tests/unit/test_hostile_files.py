@@ -402,15 +402,14 @@ def test_no_cell_of_a_table_is_computed_by_a_spreadsheet(tmp_path):
 
     path = tmp_path / "a.csv"
     harmless = ["-5", "+3.25", "a=b", "", "label", "'=1"]
-    with new_table(path, {"file": str, "label": str}) as table:
-        for text in (*FORMULAS, *harmless):
-            table.write([f"{text}.png", text])
+    with new_table(path, {"file": str, "label": str}) as write:
+        write([f"{text}.png", text] for text in (*FORMULAS, *harmless))
     with path.open(newline="") as file:
         rows = list(csv.reader(file))[1:]
     assert [label for _, label in rows] == [*(f"'{text}" for text in FORMULAS), *harmless]
     assert all(name.startswith("'") for name, _ in rows[: len(FORMULAS)])
     read = list(csv.reader(io.StringIO(confusion_csv([[1, 0], [0, 1]], FORMULAS[:2]).decode())))
     assert read[0][1:] == [row[0] for row in read[1:]] == [f"'{text}" for text in FORMULAS[:2]]
-    with new_table(tmp_path / "a.jsonl", {"label": str}) as other:
-        other.write([FORMULAS[0]])
+    with new_table(tmp_path / "a.jsonl", {"label": str}) as write:
+        write([FORMULAS[:1]])
     assert json.loads((tmp_path / "a.jsonl").read_text()) == {"label": FORMULAS[0]}
