@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from datasets.data_files import FILES_TO_IGNORE
 from PIL import Image
 
 from ravan_flwr.config.presets import place_of
@@ -80,7 +81,7 @@ def look_at_data(
     splits = every_split(name, subset, revision)
     for split_name, split in splits.items():
         check_encoding(split, f"{where}, {split_name}")
-    if "train" not in splits and len(splits) != 1:
+    if "train" not in splits and (len(splits) != 1 or "test" in splits):
         raise ValueError(
             f"{where}: got the splits {', '.join(splits)}, expected one that is called train; "
             "rename the file or the folder that clients are to train on to train"
@@ -144,8 +145,9 @@ def _check_kinds(folder: Path, where: str) -> None:
             "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
             "into one of these"
         )
-    kinds = {file.suffix.lower() for file in files} & {".csv", ".jsonl", ".parquet"}
-    if folder.is_dir() and len(kinds) > 1:
+    kinds = {file.suffix.lower() for file in files if file.name not in FILES_TO_IGNORE}
+    kinds &= {".csv", ".json", ".jsonl", ".parquet"}
+    if folder.is_dir() and len(kinds) > 1 and kinds != {".json", ".jsonl"}:  # both are read
         raise ValueError(
             f"{where}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, since "
             "only one would be read; take the others out"

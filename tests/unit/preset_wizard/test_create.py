@@ -301,6 +301,13 @@ def test_tables_of_two_kinds_are_refused(refused, bert, tmp_path):
     folder = as_lines(tmp_path / "data", ROWS)
     (tmp_path / "data" / "more.csv").write_text("text,label\na,b\n")
     assert "got files of the kinds .csv, .jsonl, expected one kind" in refused("x", folder, bert)
+    (tmp_path / "data" / "train.jsonl").rename(tmp_path / "data" / "train.json")
+    assert "got files of the kinds .csv, .json, expected one kind" in refused("x", folder, bert)
+
+
+def test_a_test_alone_is_not_what_clients_train_on(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS, "test.jsonl")
+    assert "got the splits test, expected one that is called train" in refused("x", folder, bert)
 
 
 def test_files_without_columns_are_named_with_those_that_are_read(refused, bert, tmp_path):
