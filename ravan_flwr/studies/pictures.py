@@ -28,7 +28,7 @@ from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
-from ravan_flwr.tasks import TIME
+from ravan_flwr.tasks import NO_FRACTIONS, TIME
 
 _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 
@@ -82,29 +82,34 @@ def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
     """Draw the differences of a table with planned contrasts, and where its rows end by bytes."""
+    if not table.contrasts or not rows:
+        return []
+    metric, against = rows[0].metric, table.against
+    scale, in_points, unit = (1, metric, metric) if metric in NO_FRACTIONS else (100, "points", "%")
     apart = {
-        row.row: (100 * row.apart.mean, 100 * row.apart.half)
+        row.row: (scale * row.apart.mean, scale * row.apart.half)
         for row in rows
         if row.apart and row.apart.half is not None
     }
-    if not table.contrasts or not apart:
+    if not apart:
         return []
     ends = {
         row.row: (
             statistics.mean((x.bytes_up + x.bytes_down) / 1e6 for x in row.results.values()),
-            100 * row.interval.mean,
-            100 * (row.interval.half or 0),
+            scale * row.interval.mean,
+            scale * (row.interval.half or 0),
         )
         for row in rows
     }
-    metric, against = rows[0].metric, table.against
     caption = Caption(
         f"{metric}-differences",
         f"Differences to {against}",
         f"Left: {metric} minus that of {against}, paired by seed. Right: {metric} by the "
         "megabytes that all clients sent and got. Bars: 95 % intervals.",
     )
-    return [differences(caption, apart, ends, f"minus {against}, points", "MB, up and down", "%")]
+    return [
+        differences(caption, apart, ends, f"minus {against}, {in_points}", "MB, up and down", unit)
+    ]
 
 
 class _Along(NamedTuple):

@@ -15,7 +15,9 @@ from tests.studies import fill, result
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
 
 
-def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, **table):
+def drawn(
+    tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, as_metric="accuracy", **table
+):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
         "choose": {"learning-rate": [1e-3, 3e-3], "seeds": [100, 101, 102], "extensions": 0},
@@ -27,7 +29,7 @@ def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, **table
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     study, results = read_study(path), Results(tmp_path)
-    fill(study, results, value_of)
+    fill(study, results, value_of, as_metric)
     return {chart.name: chart for chart in charts(study.tables[0], results)}
 
 
@@ -60,6 +62,17 @@ def test_planned_differences_are_drawn_with_their_intervals_beside_the_bytes(tmp
     theirs = stats.ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval()
     assert (low[0], high[0]) == pytest.approx(tuple(theirs))
     assert "all-at-once-accuracy-differences" not in drawn(tmp_path / "b", MANY[:3])
+
+
+def test_planned_differences_of_perplexities_are_no_percent(tmp_path):
+    def value(settings):
+        return 2.0 + settings["seed"] % 10 / 100 + 1.5 * (settings["method"] == "fedit")
+
+    found = drawn(tmp_path, MANY[:2], value, as_metric="perplexity", contrasts=["fedit"])
+    left, right = found["all-at-once-perplexity-differences"].figure.axes
+    (low, high), *_ = left.collections[0].get_segments()
+    assert (low[0], high[0]) == pytest.approx((1.5, 1.5))
+    assert (left.get_xlabel(), right.get_ylabel()) == ("minus ravan, perplexity", "perplexity")
 
 
 def test_spectra_are_left_out_where_no_run_directory_is_there(tmp_path):
