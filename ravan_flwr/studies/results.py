@@ -142,7 +142,8 @@ class Results:
     def failure(self, run: PlannedRun) -> str | None:
         """Find why the run failed, if it did when it was last tried."""
         line = self._lines.get(run.name, {})
-        return str(line["failed"]) if "failed" in line and line["config"] == run.digest else None
+        known = "failed" in line and line.get("config") == run.digest
+        return str(line["failed"]) if known else None
 
     def note_failure(self, run: PlannedRun, reason: str) -> None:
         """Note why the run failed."""

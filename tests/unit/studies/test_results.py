@@ -72,6 +72,12 @@ def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_pa
     assert found(Results(tmp_path), run).value() == 0.5
 
 
+def test_a_failure_with_unknown_settings_is_tried_again(path, tmp_path):
+    (run, *_) = planned(read_study(path), Results(tmp_path))
+    (tmp_path / NAME).write_text(json.dumps({"run": run.name, "failed": "no room"}) + "\n")
+    assert Results(tmp_path).failure(run) is None
+
+
 def test_a_last_line_that_was_cut_off_is_dropped(path, filled, tmp_path, caplog):
     whole = filled.read_bytes()
     filled.write_bytes(whole[:-9])
