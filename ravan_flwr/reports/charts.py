@@ -19,8 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from numpy.typing import NDArray
-from PIL import Image
 
 from ravan_flwr.messages import plain_text
 from ravan_flwr.runs.directory import write_atomically
@@ -75,12 +73,15 @@ class Chart:
 
     def png(self, origin: str = "") -> bytes:
         """Draw it for everywhere else, on white; a small line below it says whose it is."""
-        with mpl.rc_context(_DRAWN | {"savefig.transparent": False}):
-            parts = [self._pixels(self.figure)]
-            if origin:
-                parts.append(self._pixels(_line_below(origin, self.figure.get_figwidth())))
         buffer = io.BytesIO()
-        Image.fromarray(np.concatenate(parts)).save(buffer, "png", dpi=(_DPI, _DPI))
+        below = textwrap.wrap(origin, int(16 * self.figure.get_figwidth()))
+        how: dict[str, Any] = {"bbox_inches": "tight"} if below else {}
+        with mpl.rc_context(_DRAWN | {"savefig.transparent": False}):
+            line = self.figure.text(
+                0.99, 0, "\n".join(map(plain, below)), ha="right", va="top", fontsize=6.5
+            )
+            self._save(self.figure, buffer, format="png", dpi=_DPI, facecolor="white", **how)
+            line.remove()
         return buffer.getvalue()
 
     def write(self, folder: Path, origin: str = "") -> list[Path]:
@@ -91,13 +92,6 @@ class Chart:
         for path, content in written.items():
             write_atomically(path, content)
         return list(written)
-
-    def _pixels(self, figure: Figure) -> NDArray[np.uint8]:
-        """Draw a figure on white: rows of pixels, as broad as matplotlib rounds them."""
-        buffer = io.BytesIO()
-        how: dict[str, Any] = {"pil_kwargs": {"compress_level": 1}}  # it is written anew below
-        self._save(figure, buffer, format="png", dpi=_DPI, facecolor="white", **how)
-        return np.asarray(Image.open(buffer).convert("RGBA"))
 
     @staticmethod
     def _save(figure: Figure, buffer: Any, **how: Any) -> None:
@@ -114,14 +108,6 @@ def _as_attributes(style: re.Match[str]) -> str:
     """Write an SVG element's style as attributes, which a page's policy need not allow."""
     pairs = (part.partition(":") for part in style[1].split("; "))
     return "".join(f' {name.strip()}="{value.strip()}"' for name, _, value in pairs)
-
-
-def _line_below(text: str, width: float) -> Figure:
-    """Make a figure of a text, broken where it is broader than so many inches."""
-    lines = textwrap.wrap(text, int(16 * width))
-    figure = Figure(figsize=(width, 0.06 + 0.11 * len(lines)))
-    figure.text(0.99, 0.5, "\n".join(map(plain, lines)), ha="right", va="center", fontsize=6.5)
-    return figure
 
 
 def plain(text: str) -> str:
