@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import ArrayLike
 
 from ravan_flwr.messages import plain_text
 from ravan_flwr.runs.directory import write_atomically
@@ -412,19 +413,24 @@ def differences(
 
 
 def heat(
-    caption: Caption, values: Sequence[Sequence[float]], rows: Sequence[str], label: str
-) -> Chart:
-    """Draw a map of numbers, layers by heads; each cell has its number where there is room."""
+    caption: Caption, values: ArrayLike, rows: Sequence[str], columns: Sequence[str], x: str,
+    label: str, y: str = "",
+) -> Chart:  # fmt: skip
+    """Draw a map of numbers by named rows and columns, each number in its cell if there is room."""
     table = np.asarray(values, float)
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(height=max(2.6, 0.32 * len(table) + 1.0))
+        figure, axes = _figure(height=min(9.0, max(2.6, 0.32 * len(table) + 1.0)))
         top = float(table.max()) or 1.0
         draw_map(figure, axes, table, label, vmax=top)
-        step = -(-len(table) // 40)  # of many layers some have their names
-        named = [plain(row) for row in rows[::step]]
-        axes.set_xticks(range(table.shape[1]), [str(head) for head in range(table.shape[1])])
-        axes.set_yticks(range(0, len(table), step), named, fontsize=10)
-        axes.set_xlabel("head")
+        # Of many, some have their names.
+        down, across = max(1, -(-len(rows) // 40)), -(-len(columns) // 25)
+        long = max(map(len, columns)) > 3
+        axes.set_yticks(range(0, len(rows), down), [*map(plain, rows[::down])], fontsize=10)
+        axes.set_xticks(
+            range(0, len(columns), across), [*map(plain, columns[::across])],
+            rotation=45 * long, ha="right" if long else "center",
+        )  # fmt: skip
+        _name(axes, x, y)
         if table.shape[1] <= 8 and len(table) <= 40:
             _write_cells(axes, table, table / top, "{:.3g}", 10)
     return Chart(*caption, figure)
@@ -462,14 +468,13 @@ def confusion(
 
 def draw_map(
     figure: Figure, axes: Axes, table: np.ndarray, label: str, *, vmax: float | None = None,
-    extent: tuple[float, float, float, float] | None = None, aspect: Any = "auto", **bar: Any,
+    aspect: Any = "auto", **bar: Any,
 ) -> None:  # fmt: skip
     """Draw a table as a map of colours, with their scale beside it."""
     axes.grid(visible=False)
     image = axes.imshow(
-        table, vmin=0, vmax=vmax, extent=extent, aspect=aspect, cmap="viridis",
-        interpolation="nearest",
-    )  # fmt: skip
+        table, vmin=0, vmax=vmax, aspect=aspect, cmap="viridis", interpolation="nearest"
+    )
     scale: Any = figure.colorbar(image, ax=axes, label=label, **bar)
     scale.outline.set_visible(False)
 

@@ -1,22 +1,18 @@
-"""Draw the partition: classes by client as a map, and beside it how many examples each has."""
+"""Draw the partition: classes by client as a map; without classes how many examples each has."""
 
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ravan_flwr.messages import plain_text
-from ravan_flwr.reports.charts import COLOURS, STYLE, Chart, draw_map, plain
-from ravan_flwr.reports.partition import Assignment, PartitionReport
+from ravan_flwr.reports.charts import INK, Caption, Chart, bars, heat, plain
+from ravan_flwr.reports.partition import Assignment
 from ravan_flwr.runs.directory import write_atomically
 
 FORMS = (".png", ".svg")
 NUMBERED = 60  # clients that keep their places; more are sorted
 LINES = 1000  # of the map; of more clients, neighbours are drawn as their mean
+BARS = 200  # without classes; of more clients, neighbours are drawn as their mean
 NAMED = 25  # classes that are named below the map
 LETTERS = 14  # of such a name
 
@@ -45,68 +41,31 @@ def draw(assigned: Assignment) -> Chart:
     Nor is any value of a column that is not the task's label, since these may be users.
     """
     found, config = assigned.report, assigned.config
-    number = len(found.sizes)
-    order = np.arange(number) if number <= NUMBERED else found.in_order()
+    number, few = len(found.sizes), len(found.sizes) <= NUMBERED
+    order = np.arange(number) if few else found.in_order()
     title = plain_text.plain(f"{config.preset}: {number:,} clients, {config.partition}")
-    about = f"{title}: how many examples each client has"
-    with mpl.rc_context(STYLE):
-        height = min(9.0, max(3.2, 0.16 * number + 1.6))
-        figure = Figure(figsize=(9.0 if found.classes else 5.2, height))
-        figure.suptitle(plain(title), fontsize=11)
-        if found.classes:
-            about += ", and of which " + ("classes" if assigned.by_label else _counted(assigned))
-            left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-            _map(figure, left, found, order, named=assigned.by_label)
-            left.set_xlabel("class" if assigned.by_label else plain(_counted(assigned)))
-        else:
-            left = right = figure.subplots()
-        _sizes(right, found.sizes[order])
-        left.set_ylabel("client" if number <= NUMBERED else _sorted(assigned))
-        left.yaxis.set_major_locator(MaxNLocator(integer=True))
-        left.set_ylim(number - 0.5, -0.5)
-    return Chart("partition", title, about, figure, broad=True)
-
-
-def _counted(assigned: Assignment) -> str:
-    return f"values of {assigned.classes!r}"
-
-
-def _sorted(assigned: Assignment) -> str:
-    if not assigned.report.classes:
-        return "clients, by size"
-    return f"clients, by their largest {'class' if assigned.by_label else 'value'}"
-
-
-def _map(
-    figure: Figure, axes: Axes, found: PartitionReport, order: np.ndarray, *, named: bool
-) -> None:
-    """Draw which share of each client's examples is of which class, by name or by number."""
-    number, classes = found.counts.shape
-    lines = np.array_split(found.shares[order], min(number, LINES))
-    table = np.stack([part.mean(0) for part in lines])
-    extent = (-0.5, classes - 0.5, number - 0.5, -0.5)
-    label = "share of the client's examples"
-    draw_map(figure, axes, table, label, extent=extent, location="left")
-    if named and classes <= NAMED:
-        names = [plain_text.plain(name, LETTERS) for name in found.classes]
-        long = max(map(len, names)) > 3
-        slanted: dict[str, Any] = {"rotation": 45, "ha": "right"} if long else {}
-        axes.set_xticks(range(classes), [plain(name) for name in names], fontsize=9, **slanted)
+    if found.classes:
+        kind = "class" if assigned.by_label else "value"
+        about = f"{title}: which share of each client's examples is of which {kind}"
+        shares = found.shares
+        parts = np.array_split(order, min(number, LINES))
+        names = [str(place) for place in range(len(found.classes))]
+        if assigned.by_label and len(names) <= NAMED:
+            names = [plain_text.plain(name, LETTERS) for name in found.classes]
+        chart = heat(
+            Caption("partition", title, about),
+            np.stack([shares[part].mean(0) for part in parts]),
+            [f"{client} ({size:,})" for client, size in enumerate(found.sizes) if few],
+            names,
+            x="class" if assigned.by_label else f"values of {assigned.classes!r}",
+            y="client (examples)" if few else f"clients, by their largest {kind}",
+            label="share of the client's examples",
+        )
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _sizes(axes: Axes, sizes: np.ndarray) -> None:
-    """Draw how many examples each client has."""
-    places = np.arange(len(sizes))
-    if len(sizes) <= NUMBERED:
-        axes.barh(places, sizes, color=COLOURS[0], height=0.8)
-    else:  # thousands of bars would be as many shapes
-        axes.stairs(
-            sizes, np.arange(len(sizes) + 1) - 0.5, orientation="horizontal", fill=True,
-            color=COLOURS[0],
-        )  # fmt: skip
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, None)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.set_xlabel("examples")
+        about = f"{title}: how many examples each client has"
+        parts = np.array_split(np.arange(number), min(number, BARS))
+        sizes = {str(part[0]): float(found.sizes[order[part]].mean()) for part in parts}
+        x = "client" if few else "clients, by size"
+        chart = bars(Caption("partition", title, about), sizes, x, "examples")
+    chart.figure.suptitle(plain(title), fontsize=11, color=INK)
+    return chart

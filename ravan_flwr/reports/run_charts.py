@@ -89,13 +89,14 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     times = run.heads_trained(known) if _has_heads(run) else []
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
+        heads = [str(head) for head in range(len(times[0]))]
         caption = Caption(
             f"{prefix}heads",
             "How often each head was trained",
             "A head is one of the parallel parts of a layer's adapter. For each layer and head: "
             "the number of clients' replies with that head.",
         )
-        charts.append(heat(caption, times, layers, "replies"))
+        charts.append(heat(caption, times, layers, heads, "head", "replies"))
     if norms:
         caption = Caption(
             f"{prefix}norms",
@@ -103,7 +104,8 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
             "The Frobenius norm of the matrix that each head adds to its layer's weight, after "
             "the last round. A LoRA counts as one head.",
         )
-        charts.append(heat(caption, list(norms.values()), layers, "norm"))
+        heads = [str(head) for head in range(known)]
+        charts.append(heat(caption, list(norms.values()), layers, heads, "head", "norm"))
     return [
         *charts,
         *_spread_over_clients(run, prefix),
