@@ -1,7 +1,7 @@
 """Create a preset for a task of one's own, and report what was found."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, look_a
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.templates import filled
 
-_WIDTH = 110  # columns of a line of labels
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
 
@@ -31,14 +30,7 @@ def preset_text(
     name: str, data: DataSummary, model: ModelSummary, preset: str, clients: int = 0
 ) -> str:
     """Write the file; `preset` is how commands name it, 0 clients as many as the data feed."""
-    spec = data.spec
-    splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
-    usual = splits == {"train": "train", "test": "test"}
-    covered = ""
-    if model.lengths is not None:
-        covered = f"{COVERED} % have {model.lengths.covered} at most"
-        if model.lengths.covered > model.max_length:
-            covered += ", the model reads no more"
+    task = TASKS[model.task]
     return filled(
         Path(__file__).with_name("preset.yaml.jinja"),
         {"text": _text},
@@ -46,15 +38,10 @@ def preset_text(
         preset=preset,
         data=data,
         model=model,
-        spec=spec,
-        columns=_mapping(dict(spec.columns)),
-        splits="" if usual else _mapping(splits),
-        prompts=[] if spec.prompts == ("{prompt}",) else spec.prompts,
-        of_what="of each class, " if spec.labels else "",
-        writes=bool(TASKS[model.task].target_length),
-        covered=covered,
-        labels=_labels(spec.labels),
-        run=run_defaults(TASKS[model.task]) | run_of(data, clients),
+        spec=data.spec,
+        task=task,
+        most=COVERED,
+        run=run_defaults(task) | run_of(data, clients),
         budgets=LORA_RANK,
     )
 
@@ -73,21 +60,6 @@ def run_of(data: DataSummary, asked: int = 0) -> dict[str, int]:
         "clients-per-round": min((asked and most) or chosen, clients),
         "local-steps": max(5, min(steps, twice)),
     }
-
-
-def _labels(labels: Sequence[str]) -> str:
-    """List the labels, with line breaks between them alone."""
-    lines, line = [], "    ["
-    for label in map(_text, labels):
-        if len(line) + len(label) > _WIDTH and not line.endswith("["):
-            lines.append(line.rstrip())
-            line = "     "
-        line += f"{label}, "
-    return "\n".join([*lines, line.removesuffix(", ") + "]"])
-
-
-def _mapping(values: dict[str, str]) -> str:
-    return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in values.items()) + "}"
 
 
 def _text(value: str) -> str:
