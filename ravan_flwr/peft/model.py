@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -61,12 +60,13 @@ class RavanModel(BaseTuner):
         names = [name for name, _ in model.named_modules()]
         if any(self._check_target_module_exists(peft_config, name) for name in names):
             return
-        _check_blocks(peft_config, names)
-        given = {"target_modules": sorted(targets) if isinstance(targets, set) else targets}
-        for option in ("exclude_modules", "layers_to_transform", "layers_pattern"):
-            if (value := getattr(peft_config, option)) is not None:
-                given[option] = sorted(value) if isinstance(value, set) else value
-        told = ", ".join(f"{name} = {value!r}" for name, value in given.items())
+        options = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        given = {name: getattr(peft_config, name) for name in options}
+        told = ", ".join(
+            f"{name} = {sorted(value) if isinstance(value, set) else value!r}"
+            for name, value in given.items()
+            if value is not None
+        )
         linear = (nn.Linear, Conv1D, RavanLinear)
         ends = {
             n.rpartition(".")[2]: None for n, m in model.named_modules() if isinstance(m, linear)
@@ -74,7 +74,7 @@ class RavanModel(BaseTuner):
         raise ValueError(
             f"no layer of this {type(model).__name__} to adapt: got {told}, expected the ends of "
             f"names of linear layers, such as {', '.join(ends) or 'none here'}, a regular "
-            "expression of whole names, or 'all-linear'; change target_modules"
+            "expression of whole names, or 'all-linear', and blocks that the model has; change them"
         )
 
     def _create_and_replace(
@@ -95,27 +95,6 @@ class RavanModel(BaseTuner):
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
-
-
-def _check_blocks(config: Any, names: list[str]) -> None:
-    """Raise ValueError if targets are there, but in none of the blocks that are asked for."""
-    if config.layers_to_transform is None:
-        return
-    everywhere = copy(config)
-    everywhere.layers_to_transform = None
-    blocks = {
-        int(part)
-        for name in names
-        if RavanModel._check_target_module_exists(everywhere, name)
-        for part in name.split(".")
-        if part.isdecimal()
-    }
-    if blocks:
-        raise ValueError(
-            f"layers_to_transform = {config.layers_to_transform!r}: the target modules are in "
-            f"blocks {min(blocks)} to {max(blocks)} of this model, expected some of these; change "
-            "layers_to_transform"
-        )
 
 
 def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
