@@ -21,14 +21,21 @@ text files only.
 """
 
 import argparse
+import base64
+import hashlib
+import json
 import logging
+import zlib
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ravan_flwr.training.bundled import FORMAT
 from scripts.pretraining import Glyph, evenly, log, normalise, render, small_vit, stacked, train
 
 # Upper and lower case that differ only in size are one class, since size is normalised.
@@ -130,6 +137,22 @@ def accuracy(model: nn.Module, glyphs: Tensor, labels: Tensor, generator: torch.
     return right / len(labels)
 
 
+def encode_backbone(
+    config: dict[str, Any], state: dict[str, Tensor], origin: dict[str, Any]
+) -> str:
+    """Write the text of a backbone file: how it was made, its configuration, its weights."""
+    halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in state.items()}
+    weights = safetensors.torch.save(halves)
+    content = {
+        "format": FORMAT,
+        "origin": origin,
+        "config": config,
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "safetensors": base64.b85encode(zlib.compress(weights, 9)).decode("ascii"),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
 def main() -> None:
     """Render, train, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -183,8 +206,6 @@ def main() -> None:
         learning_rate=arguments.learning_rate,
         report=lambda: f"accuracy on held-out fonts {measured():.3f}",
     )
-
-    from ravan_flwr.training.bundled import encode_backbone
 
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()

@@ -1,4 +1,4 @@
-"""Read and write backbones that travel with the app: a `transformers` model in one JSON file.
+"""Read backbones that travel with the app: a `transformers` model in one JSON file.
 
 A Flower app bundle carries text files only, and does not compress them. So the weights are
 safetensors, compressed, in base85. They are kept in float16 and widened to float32, which is exact:
@@ -13,26 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 FORMAT = "ravan-flwr-backbone/2"
-
-
-def encode_backbone(
-    config: dict[str, Any], state: dict[str, Tensor], origin: dict[str, Any]
-) -> str:
-    """Write the text of a backbone file: how it was made, its configuration, its weights."""
-    halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in state.items()}
-    weights = safetensors.torch.save(halves)
-    content = {
-        "format": FORMAT,
-        "origin": origin,
-        "config": config,
-        "sha256": hashlib.sha256(weights).hexdigest(),
-        "safetensors": base64.b85encode(zlib.compress(weights, 9)).decode("ascii"),
-    }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.specs import ModelSpec
-from ravan_flwr.training.bundled import encode_backbone, read_backbone, read_backbone_config
+from ravan_flwr.training.bundled import read_backbone, read_backbone_config
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import (
     LocalSteps,
@@ -25,6 +25,7 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_fingerprint, build_network
+from scripts.pretrain_digits_vit import encode_backbone
 from testing.tiny import save_model
 
 
