@@ -27,8 +27,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARE_FOR_EXAMPLE = '--federation-config "... client-resources-num-gpus=0.25"'
 _COLUMNS = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
-# CUDA's major version -> the oldest driver that it works with, by its release notes.
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 # Prints what nvidia-smi would. The GPU of a Jetson has the machine's memory, of which CUDA calls
 # free only what no cache of files is in.
 _ASK_PYTORCH = """
@@ -123,24 +121,6 @@ def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.e
     return len(_ask(environment, "--list-gpus"))  # as under WSL
 
 
-def _old_driver(cuda: str, driver: Path, environment: Mapping[str, str]) -> str:
-    """Say that the driver is too old for PyTorch's version of CUDA; "" if it is not, as known."""
-    try:
-        text = (driver.parent / "version").read_text()
-    except OSError:  # as under WSL
-        lines = _ask(environment, "--query-gpu=driver_version", "--format=csv,noheader")
-        text = lines[0] if lines else ""
-    found = re.search(r"\b(\d{3,})\.\d+", text)
-    needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
-    if found is None or needed is None or int(found[1]) >= needed:
-        return ""
-    return (
-        f"NVIDIA's driver is version {found[1]}, but this PyTorch is built for CUDA {cuda}, which "
-        f"needs {needed} or newer; update the driver, or install PyTorch's wheels for an older "
-        "CUDA (pytorch.org)"
-    )
-
-
 def unused_gpus(
     cuda: str | None, driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
 ) -> str | None:
@@ -160,12 +140,11 @@ def unused_gpus(
         )
     elif VISIBLE in environment:
         reason = f"{VISIBLE}={environment[VISIBLE]!r} hides them; unset it, or name some there"
-    elif old := _old_driver(cuda, driver, environment):
-        reason = old
     else:
         reason = (
-            "CUDA cannot use them; see whether nvidia-smi lists them, and start a container with "
-            "--gpus all"
+            f"CUDA {cuda} cannot use them; where PyTorch warns that the driver is too old, update "
+            "it, or install PyTorch's wheels for an older CUDA (pytorch.org); else see whether "
+            "nvidia-smi lists them, and start a container with --gpus all"
         )
     return (
         f"this process computes on the CPU, but the machine has {number} "
