@@ -60,7 +60,8 @@ class Vision(Classification):
                 try:
                     image_of(value, Path())
                 except UnreadableError as error:
-                    wrong.append(f"{value['path'] or 'one without a name'} ({error})")
+                    name = (value or {}).get("path") or "one without a name"
+                    wrong.append(f"{name} ({error})")
             listed = "; ".join(wrong[:10]) + ("; ..." if len(wrong) > 10 else "")
             raise ValueError(
                 f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole "
@@ -203,10 +204,13 @@ def _rgb(image: Any) -> Any:
 
 
 def _images(values: Sequence[Any], feature: Any) -> list[Any]:
-    """Read images that are files; anything else stays as it is."""
+    """Read images that are files, and refuse missing ones; anything else stays as it is."""
     if not isinstance(feature, datasets.Image):
         return list(values)
-    images = [image_of(value, Path()) if isinstance(value, dict) else value for value in values]
+    images = [
+        image_of(value, Path()) if value is None or isinstance(value, dict) else value
+        for value in values
+    ]
     return [image.convert(feature.mode) if feature.mode else image for image in images]
 
 

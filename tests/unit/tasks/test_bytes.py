@@ -1,9 +1,11 @@
 """Images without a processor are kept as bytes, and computed with as numbers from -1 to 1."""
 
+import io
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -73,6 +75,17 @@ def test_a_prediction_sees_the_pixels_of_the_training():
     pictures, made = [Image.fromarray(one) for one in colours], task(channels=3)
     seen = logits_of(made, made.encode(examples(pictures, datasets.Image())))
     assert np.array_equal(seen.numpy(), made.inputs({"image": pictures})["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", [None, "L"])
+def test_a_missing_image_is_named_as_such(mode):
+    feature = datasets.Image(mode, decode=False)
+    content = io.BytesIO()
+    Image.fromarray(GREYS[0]).save(content, "png")
+    values = [{"bytes": content.getvalue(), "path": None}, None]
+    told = r"images: 1 of 2 cannot be read: one without a name \(its image is missing\); expected"
+    with pytest.raises(ValueError, match=told):
+        task().encode(examples(values, feature))
 
 
 def test_arrays_of_numbers_up_to_one_are_kept_as_they_were():
