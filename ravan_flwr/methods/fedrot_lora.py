@@ -30,6 +30,7 @@ _NOTHING = 1e-6  # of a matrix's norm: directions below it are left unturned
 class FedRotLora(LoraMethod):
     """Keep the state {"B", "A"}; an upload is the same."""
 
+    period = 2
     aligned = "A"  # the factor that is turned to that of the state
 
     def in_round(self, number: int) -> "FedRotLora":

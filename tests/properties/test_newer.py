@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import affordable
+from ravan_flwr.methods import METHODS, affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate
@@ -391,6 +391,18 @@ def test_a_flora_round_that_nobody_took_part_in_begins_again():
     assert aggregate(method, state, [])["rounds"].tolist() == [1]
     with pytest.raises(ValueError, match=r"got tensors .*expected 'rounds' among them"):
         method.load(adapters, {k: v for k, v in state.items() if k != "rounds"})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rounds_repeat_after_the_period(name):
+    method, _ = build(name)
+
+    def plain(number):
+        values = vars(method.in_round(number)).items()
+        return {key: value for key, value in values if isinstance(value, str | tuple)}
+
+    for number in (1, 2):
+        assert plain(number) == plain(number + method.period)
 
 
 # FedRot-LoRA
