@@ -89,30 +89,25 @@ class FedPLora(NormLimits, PartOfRanks):
 
 
 class ModuleMeans:
-    """Keep the sums of every module's B_j and A_j, and one weight for both."""
+    """Keep the sums of every module's B_j and A_j, and what the uploads that had them weigh."""
 
     def __init__(self, method: FedPLora, state: Tensors) -> None:
         self.method, self.state = method, state
-        self.sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in state.items()}
-        self.weight = torch.zeros(method.rank, dtype=torch.float64)
+        self.sums, self.weights = (
+            {name: torch.zeros_like(old, dtype=torch.float64) for name, old in state.items()}
+            for _ in range(2)
+        )
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's modules."""
-        chosen, split = self.method.modules(upload), self.method.split
-        for B, A, new_B, new_A in zip(*split(self.sums), *split(upload), strict=True):
-            B[:, chosen] += weight * new_B.double()
-            A[chosen] += weight * new_A.double()
-        self.weight[chosen] += weight
+        for name, tensor in self.method.expand_upload(upload, self.state).items():
+            self.sums[name] += weight * tensor.double().nan_to_num(0.0)
+            self.weights[name] += weight * (~tensor.isnan()).double()
 
     def close(self) -> Tensors:
         """Make the next state."""
-        split, trained = self.method.split, self.weight > 0
-        weight = torch.where(trained, self.weight, 1.0)
-        Bs, As = [], []
-        for B, A, old_B, old_A in zip(*split(self.sums), *split(self.state), strict=True):
-            Bs.append(torch.where(trained, (B / weight).float(), old_B))
-            As.append(torch.where(trained[:, None], (A / weight[:, None]).float(), old_A))
-        return self.method.pack(Bs, As)
+        means = {name: (total / self.weights[name]).float() for name, total in self.sums.items()}
+        return {n: torch.where(w > 0, means[n], self.state[n]) for n, w in self.weights.items()}
 
 
 class ParallelLoRALinear(LoRALinear):
