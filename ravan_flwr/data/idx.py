@@ -89,7 +89,7 @@ def _read(path: Path, what: str) -> np.ndarray:
             file.seek(0)
             with gzip.open(file) if packed else file as content:
                 return _array(path, cast(BinaryIO, content), what)
-    except (OSError, EOFError, zlib.error) as error:  # of the disk, or of what was packed
+    except (OSError, EOFError, zlib.error, struct.error) as error:  # of the disk, or too short
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
             "file, plain or gzipped; restore it"
@@ -98,23 +98,14 @@ def _read(path: Path, what: str) -> np.ndarray:
 
 def _array(path: Path, file: BinaryIO, what: str) -> np.ndarray:
     """Read the header, check it, and read what it promises."""
-    dimensions = DIMENSIONS[what]
-    begin, magic = file.read(4), bytes([0, 0, _BYTES, dimensions])
-    if begin != magic:
-        raise ValueError(
-            f"data {path}: it begins with {begin.hex(' ') or 'nothing'}, expected "
-            f"{magic.hex(' ')}, an IDX file of {what} as bytes; restore it"
-        )
-    header = file.read(4 * dimensions)
-    if len(header) < 4 * dimensions:
-        raise ValueError(f"data {path}: it ends within its header; restore it")
-    sizes = struct.unpack(f">{dimensions}I", header)
-    size = math.prod(sizes)
-    if not all(sizes) or sizes[0] > MOST_EXAMPLES or size > MOST_BYTES:
+    number = DIMENSIONS[what]
+    begin, *sizes = struct.unpack(f">4s{number}I", file.read(4 + 4 * number))
+    magic, size = bytes([0, 0, _BYTES, number]), math.prod(sizes)
+    if begin != magic or not size or sizes[0] > MOST_EXAMPLES or size > MOST_BYTES:
         shape = " x ".join(f"{side:,}" for side in sizes)
         raise ValueError(
-            f"data {path}: its header says {shape}, expected 1 to {MOST_EXAMPLES:,} {what}, of "
-            f"{MOST_BYTES:,} bytes at most; restore it"
+            f"data {path}: its header says {begin.hex(' ')} and {shape}, expected {magic.hex(' ')} "
+            f"(bytes), 1 to {MOST_EXAMPLES:,} {what} and {MOST_BYTES:,} bytes at most; restore it"
         )
     content = file.read(size + 1)
     if len(content) != size:

@@ -140,20 +140,21 @@ def test_a_preset_for_them_is_not_drafted(folder):
 
 IMAGES = digits(40)[0]
 GOOD = idx_file(IMAGES)
+SAYS = "its header says 00 00 08 03 and"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        (TRAIN, b"", "it begins with nothing, expected 00 00 08 03"),
-        (TRAIN, b"\x89PNG\r\n", "it begins with 89 50 4e 47, expected 00 00 08 03"),
-        (TRAIN, idx_file(digits(40)[1]), "it begins with 00 00 08 01, expected 00 00 08 03"),
-        (TRAIN, b"\0\0\x0d\x03" + GOOD[4:], "it begins with 00 00 0d 03"),  # floats
-        (TRAIN, GOOD[:9], "it ends within its header"),
+        (TRAIN, b"", r"it cannot be read \(error: unpack requires a buffer of 16"),
+        (TRAIN, b"\x89PNG" * 4, "its header says 89 50 4e 47 and .*, expected 00 00 08 03"),
+        (TRAIN, idx_file(digits(40)[1]), "its header says 00 00 08 01 and .* expected 00 00 08 03"),
+        (TRAIN, b"\0\0\x0d\x03" + GOOD[4:], "its header says 00 00 0d 03 and 40"),  # floats
+        (TRAIN, GOOD[:9], r"it cannot be read \(error: unpack requires a buffer of 16"),
         (TRAIN, GOOD[:-1], "got 31,359 bytes after its header, expected 31,360"),
         (TRAIN, GOOD + b"\0", "got more after its header, expected 31,360"),
-        (TRAIN, idx_file(IMAGES, (40, 0, 28)), "its header says 40 x 0 x 28, expected 1 to"),
-        (TRAIN, idx_file(IMAGES, (2**32 - 1,) * 3), "its header says 4,294,967,295 x 4,294"),
+        (TRAIN, idx_file(IMAGES, (40, 0, 28)), f"{SAYS} 40 x 0 x 28, expected .*, 1 to"),
+        (TRAIN, idx_file(IMAGES, (2**32 - 1,) * 3), f"{SAYS} 4,294,967,295 x 4,294"),
         (TRAIN, idx_file(IMAGES[:39]), "got 39 images, but 40 labels in train-labels"),
         (LABELS, idx_file(digits(39)[1]), "got 40 images, but 39 labels in train-labels"),
         (TRAIN, gzip.compress(GOOD)[:-9], r"it cannot be read \(EOFError"),
@@ -188,7 +189,7 @@ def test_no_more_is_unpacked_than_the_header_says(folder, monkeypatch):
 
 def test_a_header_that_promises_too_much_is_refused_before_it_is_read(folder, monkeypatch):
     monkeypatch.setattr(idx, "MOST_BYTES", 30_000)
-    with pytest.raises(ValueError, match=r"its header says 40 x 28 x 28, expected .* 30,000 bytes"):
+    with pytest.raises(ValueError, match=f"{SAYS} 40 x 28 x 28, expected .* 30,000 bytes"):
         load_splits(spec_of(folder))
 
 
