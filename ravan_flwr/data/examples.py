@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.hub import load_data, no_bars
+from ravan_flwr.data.rows import found_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -123,21 +124,13 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
 
     A column may be called as in the preset, or by its role already.
     """
-    found = {}
-    for role, column in spec.columns:
-        there = next((name for name in (column, role) if name in examples.column_names), None)
-        if there is None:
-            raise ValueError(
-                f"{where}: got the columns {examples.column_names}, expected {column!r}"
-                + (f" or {role!r}" if role != column else "")
-                + " among them; rename one"
-            )
-        found[there] = role
-    kept, other = [*found], spec.partition_by
-    if other not in dict(spec.columns) and other in examples.column_names:
-        kept = list(dict.fromkeys([*kept, other]))
-    renamed = {column: role for column, role in found.items() if column != role}
-    return examples.select_columns(kept).rename_columns(renamed)
+    columns, other = dict(spec.columns), spec.partition_by
+    names = found_columns(examples.column_names, columns, where)
+    kept = dict.fromkeys(names.values())
+    if other not in columns and other in examples.column_names:
+        kept[other] = None
+    renamed = {name: role for role, name in names.items() if name != role}
+    return examples.select_columns([*kept]).rename_columns(renamed)
 
 
 # A data set of the hub may spell a class otherwise than the preset: its number tells, then. Not so

@@ -26,7 +26,6 @@ from ravan_flwr.files import check_file
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 _AT_A_TIME = 256  # rows of a parquet file
 _LONGEST = 2**24  # characters of a line, or bytes: a text may be long
-csv.field_size_limit(_LONGEST)
 
 
 class UnreadableError(Exception):
@@ -107,35 +106,36 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
 def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
     # What is no UTF-8 becomes halves of characters, which are found value by value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        lines = csv.reader(_lines(path, file))
-        try:
-            header = next(lines, [])
-        except csv.Error as error:
-            raise ValueError(
-                f"data = {str(path)!r}: it is no CSV ({error}), expected a line with the names of "
-                "its columns first; correct it"
-            ) from None
-        names = _found(path, header, columns)
+        lines = _fields(path, file)
+        header = next(lines, [])
+        names = found_columns(header, columns, f"data = {str(path)!r}")
         places = {role: header.index(name) for role, name in names.items()}
         yield None
-        number = 0
-        while True:
-            try:
-                fields = next(lines)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                number += 1
-                yield Row(number, {}, f"it is no line of CSV: {error}")
-                continue
-            if not fields:  # an empty line
-                continue
-            number += 1
+        for number, fields in enumerate(filter(None, lines), start=1):  # no empty ones
             if len(fields) == len(header):
                 yield Row(number, {role: fields[place] for role, place in places.items()})
             else:
                 got = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
                 yield Row(number, {}, got)
+
+
+def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
+    """Read the fields of each line of CSV; other readers of the process keep their own limit."""
+    lines = csv.reader(_lines(path, file))
+    while True:
+        before = csv.field_size_limit(_LONGEST)
+        try:
+            fields = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(
+                f"data = {str(path)!r}: line {lines.line_num} is no CSV ({error}), expected "
+                f"fields of {_LONGEST:,} characters at most; correct it"
+            ) from None
+        finally:
+            csv.field_size_limit(before)
+        yield fields
 
 
 def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
@@ -181,7 +181,8 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
         raise ValueError(
             f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
         ) from None
-    names, number = _found(path, file.schema_arrow.names, columns), 0
+    names = found_columns(file.schema_arrow.names, columns, f"data = {str(path)!r}")
+    number = 0
     yield None
     with file:
         try:
@@ -203,14 +204,14 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 }
 
 
-def _found(path: Path, there: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Find the columns in a table's header: role -> name."""
+def found_columns(there: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
+    """Find the columns of a table: role -> name, which may be the role; ValueError without one."""
     names = {}
     for role, column in columns.items():
         name = next((name for name in (column, role) if name in there), None)
         if name is None:
             raise ValueError(
-                f"data = {str(path)!r}: got the columns {_listed(there)}, expected {column!r}"
+                f"{where}: got the columns {_listed(there)}, expected {column!r}"
                 + (f" or {role!r}" if role != column else "")
                 + " among them; rename one"
             )

@@ -113,7 +113,7 @@ def test_a_folder_that_changed_is_read_again(rows, tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"label": ["positive"]}, r"got the columns \['label'\], expected 'sentence' or 'text'"),
+        ({"label": ["positive"]}, "got the columns 'label', expected 'sentence' or 'text'"),
         ({"sentence": [], "label": []}, "got no example, expected some"),
     ],
 )

@@ -77,6 +77,20 @@ def test_a_bad_line_of_csv_costs_itself(tmp_path):
     assert len(told[6]) == 0  # a text may be long
 
 
+def test_a_field_without_an_end_is_refused_and_csv_has_its_own_limit_again(tmp_path):
+    """The limit is one for the process, and other programs read CSV as well."""
+    limit = csv.field_size_limit()
+    with (tmp_path / "a.csv").open("w") as file:
+        file.write('sentence\ngood\n"')
+        file.writelines("x" * 2**20 + "\n" for _ in range(17))
+    rows = rows_of(tmp_path / "a.csv", TEXT)
+    assert next(rows).values == {"text": "good"}
+    assert csv.field_size_limit() == limit < 2**20
+    with pytest.raises(ValueError, match=r"line \d+ is no CSV .*expected fields of 16,777,216"):
+        next(rows)
+    assert csv.field_size_limit() == limit
+
+
 def test_a_bad_line_of_json_costs_itself(tmp_path):
     lines = [
         '{"sentence": "good"}', "{", "[1]", "{}", '{"sentence": 5}', '{"sentence": null}',
