@@ -17,13 +17,12 @@ from typing import Any
 import datasets
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ravan_flwr.data.other_examples import roles_of_choices
 from ravan_flwr.data.rows import UnreadableError, text_of
 from ravan_flwr.specs import QuestionSpec
 from ravan_flwr.tasks.forms import Written, roles_in
-from ravan_flwr.tasks.token_loss import block_rows, hidden_states, logits_of
+from ravan_flwr.tasks.token_loss import losses_at
 from ravan_flwr.tasks.tokens import report_cut_examples, report_skipped_examples, tokens_of
 
 TOKENS = 16_384  # that are read at a time
@@ -250,10 +249,5 @@ def _scored(network: Any, batch: Sequence[_Text], device: torch.device) -> tuple
         for place, token in enumerate(choice)
     ]
     positions, targets, owners = torch.tensor(places).T
-    hidden = hidden_states(network, ids.to(device)).flatten(0, 1)
-    hidden, rows = hidden.index_select(0, positions.to(device)), block_rows(network.config)
-    found = [
-        -F.cross_entropy(logits_of(network, some).float(), right, reduction="none")
-        for some, right in zip(hidden.split(rows), targets.to(device).split(rows), strict=True)
-    ]
-    return owners, torch.cat(found)
+    given = ids.to(device), positions.to(device), targets.to(device)
+    return owners, -torch.cat(losses_at(network, *given, "none"))

@@ -27,30 +27,32 @@ BLOCK = 2**27  # bytes of the logits of a block, in float32
 
 
 def summed_loss(
-    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor,
-    attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Sum -log p of the targets, which follow the tokens at these positions of all texts."""
-    hidden = hidden_states(network, input_ids, attention_mask, position_ids)
-    hidden = hidden.flatten(0, 1).index_select(0, positions)
-    blocks = _in_blocks(network, hidden, targets, "sum")
+    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, **where: Tensor
+) -> Tensor:
+    """Sum -log p of the targets of all texts, as `losses_at` has them."""
+    blocks = losses_at(network, input_ids, positions, targets, "sum", **where)
     return sum(blocks[1:], start=blocks[0])
 
 
 def losses_of_texts(
-    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor,
-    attention_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, **where: Tensor
+) -> Tensor:
     """Sum -log p of the targets of each text, (texts,)."""
-    hidden = hidden_states(network, input_ids, attention_mask)
-    hidden = hidden.flatten(0, 1).index_select(0, positions)
-    by_token = torch.cat(_in_blocks(network, hidden, targets, "none"))
+    by_token = torch.cat(losses_at(network, input_ids, positions, targets, "none", **where))
     texts, length = input_ids.shape
     return by_token.new_zeros(texts).index_add(0, positions // length, by_token)
 
 
-def _in_blocks(network: Any, hidden: Tensor, targets: Tensor, reduction: str) -> list[Tensor]:
-    """Compute the loss block by block; each is computed again in the backward pass."""
+def losses_at(
+    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, reduction: str,
+    **where: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Compute -log p of the targets, which follow the tokens at these positions of all texts.
+
+    It is done block by block, and each is computed again in the backward pass. `where` is as for
+    `hidden_states`.
+    """
+    hidden = hidden_states(network, input_ids, **where).flatten(0, 1).index_select(0, positions)
     rows = block_rows(network.config)
     if len(targets) <= rows:
         return [_block(network, hidden, targets, reduction)]
