@@ -179,7 +179,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
             f"                {keys.up:,} bytes up and {keys.down:,} down of a round of {most}; "
             "each is asked 5 times",
         ]
-    return [*lines, "", *_assumed(config)]
+    return [*lines, "", _assumed(config)]
 
 
 def _sent(config: Config, built: Skeleton, there: int) -> tuple[list[str], int]:
@@ -235,29 +235,13 @@ def _end(config: Config, built: Skeleton, before: int) -> list[str]:
     return lines
 
 
-def _assumed(config: Config) -> list[str]:
-    """Say what the numbers assume, and what they leave out."""
+def _assumed(config: Config) -> str:
+    """Say what the numbers assume."""
     batch = [f"{config.batch_size}"]
     batch += [f"{config.micro_batch_size} at a time"] if config.micro_batch_size else []
     tokens = config.micro_batch_tokens
     batch += [f"{tokens:,} tokens at a time"] if tokens else []
-    lines = [
-        f"Assumed: batches of {', '.join(batch)}, Adam. model: backbone and bases.",
-        "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
-        "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
-        "and with gradient checkpointing what one block computes again; of a language model's",
-        "logits as many as are computed at a time, every token counted; of attention what the",
-        "device's kernel keeps. Gradients in flight and the workspace of the backend come on top;",
-        "so do the second copy of the adapted matrices in FedEx-LoRA and FLoRA, and Adam's moments",
-        "of them in a calibration round that trains pretrained weights.",
-    ]
-    if config.privacy == "example":
-        lines += [
-            "With privacy=example kept has the gradients of each example that is worked on at a "
-            "time,",
-            "in place of one for all, what adapted layers read, and the sums in float64.",
-        ]
-    return lines
+    return f"Assumed: batches of {', '.join(batch)}, Adam; docs/gpu.md has what is counted"
 
 
 def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
