@@ -1,7 +1,6 @@
 """Configure RAVAN's adapter for PEFT."""
 # ruff: noqa: RUF009 (`_option` makes a field)
 
-import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -91,7 +90,6 @@ class RavanConfig(PeftConfig):
                     f"{name} = {names!r}: expected a list of names of layers, or a regular "
                     "expression; set it to ['query'], say"
                 )
-        _check_base_layers(self.base_layers)
         self.adapted: dict[str, Any] | None = None  # what it has been put onto
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,22 +108,6 @@ def _check_expression(name: str, expression: str) -> None:
             f"{name} = {expression!r}: got no regular expression ({error}), expected one of whole "
             f"names; set {name}=r'.*\\.query', say, or a list of names"
         ) from error
-
-
-def _check_base_layers(told: Any) -> None:
-    """Raise ValueError unless this is what `describe_bases` writes into an adapter's folder."""
-    if told is None:
-        return
-    try:
-        first, sizes, (B, A) = told["first"], told["sizes"], told["sums"]
-        sound = isinstance(first, str) and isinstance(sizes, dict) and math.isfinite(B + A)
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise ValueError(
-            f"base_layers = {told!r}: got no description of layers, expected 'first', 'sizes' and "
-            "'sums' as an adapter is saved with; restore adapter_config.json, or leave it out"
-        )
 
 
 def _is_int(value: object) -> bool:

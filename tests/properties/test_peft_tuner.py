@@ -510,12 +510,6 @@ def test_a_layer_that_is_too_small_is_named(changes, message):
         ({"save_bases": 1}, "save_bases = 1: expected one of True, False"),
         ({"target_modules": 7}, "target_modules = 7: expected a list of names of layers"),
         ({"exclude_modules": {"a": 1}}, "exclude_modules = {'a': 1}: expected a list"),
-        ({"base_layers": "x"}, "base_layers = 'x': got no description of layers, expected"),
-        ({"base_layers": {}}, "base_layers = {}: got no description of layers"),
-        (
-            {"base_layers": {"first": "q", "sizes": {}, "sums": [1, None]}},
-            "got no description of layers",
-        ),
         ({"init": "svd"}, "init = 'svd': expected one of normal, gram-schmidt, constant, shared"),
         ({"bias": "lora_only"}, "bias = 'lora_only': expected one of none, all, ravan_only"),
         (
