@@ -1,6 +1,7 @@
 """A small network for every method, and clients that train in no time."""
 
 import dataclasses
+import math
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.aggregation import Aggregate, open_calibration
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS = (Layer("q", 6, 5), Layer("v", 4, 7))  # rectangular, both ways
@@ -49,6 +50,11 @@ def build_whole(name, layers=LAYERS, **changes):
 def build(name="ravan", **changes):
     """Method and adapters."""
     return build_whole(name, **changes)[:2]
+
+
+def calibration_sums(method):
+    """Sums of a calibration round, without a limit."""
+    return open_calibration(method.calibration, None, math.inf)
 
 
 def train_client(method, adapters, state, share, seed, own=None):

@@ -16,10 +16,9 @@ orthonormal blocks in general position to these, with H = 0. If no matrix has ch
 refused: there is nothing to make bases of. The matrices are the pretrained ones again.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +26,14 @@ from torch import Tensor
 from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.adapters.lora import svd
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
-from ravan_flwr.methods.base import Settings, Sums, Tensors
+from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.extensions import Calibration, LocalWork
-from ravan_flwr.methods.tensors import Means, check_names, check_tensor, flatten
+from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
 from ravan_flwr.seeding import generator
 
 
 class CalibratedBases(Calibration):
-    """Make bases of the mean of one flat tensor, which has one layer after the other."""
-
-    name: ClassVar[str]  # of the tensor
+    """Make bases of the mean."""
 
     def __init__(
         self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int, sizes: list[int]
@@ -45,9 +42,6 @@ class CalibratedBases(Calibration):
         self.sizes = sizes
         sides = sum(layer.out_features + layer.in_features for layer in layers)
         self.bytes_up, self.bytes_down = 4 * sum(sizes), 4 * heads * rank * sides
-
-    def open(self, sums: Callable[[Tensors], Sums] = Means) -> "BasesOfMean":
-        return BasesOfMean(self, sums({self.name: torch.zeros(sum(self.sizes))}))
 
     def load(self, adapters: Sequence[MultiHeadLinear], fixed: Mapping[str, Tensor]) -> None:
         """Give every layer its bases out of the flat tensors {"B", "A"}, layer after layer."""
@@ -59,27 +53,6 @@ class CalibratedBases(Calibration):
             parts.append([part.view(basis.shape) for part, basis in zip(flat, bases, strict=True)])
         for adapter, B, A in zip(adapters, *parts, strict=True):
             adapter.set_bases(B, A)
-
-    @abstractmethod
-    def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Make the bases, and what they change in the initial state, of the mean by layer."""
-
-
-class BasesOfMean:
-    """Sum up what clients send, and make bases of the mean or, as `weighting` says, the middle."""
-
-    def __init__(self, calibration: CalibratedBases, sums: Sums) -> None:
-        self.calibration, self.sums = calibration, sums
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        name, sizes = self.calibration.name, self.calibration.sizes
-        check_names(upload, [name])
-        check_tensor(upload, name, [sum(sizes)], torch.float32)
-        self.sums.add(upload, weight)
-
-    def close(self) -> tuple[Tensors, Tensors]:
-        mean = self.sums.close()[self.calibration.name]
-        return self.calibration.make(mean.split(self.calibration.sizes))
 
 
 class DataAwareBases(CalibratedBases):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.methods.tensors import Means, Sums, Tensors
+from ravan_flwr.methods.tensors import Tensors
 
 Adapter = TypeVar("Adapter", bound=nn.Module, default=Any)
 
@@ -132,26 +132,16 @@ class LocalWork(Protocol):
         """Take a round's local steps on these parameters."""
 
 
-class CalibrationSums(Protocol):
-    """Sum up the uploads of a calibration round."""
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one upload to the sums; ValueError if it is not sound."""
-
-    def close(self) -> tuple[Tensors, Tensors]:
-        """Make the fixed tensors, and what they change in the initial state."""
-
-
 class Calibration(ABC, Generic[Adapter]):
     """Describe a method's calibration round: both halves, and what travels.
 
         server                                  client
         initial state            ------------>  load
-        open(sums).add(upload)   <------------  run(adapters, work)
-        .close() -> fixed tensors, and what they change in the initial state
+        mean of the uploads      <------------  run(adapters, work)
+        make(means) -> fixed tensors, and what they change in the initial state
         fixed tensors            ------------>  load(adapters, fixed)
 
-    Uploads have to add up: the server sees their sum, or another middle, and nothing else. RAVAN
+    Uploads have to add up: the server sees their mean, or another middle, and nothing else. RAVAN
     and Fed-SB make bases so (calibrated_bases.py).
     """
 
@@ -159,16 +149,18 @@ class Calibration(ABC, Generic[Adapter]):
     everyone: ClassVar[bool] = True
     # Are its uploads what local steps have changed? Then these bound them.
     by_steps: ClassVar[bool] = False
+    name: ClassVar[str]  # of the one flat tensor that a client sends
+    sizes: list[int]  # of its parts, one layer after the other
     bytes_up: int  # that a client sends
     bytes_down: int  # of the fixed tensors
 
     @abstractmethod
-    def open(self, sums: Callable[[Tensors], Sums] = Means) -> CalibrationSums:
-        """Begin running sums; `sums` makes their mean, or what takes its place."""
-
-    @abstractmethod
     def run(self, adapters: Sequence[Adapter], work: LocalWork) -> Tensors:
         """Do a client's part; the adapters are afterwards as they were."""
+
+    @abstractmethod
+    def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+        """Make the fixed tensors, and what they change in the initial state, of the mean."""
 
     @abstractmethod
     def load(self, adapters: Sequence[Adapter], fixed: Mapping[str, Tensor]) -> None:

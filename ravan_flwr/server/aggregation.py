@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ravan_flwr.messages.sparsity import changed
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
-from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_limits
-from ravan_flwr.methods.tensors import Means, MeansBySize, check_form
+from ravan_flwr.methods.extensions import Calibration, norm_limits
+from ravan_flwr.methods.tensors import Means, MeansBySize, check_form, check_names, check_tensor
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 
 FRACTIONS = 4  # of the budget, whose broadcasts are kept during a round
@@ -110,38 +110,41 @@ class Aggregate:
 
 def open_calibration(
     calibration: Calibration, norm: float | None, step: float, robust: str = "none"
-) -> CalibrationSums:
+) -> "CalibrationSums":
     """Open the sums of a calibration round, with a limit on what is added.
 
     `norm` and `step` are those of `UpdateNormCheck`. No step bounds a gradient: there, sketches far
     larger than most are left out of the mean.
     """
-    by_steps = calibration.by_steps
-
-    def sums(start: Tensors) -> Sums:
-        if robust != "none":
-            inner: Sums = RobustRound(start, robust)
-        else:
-            inner = Means(start) if by_steps else MeansBySize(start)
-        return _Limited(inner, start, UpdateNormCheck(norm, step if by_steps else math.inf))
-
-    return calibration.open(sums)
+    start, by_steps = {calibration.name: torch.zeros(sum(calibration.sizes))}, calibration.by_steps
+    if robust != "none":
+        sums: Sums = RobustRound(start, robust)
+    else:
+        sums = Means(start) if by_steps else MeansBySize(start)
+    limit = UpdateNormCheck(norm, step if by_steps else math.inf)
+    return CalibrationSums(calibration, sums, start, limit)
 
 
-class _Limited:
-    """Wrap a round's sums, and refuse uploads that change more than the limit allows."""
+class CalibrationSums:
+    """Add up a calibration's uploads, but for those that change more than the limit allows."""
 
-    def __init__(self, inner: Sums, start: Tensors, limit: UpdateNormCheck) -> None:
-        self.inner, self.start, self.limit = inner, start, limit
+    def __init__(
+        self, calibration: Calibration, sums: Sums, start: Tensors, limit: UpdateNormCheck
+    ) -> None:
+        self.calibration, self.sums, self.start, self.limit = calibration, sums, start, limit
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one more upload; ValueError if it is refused."""
+        check_names(upload, [*self.start])
+        for name, tensor in self.start.items():
+            check_tensor(upload, name, tensor.shape, torch.float32)
         self.limit.check(changes_of(upload, self.start))
-        self.inner.add(upload, weight)
+        self.sums.add(upload, weight)
 
-    def close(self) -> Tensors:
-        """Return the next state."""
-        return self.inner.close()
+    def close(self) -> tuple[Tensors, Tensors]:
+        """Make the fixed tensors, and what they change in the initial state."""
+        mean = self.sums.close()[self.calibration.name]
+        return self.calibration.make(mean.split(self.calibration.sizes))
 
 
 # Robust sums: of the clients that trained a coordinate, where NaN stands for those that did not (a

@@ -28,6 +28,7 @@ from tests.methods import (
     assert_close,
     build,
     build_whole,
+    calibration_sums,
     deltas,
     some_state,
     train_client,
@@ -228,7 +229,7 @@ def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
     rest = copy.deepcopy(network.state_dict())
     method.load(adapters, method.initial_state(adapters))
     known, changes = known_changes()
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     for factor in (0.5, 1.5):  # two clients, whose mean is the known change
         upload = method.calibration.run(adapters, FakeTraining([factor * c for c in changes]))
         assert sum(t.nbytes for t in upload.values()) == method.calibration.bytes_up

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.methods import LAYERS, FakeTraining, assert_close, build, build_whole, deltas
+from tests.methods import (
+    LAYERS,
+    FakeTraining,
+    assert_close,
+    build,
+    build_whole,
+    calibration_sums,
+    deltas,
+)
 
 
 def changes_of_two_clients():
@@ -20,7 +28,7 @@ def changes_of_two_clients():
 def first_round(heads, both=None):
     """The method after its first round, its adapters, and the state that it begins with."""
     method, adapters = build("ravan", init="first-round", heads=heads, rank=2)
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     for changes in both or changes_of_two_clients()[0]:
         upload = method.calibration.run(
             adapters, FakeTraining([torch.tensor(change).float() for change in changes])
@@ -84,7 +92,7 @@ def test_it_is_fed_sb_with_several_heads():
     both = changes_of_two_clients()[0]
     ravan, adapters, state = first_round(1)
     fed_sb, others = build("fed-sb", rank=2)
-    sums = fed_sb.calibration.open()
+    sums = calibration_sums(fed_sb)
     for changes in both:
         training = FakeTraining([torch.tensor(change).float() for change in changes])
         sums.add(fed_sb.calibration.run(others, training), 1.0)

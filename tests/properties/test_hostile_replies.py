@@ -19,7 +19,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import read_trained
 from tests.hand_made import DERIVED, Nodes, member, strategy_of
-from tests.methods import build
+from tests.methods import build, calibration_sums
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
 NUMBERS = st.one_of(
@@ -240,7 +240,7 @@ def test_what_is_honest_is_used(method):
 @given(REPLIES)
 def test_no_hostile_reply_reaches_the_calibration(method, changes, replies):
     made, _ = build(method, **changes)
-    sums = made.calibration.open()
+    sums = calibration_sums(made)
     node = member()
     for what in replies:
         if not isinstance(what, RecordDict):

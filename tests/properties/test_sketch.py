@@ -12,7 +12,7 @@ from torch import nn
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.seeding import generator
-from tests.methods import LAYERS, build
+from tests.methods import LAYERS, build, calibration_sums
 
 LAYER = Layer("layer", 30, 20)
 
@@ -28,7 +28,7 @@ def sketch_of(sketcher, G):
 def test_heads_that_do_not_all_fit_get_bases_too(heads):
     """Layers of sides 6 and 5, say, hold two heads of rank 2 and a half."""
     method, adapters = build("ravan", init="data-aware", heads=heads, rank=2)
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     up, down = method.calibration.bytes_up, method.calibration.bytes_down
     sums.add({"sketch": torch.randn(up // 4, generator=generator(0))}, 1.0)
     fixed, _ = sums.close()
@@ -105,7 +105,7 @@ def test_heads_beyond_the_side_begin_a_new_block():
 def calibrated(seeds):
     method, adapters = build(init="data-aware")
     method.load(adapters, method.initial_state(adapters))
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     uploads = []
     for seed in seeds:
         random = generator(seed, "batch")

@@ -19,6 +19,7 @@ from tests.methods import (
     aggregate,
     build,
     build_whole,
+    calibration_sums,
     deltas,
     train_client,
 )
@@ -36,7 +37,7 @@ def change_of(seed, layer):
 def first_round(seeds, **changes):
     """The method after its first round, and the places of each matrix that were trained."""
     method, adapters = build("slora", **changes)
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     for seed in seeds:
         work = FakeTraining([torch.tensor(change_of(seed, layer)).float() for layer in LAYERS])
         upload = method.calibration.run(adapters, work)
@@ -87,7 +88,7 @@ def test_afterwards_it_is_fedit():
 
 def test_a_change_of_nothing_begins_nothing():
     method, _ = build("slora")
-    sums = method.calibration.open()
+    sums = calibration_sums(method)
     sums.add({"change": torch.zeros(sum(method.calibration.sizes))}, 1.0)
     with pytest.raises(ValueError, match=r"mean change of zero .* raise calibration-learning-rate"):
         sums.close()
@@ -105,7 +106,7 @@ def test_a_bad_first_upload_is_refused(bad, told):
     method, _ = build("slora", rank=2)
     assert sum(method.calibration.sizes) == 44
     with pytest.raises(ValueError, match=told):
-        method.calibration.open().add(bad, 1.0)
+        calibration_sums(method).add(bad, 1.0)
 
 
 def test_training_moves_the_drawn_places_alone_and_the_weights_come_back():

@@ -21,6 +21,7 @@ from ravan_flwr.tasks.multiple_choice import Question, Questions
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from testing.tiny import DECODER, save_data, save_model
+from tests.methods import calibration_sums
 from tests.pretend import PretendTensor, register
 
 
@@ -45,7 +46,7 @@ def a_round(settings, share, steps):
     model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
     if model.method.calibration is not None:
-        calibration = model.method.calibration.open()
+        calibration = calibration_sums(model.method)
         for number, examples in enumerate(clients):
             done = calibrate_locally(model, task, examples, state, steps, ClientRound(5, 0, number))
             calibration.add(done.upload, 1.0)
