@@ -94,10 +94,7 @@ class Task(ABC):
 
     metric: str  # the name of the metric by which runs are compared
     classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
-    # Which class of transformers serves an architecture: a table of its `modeling_auto`, and the
-    # Auto class that looks into it.
-    classes: ClassVar[str]
-    auto_class: ClassVar[str]
+    auto_class: ClassVar[str]  # of transformers, which finds the class of an architecture
     pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
     peft_type: ClassVar[str | None] = None  # PEFT's name for what an adapter of the task does
     masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded

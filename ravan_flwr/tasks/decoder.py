@@ -64,7 +64,6 @@ class Decoder(Predicts):
 
     prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
-    classes = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForCausalLM"
     pipeline = "text-generation"
     peft_type = "CAUSAL_LM"

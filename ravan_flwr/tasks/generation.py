@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 class TextToText(Predicts, ByExample):
     """Fill the prompt with the columns of an example; the target is its first answer."""
 
-    classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForSeq2SeqLM"
     pipeline = ""
     prediction_columns: ClassVar[tuple[str, ...]] = ("text",)

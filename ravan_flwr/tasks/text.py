@@ -21,7 +21,6 @@ from ravan_flwr.tasks.extensions import Classification
 class Text(Classification):
     """Read the columns `text`, `label`, and `text-pair` if there is one."""
 
-    classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForSequenceClassification"
     pipeline = "text-classification"
 

@@ -36,7 +36,6 @@ from ravan_flwr.tasks.extensions import Classification
 class Vision(Classification):
     """Read the columns `image` and `label`."""
 
-    classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForImageClassification"
     pipeline = "image-classification"
 

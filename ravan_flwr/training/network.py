@@ -23,7 +23,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.stored import keep_in
@@ -194,13 +193,13 @@ def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTra
 def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
     """Find the class of transformers that serves an architecture for a task."""
     # By its name: the Auto classes import every architecture to find one.
-    table: dict[str, str | tuple[str, ...]] = getattr(modeling_auto, task.classes)
+    mapping = getattr(transformers, task.auto_class)._model_mapping
+    table: dict[str, str | tuple[str, ...]] = mapping._model_mapping
     kind = str(settings.get("model_type", ""))
     if kind not in table:
-        words = task.classes.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES")
         raise ValueError(
             f"model of architecture {kind!r}: transformers has none of that architecture for "
-            f"{words.lower().replace('_', ' ')}; choose another model"
+            f"{task.auto_class}; choose another model"
         )
     names = table[kind]
     first = names if isinstance(names, str) else names[0]

@@ -110,7 +110,6 @@ from ravan_flwr.tasks.base import Task, encoded_as_it_is, mapped
 
 class Regression(Task):
     metric, classifies, outputs = "mean-absolute-error", False, 1
-    classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     auto_class, pipeline = "AutoModelForSequenceClassification", ""
 
     def load_reader(self, folder):
