@@ -133,17 +133,7 @@ def get_method(name: str) -> "type[Method]":
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; expected one of {', '.join(METHODS)}")
     info, here = METHODS[name], f"ravan_flwr.methods.{name.replace('-', '_')}"
-    found = cast("type[Method]", importlib.import_module(info.module or here).METHOD)
-    if info.sums_changes:
-        from ravan_flwr.methods.extensions import SumsChanges  # noqa: PLC0415 (torch)
-
-        if not issubclass(found, SumsChanges):
-            raise TypeError(
-                f"method {name!r}: its row says sums_changes=True, but {found.__name__} is no "
-                "SumsChanges, which privacy=client and secure-aggregation=true need; derive it "
-                "from SumsChanges, or leave sums_changes out of the row"
-            )
-    return found
+    return cast("type[Method]", importlib.import_module(info.module or here).METHOD)
 
 
 MIXES = "its layers mix two adapters by what they are given, which no file of other software does"

@@ -96,13 +96,4 @@ def get_task(name: str) -> "type[Task]":
     module = importlib.import_module(f"ravan_flwr.tasks.{name.replace('-', '_')}")
     if not hasattr(module, "TASK"):
         raise TypeError(f"task {name!r}: {module.__file__} has no TASK; write TASK = your class")
-    found = cast("type[Task]", module.TASK)
-    if TASKS[name].packs:
-        from ravan_flwr.tasks.extensions import Packs  # noqa: PLC0415 (torch)
-
-        if not issubclass(found, Packs):
-            raise TypeError(
-                f"task {name!r}: its row says packs=True, but {found.__name__} is no Packs, which "
-                "batching=packed needs; derive it from Packs, or leave packs out of the row"
-            )
-    return found
+    return cast("type[Task]", module.TASK)

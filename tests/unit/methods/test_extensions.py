@@ -1,16 +1,12 @@
 """A method that lacks what an option asks for is refused, with the reason."""
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import METHODS, MethodInfo, get_method
+from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method
 from ravan_flwr.methods.extensions import NormLimits, SumsChanges, norm_limits, sums_changes
-from ravan_flwr.methods.hetlora import HetLora
 from tests.methods import build
 
 OF_OPTIONS = {
@@ -29,17 +25,6 @@ def test_a_row_promises_what_its_class_has(name):
     # FedRPCA has RAVAN's clients, and another next state.
     sums = issubclass(get_method(name), SumsChanges) and name != "fedrpca"
     assert METHODS[name].sums_changes == sums
-
-
-def test_a_row_that_promises_sums_of_changes_needs_their_functions(monkeypatch):
-    module = ModuleType("promised")
-    module.METHOD = HetLora  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ravan_flwr.methods.promised", module)
-    monkeypatch.setitem(METHODS, "promised", MethodInfo(sums_changes=True))
-    with pytest.raises(TypeError, match="'promised': its row says sums_changes=True, but HetLora"):
-        get_method("promised")
-    monkeypatch.setitem(METHODS, "promised", MethodInfo())
-    assert get_method("promised") is HetLora
 
 
 @pytest.mark.parametrize(

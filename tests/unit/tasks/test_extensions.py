@@ -1,16 +1,12 @@
 """Commands and options ask a task for more than every task has; one that lacks it is refused."""
 
-import sys
-from types import ModuleType
-
 import pytest
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import DataSpec
-from ravan_flwr.tasks import TASKS, TaskInfo, get_task
+from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.extensions import ByExample, Packs, Predicts, task_with
-from ravan_flwr.tasks.vision import Vision
 
 OF_OPTIONS = {
     "inputs", "predict", "checked", "samples", "prediction_columns", "packed", "sizes", "made_up",
@@ -55,15 +51,6 @@ def test_a_task_without_them_is_refused_with_what_was_asked_for(kind, asked):
 @pytest.mark.parametrize("name", TASKS)
 def test_a_row_promises_what_its_class_has(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
-
-
-def test_a_row_that_promises_texts_side_by_side_needs_their_function(monkeypatch):
-    module = ModuleType("promised")
-    module.TASK = Vision  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ravan_flwr.tasks.promised", module)
-    monkeypatch.setitem(TASKS, "promised", TaskInfo(("image", "label"), packs=True))
-    with pytest.raises(TypeError, match="'promised': its row says packs=True, but Vision"):
-        get_task("promised")
 
 
 def test_packing_is_refused_for_a_task_that_does_not_pack():
