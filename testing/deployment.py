@@ -41,7 +41,7 @@ NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
 PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
 RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
-ANSWERED = 10.0  # for calls that are out, also on a very busy machine
+ANSWERED = 3.0  # for calls that are out, also on a busy machine
 ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
@@ -166,7 +166,8 @@ class Deployment(AbstractContextManager["Deployment"]):
     @contextmanager
     def only_apps_call(self) -> Iterator[None]:
         """Suspend all SuperExecs and SuperNodes for a while, but not the apps that they started."""
-        pids = [pid for pid in processes_of(self.folder) if CALLERS.search(_command_line(pid))]
+        callers = [pid for pid in processes_of(self.folder) if CALLERS.search(_command_line(pid))]
+        pids = [pid for caller in callers for pid in with_fork(caller)]
         assert pids
         try:
             for pid in pids:
@@ -465,6 +466,15 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 def _send(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def with_fork(pid: int) -> list[int]:
+    """Return a process, and the fork that it stands for, if a fork server made it."""
+    with suppress(OSError):
+        kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
+        if kind == "fork":
+            return [pid, int(number)]
+    return [pid]
 
 
 def _command_line(pid: int) -> str:

@@ -185,7 +185,7 @@ def place_of(what: str, text: str) -> tuple[str, str]:
     A folder has no revision. ValueError for what is neither.
     """
     path = Path(text).expanduser()
-    if path.is_file():
+    if path.is_file() and (path.suffix or text.startswith((".", "/", "~"))):
         raise ValueError(
             f"{what} = {text!r}: got a file, expected a folder, which may hold it alone; move it "
             "into one, and name that"

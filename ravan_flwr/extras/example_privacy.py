@@ -74,7 +74,7 @@ class ExampleBudget(PrivacyBudget):
         self.calibrate(rate, rounds * self.steps)
         if self.is_spent and not self.asked:
             where = f"at {self.config.min_replies} clients"
-            raise self.no_room(self._epsilon(TimesAsked(least, 1)), where)
+            raise self.too_expensive(self._epsilon(TimesAsked(least, 1)), where)
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "

@@ -263,8 +263,9 @@ def _not_expired(certificate: x509.Certificate) -> str:
 
 def _asked(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
     """Send a request, whoever answers: whether to trust it has a line of its own."""
+    host, port = _parts(address)
     return httpx.request(
-        method, f"https://{address}{path}",
+        method, httpx.URL(scheme="https", host=host, port=port, path=path),
         verify=False, trust_env=False, timeout=_TIMEOUT,  # noqa: S501
     )  # fmt: skip
 

@@ -113,7 +113,10 @@ def deliver(run: Path, superlink: str) -> Summary:
     settings, before = _read(run)
     app = app_folder()
     # One round was done at least, so that none is left.
-    settings |= {"num-rounds": 1, "resume": str(run.absolute()), "deliver": True}
+    settings |= {
+        "num-rounds": 1, "resume": str(run.absolute()), "deliver": True, "tracking": "none",
+        "report": False,
+    }  # fmt: skip
     if "preset" in settings:  # its file lies in the app, where devices know it by its name
         settings["preset"] = Path(str(settings["preset"])).name.removesuffix(".yaml")
     read_config(settings)  # refused, if at all, before anything is sent

@@ -105,7 +105,7 @@ class RunDirectory:
         return self.read_json("config.json")
 
     def write_settings(self, run_config: Mapping[str, Scalar]) -> None:
-        """Write `settings.json`: of a run config what is no default, but for where it runs."""
+        """Write the settings that differ from their defaults, without `resume` and `output-dir`."""
         free = ("resume", "output-dir")
         told = {k: v for k, v in run_config.items() if k not in free and v != KEYS[k].default}
         self.write_json("settings.json", told)
@@ -115,7 +115,7 @@ class RunDirectory:
         if not (path := self.path / "settings.json").exists():
             raise ValueError(
                 f"{path} is not there, expected the settings with which the run was started; "
-                "restore it, or use the version of ravan-flwr that made the run"
+                "restore it, or write it: a JSON object of the keys that were set"
             )
         return self.read_json("settings.json")
 

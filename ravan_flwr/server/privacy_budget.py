@@ -189,7 +189,7 @@ class PrivacyBudget(ABC):
                 *(self.delta, of_whom, 1 / number),
             )
 
-    def no_room(self, takes: float, where: str) -> ValueError:
+    def too_expensive(self, takes: float, where: str) -> ValueError:
         """Make the error of a run in which not one round is within the limit."""
         return ValueError(
             f"epsilon = {self._limit:g}: one round takes {takes:.4g} with noise-multiplier = "
@@ -247,7 +247,7 @@ class ClientBudget(PrivacyBudget):
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
         if self.is_spent and not self.releases:
-            raise self.no_room(self._epsilon(1), "at least")
+            raise self.too_expensive(self._epsilon(1), "at least")
         if self.config.secure_aggregation and (why := self.why_not_masked(len(registry.members))):
             raise ValueError(why)
         to_come = max(0, rounds - self.releases)

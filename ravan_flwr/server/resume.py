@@ -110,8 +110,8 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
         raise ValueError(
             f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
-            "leave them out (`flwr run` needs all settings of the run), set what a changed preset "
-            "says otherwise as it was, or start a new run"
+            "leave them out (`flwr run` needs all settings of the run), give the old value of each "
+            "key that the preset has changed, or start a new run"
         )
 
 

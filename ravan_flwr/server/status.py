@@ -1,4 +1,4 @@
-"""Tell what the run does now, and who takes part, whenever that changes: for `status.json`."""
+"""Report what the run does now, and who takes part, whenever that changes: `status.json`."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +27,7 @@ class StatusFile(Callback):
 
 
 class Status:
-    """Keep what the run does, and tell it, if anybody looks at it."""
+    """Report what the run does; `tell` None reports nothing."""
 
     def __init__(self, registry: ClientRegistry, tell: Callable[[RunStatus], None] | None) -> None:
         self._registry, self._tell = registry, tell

@@ -10,7 +10,7 @@ With L = learning-rate * steps of the client, a change may be at most
     REACH * (L * (1 + L + root mean square of what was sent) + rounding)
 
 The terms in L and in what was sent are RAVAN's, whose s_i H_i moves by s_i as well; rounding is the
-wire's, on its way out and back. What was usual before limits nobody: after quiet rounds a client
+wire's, on its way out and back. Earlier rounds do not change the limit: after quiet rounds a client
 with examples of another kind moves as far as Adam can, and is honest. A number in place of `auto`
 limits the norm of the change over all tensors, and nothing else.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ravan_flwr.config.yaml_file import Part, read_yaml
 from ravan_flwr.seeding import generator
@@ -64,7 +64,7 @@ class Device:
 class _Entry(Part):
     """Hold a device of a file, and how many clients have it."""
 
-    name: str = "device"
+    name: Annotated[str, BeforeValidator(str)] = "device"  # a number is a name, too
     clients: int = Field(1, ge=1, description="a whole number at least 1; change it in the file")
     teraflops: _Positive
     downlink: _Positive  # Mbit/s

@@ -60,8 +60,10 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
             )
     adapted = _layers(model, "lora_A")
     for name, layer in adapted:
+        if not any(f"{name}.{part}" in added for part in RESIDUAL):
+            continue  # its base layer may have no weight of that name
         weight = layer.get_base_layer().weight
-        if any(f"{name}.{part}" in added for part in RESIDUAL) and not weight.is_floating_point():
+        if not weight.is_floating_point():
             raise ValueError(
                 f"arrays: got what FedEx-LoRA adds to a weight, and a weight of {weight.dtype}, "
                 "expected floating point; load the backbone without quantisation"

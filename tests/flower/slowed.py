@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from ravan_flwr.launch.superlink import processes_of
+from testing.deployment import with_fork
 
 PERIOD = 1.0  # seconds
 
@@ -56,13 +57,13 @@ def frozen(home: Path) -> Iterator[None]:
 
 def everything_of(home: Path) -> set[int]:
     """Find the processes of a machine, and the forks that some of them stand for."""
-    found = set(processes_of(home))
-    for pid in list(found):
-        with suppress(OSError, psutil.Error):
-            kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
-            if kind == "fork":
-                fork = psutil.Process(int(number))
-                found |= {fork.pid, *(child.pid for child in fork.children(recursive=True))}
+    found = set()
+    for pid in processes_of(home):
+        found.add(pid)
+        for fork in with_fork(pid)[1:]:
+            with suppress(psutil.Error):
+                children = psutil.Process(fork).children(recursive=True)
+                found |= {fork, *(child.pid for child in children)}
     return found
 
 
