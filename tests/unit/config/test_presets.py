@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from ravan_flwr.config.presets import PresetPath, own_preset, read_preset
+from ravan_flwr.config.presets import PresetPath, own_preset, place_of, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
@@ -187,3 +187,15 @@ def test_yaml_may_merge_what_stands_above(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
     assert read_yaml(path)["b"] == {"x": 1, "y": 3}
+
+
+def test_an_id_of_the_hub_stays_one_where_a_file_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "name").touch()
+    (tmp_path / "org" / "train.csv").touch()
+    assert place_of("model", "org/name@main") == ("org/name", "main")
+    assert place_of("model", "org/name") == ("org/name", "")
+    for text in ("org/train.csv", "./org/name", str(tmp_path / "org" / "name")):
+        with pytest.raises(ValueError, match="got a file, expected a folder"):
+            place_of("data", text)

@@ -63,7 +63,7 @@ def test_it_submits_the_settings_of_the_run_and_no_round(run, submitted, capsys)
     settings = submitted["settings"]
     assert settings == {
         "method": "fedit", "seed": 3, "num-rounds": 1, "limits": "max-share=0.5",
-        "resume": str(run), "deliver": True,
+        "resume": str(run), "deliver": True, "tracking": "none", "report": False,
     }  # fmt: skip
     assert read_config(settings).deliver
     told = capsys.readouterr().out

@@ -11,6 +11,7 @@ import time
 from email.utils import formatdate
 from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 
@@ -173,6 +174,12 @@ def test_a_port_that_no_machine_has_is_told(tmp_path, capsys, plenty):
         "RUNTIME_PORT = '99999': expected a number from 1 to 65535, such as 9094; correct it",
     )
     assert said["server"][1].startswith("'127.0.0.1:99999': expected HOST:PORT")
+
+
+@pytest.mark.parametrize("address", ["::1:1", "[::1]:1"])
+def test_an_address_of_version_6_needs_no_brackets(address):
+    with pytest.raises(httpx.TransportError):  # nobody listens at port 1
+        doctor._asked(address)
 
 
 def test_a_port_is_free_or_the_supernodes_own(monkeypatch):

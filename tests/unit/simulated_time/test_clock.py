@@ -88,7 +88,7 @@ def test_links_have_the_published_deciles():
 
 
 FILE = """
-- {name: fast, clients: 2, teraflops: 1, downlink: 100, uplink: 20, memory: 8}
+- {name: 3090, clients: 2, teraflops: 1, downlink: 100, uplink: 20, memory: 8}
 - {name: slow, teraflops: 0.1, downlink: 8, uplink: 0.8, online: 22-6}
 """
 
@@ -96,7 +96,7 @@ FILE = """
 def test_a_file_gives_devices_in_its_order(tmp_path):
     (tmp_path / "devices.yaml").write_text(FILE)
     fast, again, slow = devices_of(str(tmp_path / "devices.yaml"), 0, 3)
-    assert fast == again == Device("fast", 1e12, 12.5e6, 2.5e6, 8e9, (0.0, 24.0))
+    assert fast == again == Device("3090", 1e12, 12.5e6, 2.5e6, 8e9, (0.0, 24.0))
     assert slow == Device("slow", 1e11, 1e6, 1e5, math.inf, (22.0, 30.0))
 
 

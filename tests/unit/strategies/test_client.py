@@ -278,6 +278,14 @@ def test_a_quantised_weight_is_refused_before_anything_is_changed():
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
+def test_a_lora_beside_a_layer_without_a_weight_is_loaded():
+    network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    model = get_peft_model(network, LoraConfig(r=2, target_modules=["attention"]))
+    arrays = {name: torch.ones_like(t) for name, t in get_peft_model_state_dict(model).items()}
+    load_arrays(model, ArrayRecord(arrays))
+    assert all((t == 1).all() for t in get_peft_model_state_dict(model).values())
+
+
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "half", None])
 def test_a_budget_fraction_out_of_range_is_an_error(fraction):
     with pytest.raises(ValueError, match=r"fraction = .*: expected a number above 0 .* pass 0\.5"):
