@@ -91,6 +91,10 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
             f"{_advice(what, name, revision)}; or correct the id or the revision, or accept its "
             "terms, if it has any, and log in with `hf auth login`",
         ) from None
+    except ValueError as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{at}: got no example, expected some; fill it") from None
+        raise
 
 
 def _advice(what: str, name: str, revision: str) -> str:
@@ -98,8 +102,8 @@ def _advice(what: str, name: str, revision: str) -> str:
     kind = "" if what == "model" else " --repo-type dataset --local-dir /path"
     at = f" --revision {revision}" if revision else ""
     return (
-        f"run `hf download {name}{kind}{at}` where there is a connection, or name a folder, "
-        f"{what}=/path"
+        f"run `hf download {name}{kind}{at}` where there is a connection, or name a folder that is "
+        "here, such as /path"
     )
 
 

@@ -6,6 +6,7 @@ it is read, a little at a time, and no longer than until it is too much.
 """
 
 import bz2
+import csv
 import gzip
 import lzma
 import tarfile
@@ -33,6 +34,8 @@ def check_examples(path: Path) -> None:
     if kind is None:
         if path.suffix.lower() == ".parquet":
             check_parquet(path)
+        if path.suffix.lower() == ".csv":
+            check_header(path)
         return
     if kind not in _SIZES:
         if _TABLES.isdisjoint(path.suffixes):
@@ -45,6 +48,20 @@ def check_examples(path: Path) -> None:
             check_unpacked(path, packed, unpacked)
     except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be unpacked ({error}); restore it") from None
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError for CSV with more fields than names: pandas takes the first for an index."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            header, fields = (next(csv.reader(file), []) for _ in range(2))
+        except csv.Error:
+            return  # whoever reads all of it says so
+    if len(fields) > len(header):
+        raise ValueError(
+            f"{path}: its first row has {len(fields)} fields, expected {len(header)} as in the "
+            "header; put texts with commas in quotation marks"
+        )
 
 
 def _read_with(unpack: Callable[[Path], Any]) -> Callable[[Path], Iterator[int]]:

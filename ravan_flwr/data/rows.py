@@ -1,7 +1,8 @@
 """Read examples without labels row by row, from files of any length, in the memory of a few rows.
 
 CSV, JSON lines (an object a line) and parquet have the columns by name; a folder of images has a
-row for each image. A row that cannot be read says why; those after it are read all the same.
+row for each image. A row that cannot be read says why; those after it are read all the same,
+but for a field of CSV without an end.
 A value of a row is checked as well: a text must be one, an image must open.
 """
 

@@ -65,7 +65,8 @@ def sums_changes(method: object) -> SumsChanges:
     if not isinstance(method, SumsChanges):
         raise ValueError(
             f"method: {type(method).__name__} does not sum clients' changes, expected one that "
-            "does with privacy=client or secure-aggregation=true; choose another method"
+            "does with privacy=client or secure-aggregation=true; choose another method, or derive "
+            "it from SumsChanges"
         )
     return method
 

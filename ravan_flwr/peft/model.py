@@ -109,16 +109,21 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
     )
     if (made_for := config.base_layers) is None:
         return
-    if any(found[what] != made_for[what] for what in ("first", "sizes")):
+    try:
+        other_layers = any(found[what] != made_for[what] for what in ("first", "sizes"))
+        pairs = list(zip(found["sums"], map(float, made_for["sums"]), strict=True))
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(
+            f"adapter {adapter!r}: got base_layers = {made_for!r}, expected what `save_pretrained` "
+            "writes; restore adapter_config.json, or leave base_layers out"
+        ) from None
+    if other_layers:
         raise ValueError(
             f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_words(found)}, "
             f"expected {_words(made_for)}; load the model that the adapter was trained on, "
             f"{config.base_model_name_or_path or 'of which the adapter has no name'}"
         )
-    same = all(
-        math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-4)
-        for got, expected in zip(found["sums"], made_for["sums"], strict=True)
-    )
+    same = all(math.isclose(got, then, rel_tol=1e-4, abs_tol=1e-4) for got, then in pairs)
     if not same and not config.save_bases:
         raise ValueError(
             f"adapter {adapter!r}: torch {torch.__version__} makes bases that sum up to "

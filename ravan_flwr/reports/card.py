@@ -28,7 +28,7 @@ def fill_card(
     """Write a card of these settings, this summary and these metrics of the result."""
     text = filled(
         Path(__file__).with_name("card.md"),
-        {"cell": _cell, "literal": _literal},
+        {"cell": _cell, "literal": _literal, "place": _place},
         form=form,
         config=config,
         summary=summary,
@@ -71,6 +71,14 @@ def _channels(folder: Path) -> int:
     """Count the channels of the images that the model of a folder takes; 0 if it takes none."""
     path = folder / PROCESSOR
     return len(read_json(path, str(folder)).get("image_mean", "RGB")) if path.is_file() else 0
+
+
+def _place(spec: Mapping[str, Any]) -> str:
+    """Say where a backbone or data come from; of a folder its last name is enough for others."""
+    path = Path(spec.get("name", ""))  # bundled data has none
+    if spec["source"] == "hub" and (path.is_absolute() or path.is_dir()):
+        return f"{path.name} (a folder)"
+    return f"{spec['name']} ({spec['source']})" if spec.get("name") else str(spec["source"])
 
 
 def _cell(value: object) -> str:

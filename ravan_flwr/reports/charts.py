@@ -419,12 +419,13 @@ def heat(
     """Draw a map of numbers by named rows and columns, each number in its cell if there is room."""
     table = np.asarray(values, float)
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(height=min(9.0, max(2.6, 0.32 * len(table) + 1.0)))
+        long = max(map(len, columns)) > 3
+        below = 0.06 * max(map(len, columns)) * long  # inches, for names that are turned
+        figure, axes = _figure(height=min(9.0, max(3.2, 0.32 * len(table) + 1.0) + below))
         top = float(table.max()) or 1.0
         draw_map(figure, axes, table, label, vmax=top)
         # Of many, some have their names.
         down, across = max(1, -(-len(rows) // 40)), -(-len(columns) // 25)
-        long = max(map(len, columns)) > 3
         axes.set_yticks(range(0, len(rows), down), [*map(plain, rows[::down])], fontsize=10)
         axes.set_xticks(
             range(0, len(columns), across), [*map(plain, columns[::across])],
@@ -432,7 +433,8 @@ def heat(
         )  # fmt: skip
         _name(axes, x, y)
         if table.shape[1] <= 8 and len(table) <= 40:
-            _write_cells(axes, table, table / top, "{:.3g}", 10)
+            digits = 3 if table.shape[1] <= 4 else 2
+            _write_cells(axes, table, table / top, f"{{:.{digits}g}}", 10)
     return Chart(*caption, figure)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, happens
 from ravan_flwr.runs.record import Spent
@@ -25,6 +26,7 @@ from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Update
+from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.masked import filled_in
 
 if TYPE_CHECKING:
@@ -90,6 +92,11 @@ class Noised(Release):
             else:
                 asked.append(member)
         return asked
+
+    @staticmethod
+    def check_model(model: AdaptedModel) -> None:
+        """Refuse what does not sum changes, before anything is spent."""
+        sums_changes(model.method)
 
     @property
     def expected(self) -> dict[str, Tensor]:

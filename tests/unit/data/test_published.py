@@ -9,6 +9,7 @@ from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from ravan_flwr.config.presets import preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
+from ravan_flwr.data.hub import every_split, telling
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
@@ -171,3 +172,15 @@ def test_a_shared_folder_of_images_has_names_and_no_numbers(tmp_path):
     spec = replace(data_of("svhn-vit-b16", ""), name=str(tmp_path), subset="", revision="")
     with pytest.raises(ValueError, match="x: got unknown labels eight, five, four"):
         label_numbers(load_splits(spec)["train"], spec.labels, "x")
+
+
+def test_csv_whose_columns_would_be_shifted_is_refused(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\nHello, world,a\nbye, moon,b\n")
+    with pytest.raises(ValueError, match="first row has 3 fields, expected 2 as in the header"):
+        every_split(str(tmp_path), "", "")
+
+
+def test_data_without_an_example_are_told_in_our_words():
+    told = pytest.raises(ValueError, match="data folder: got no example, expected some")
+    with told, telling("data", "folder"):
+        raise ValueError('Instruction "train" corresponds to no data!')

@@ -284,7 +284,7 @@ def test_the_settings_of_a_run_are_found_again(given, tmp_path):
 def test_settings_that_are_gone_or_no_settings_are_told(tmp_path):
     directory, asked = RunDirectory(tmp_path), {"resume": str(tmp_path)}
     directory.write_json("config.json", {})
-    with pytest.raises(ValueError, match=r"settings.json is not there, .* or write it: a JSON object"):
+    with pytest.raises(ValueError, match="is not there, .* or write it: a JSON object"):
         with_those_of_the_run(asked)
     for wrong, told in (({"seed": [1]}, "seed = .*; got a list"), ({"x": 1}, "unknown key 'x'")):
         directory.write_json("settings.json", wrong)

@@ -2,7 +2,8 @@
 
 import json
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from flwr.app import Error, Message
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
@@ -17,6 +19,7 @@ from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
 from tests.hand_made import ROUND, Nodes, Notes, Silent, impatient, strategy_of
+from tests.methods import build
 
 __all__ = ["impatient"]
 
@@ -282,3 +285,14 @@ def test_a_run_that_goes_on_needs_its_account(tmp_path):
     with pytest.raises(ValueError, match=f"{NAME} is damaged"):
         ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
     assert ClientBudget.of(read_config({}), RunDirectory(tmp_path), ResumePoint({}, done=1)) is None
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.sums_changes])
+def test_a_method_that_sums_changes_may_be_private(name):
+    noised.Noised.check_model(cast(Any, SimpleNamespace(method=build(name)[0])))
+
+
+def test_one_that_does_not_is_refused_before_anything_is_spent_whatever_its_row_says():
+    model = cast(Any, SimpleNamespace(method=build("rolora")[0]))
+    with pytest.raises(ValueError, match="does not sum clients' changes, .* derive it from"):
+        noised.Noised.check_model(model)
