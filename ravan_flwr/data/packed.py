@@ -53,8 +53,9 @@ def check_examples(path: Path) -> None:
 def check_header(path: Path) -> None:
     """Raise ValueError for CSV with more fields than names: pandas takes the first for an index."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        lines = csv.reader(file)
         try:
-            header, fields = (next(csv.reader(file), []) for _ in range(2))
+            header, fields = next(lines, []), next(lines, [])
         except csv.Error:
             return  # whoever reads all of it says so
     if len(fields) > len(header):

@@ -70,7 +70,7 @@ class Masked(Plain):
 
     kind = "train.masked"
     enough = math.inf  # all replies are waited for: no number of them is enough
-    asks_more = False  # the masks are of those that were drawn
+    asks_more = False  # the masks belong to the clients that were drawn
 
     def __init__(self, round_: Round) -> None:
         super().__init__(round_)

@@ -419,8 +419,9 @@ def heat(
     """Draw a map of numbers by named rows and columns, each number in its cell if there is room."""
     table = np.asarray(values, float)
     with mpl.rc_context(STYLE):
-        long = max(map(len, columns)) > 3
-        below = 0.06 * max(map(len, columns)) * long  # inches, for names that are turned
+        longest = max(map(len, columns))
+        long = longest > 3
+        below = 0.06 * longest * long  # inches, for names that are turned
         figure, axes = _figure(height=min(9.0, max(3.2, 0.32 * len(table) + 1.0) + below))
         top = float(table.max()) or 1.0
         draw_map(figure, axes, table, label, vmax=top)

@@ -52,7 +52,7 @@ class RunSnapshot:
 
     @classmethod
     def of(cls, run: RecordedRun, samples: list[SampleLine] | None = None) -> "RunSnapshot":
-        """Read what lies beside a run's records; `samples` are those that were read already."""
+        """Read what lies beside a run's records; `samples` are its answers, if already read."""
         there = (run.path / "failure.json").is_file()
         failure = RunDirectory(run.path).read_json("failure.json") if there else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))

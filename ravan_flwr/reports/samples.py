@@ -35,7 +35,7 @@ class Samples(Callback):
     ) -> None:
         self._bench, self._directory, self._untrained = bench, directory, untrained
         self._task = task_with(Predicts, bench.task, "evaluate-samples")
-        self._before = samples_file(directory.path).read()  # of a run that goes on; checked at once
+        self._before = samples_file(directory.path).read()  # of a resumed run; checked at once
         self._goes_on = False  # with lines of this process
 
     @cached_property

@@ -126,7 +126,7 @@ def open_calibration(
 
 
 class CalibrationSums:
-    """Add up a calibration's uploads, but for those that change more than the limit allows."""
+    """Add up a calibration's uploads; one that changes more than the limit allows is refused."""
 
     def __init__(
         self, calibration: Calibration, sums: Sums, start: Tensors, limit: UpdateNormCheck

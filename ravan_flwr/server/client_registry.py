@@ -90,7 +90,7 @@ class ClientRegistry:
     """Keep a record of every node, by node id: the members so far, and those that were refused.
 
     Every member has this server's code, and the fingerprints of the server's `bench`. `parts` is in
-    how many a run that goes on shared its data. A run does not begin with fewer than `min-replies`
+    how many a resumed run shared its data. A run does not begin with fewer than `min-replies`
     members while others may still come. Without `for_training` one is enough, and it does not
     matter into how many parts a node divides the data.
     """

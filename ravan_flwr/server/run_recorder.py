@@ -44,7 +44,7 @@ class RunRecorder(Callback):
         self.strategy = strategy
         self.tally: Tally | None = None  # what was predicted in the last evaluation, if known
         self.progress, self.trackers = progress, trackers
-        self.records = list(start.records)
+        self._earlier = start.records  # of the run that is resumed
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
         self.after = start.done  # what lies behind that round is dropped when the next is done
 
@@ -52,28 +52,28 @@ class RunRecorder(Callback):
         """Drop what lies behind the round that the run went on after, once."""
         if self.after is not None:
             drop_after(self.directory.checkpoints, self.after)
-            self.directory.write_rounds(self.records)
+            self.directory.write_rounds(self._earlier)
             self.after = None
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; warn where evaluations begin to be collapsed."""
         self.drop_later_rounds()
-        told, number = None, record["round"]
+        records = self.strategy.records  # this one is the last
+        before, told, number = records[:-1], None, record["round"]
         if number and self.bench.model.trainable_parameters():
             labels = self.bench.task.data.labels if self.bench.task.classifies else ()
             last = number == self.progress.last
-            told = collapse(self.records, record, self.metric, labels, self.tally, last=last)
+            told = collapse(before, record, self.metric, labels, self.tally, last=last)
         if told:
             record["collapsed"] = told
-        measured = [earlier for earlier in self.records if earlier["metrics"]]
+        measured = [earlier for earlier in before if earlier["metrics"]]
         begins = told and not (measured and "collapsed" in measured[-1])
         self.directory.append_round(record)
         self.directory.note_clients(record["partitions"])
         self.directory.note_owners(self.strategy.registry.owners)
-        self.records.append(record)
         folder, best = self.directory.checkpoints, None
         if number:
-            best = best_round(self.records, self.metric)
+            best = best_round(records, self.metric)
             if self._own_parts is not None:
                 save_own_parts(folder, number, self._own_parts())
             save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
@@ -85,7 +85,7 @@ class RunRecorder(Callback):
             self.progress.calibrated(record)
         self.trackers.round(record)
         if begins:
-            back = any(r["round"] == best and "collapsed" not in r for r in self.records)
+            back = any(r["round"] == best and "collapsed" not in r for r in records)
             log.warning(
                 "round %d COLLAPSED: %s. The likely cause is a learning rate that is too high "
                 "(here %g), another is a false reply. Start again with a lower learning-rate%s",
