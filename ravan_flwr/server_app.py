@@ -2,19 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
-from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
@@ -24,11 +23,11 @@ from ravan_flwr.runs.callback import Callback, Callbacks
 from ravan_flwr.runs.console import Progress, logging_to, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
-from ravan_flwr.runs.record import Summary
+from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.release import release_of
+from ravan_flwr.server.kind import kind_of
 from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
@@ -105,7 +104,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
             check_simulation(grid, bench, config)
         config = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         # What is refused is refused before anything is written.
-        release_of(config).check_model(bench.model)
+        kind_of(config).check_model(bench.model)
         if earlier is None:
             start = ResumePoint(bench.model.initial_state())
         else:
@@ -171,7 +170,7 @@ def _hold_rounds(
     """Let the strategy hold the rounds; write summary, result and report."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    metric, budget = bench.task.metric, release_of(config).budget
+    metric, budget = bench.task.metric, kind_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, bench, start, privacy=privacy)
     strategy.registry.owners.update({} if start.done is None else directory.read_owners())
@@ -186,13 +185,8 @@ def _hold_rounds(
         callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
         strategy.callbacks.all += [*callbacks, watching]
         strategy.callbacks.on_run_begin()
-        result = strategy.start(
-            grid,
-            to_record(start.state),
-            num_rounds=config.num_rounds,
-            timeout=config.round_timeout,
-            evaluate_fn=_evaluation_of(bench, config, directory, recorder),
-        )
+        evaluate = _evaluation_of(bench, config, directory, recorder)
+        strategy.start(grid, config.num_rounds, config.round_timeout, evaluate)
     recorder.drop_later_rounds()  # where there was no further round
     summary = summary_of(bench, config, strategy.records, len(strategy.registry.members))
     if strategy.privacy is not None:
@@ -200,8 +194,7 @@ def _hold_rounds(
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
-    final = from_record(result.arrays) if result.arrays else start.state
-    _save_result(final, bench, directory, summary)
+    _save_result(strategy.state.tensors, bench, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
 
@@ -223,17 +216,24 @@ def _callbacks_of(
 
 def _evaluation_of(
     bench: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
-) -> Callable[[int, ArrayRecord], MetricRecord] | None:
+) -> Callable[[int, Tensors], Metrics] | None:
     """Return what measures a state on the server's test examples; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
     if bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
 
-    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate_state(number: int, state: Tensors) -> Metrics:
         tally = Tally() if bench.task.classifies else None
-        with bench.model.holding(from_record(arrays)):
-            measured = MetricRecord(_finite(bench.evaluate(tally), number))
+        with bench.model.holding(state):
+            measured = bench.evaluate(tally)
+        for name, value in measured.items():
+            if not math.isfinite(value):
+                raise RuntimeError(
+                    f"round {number}: its evaluation gave {name} = {value}, expected a finite "
+                    "number: training diverged; start again with a lower learning-rate"
+                    + (f" (round {number - 1} is in the last checkpoint)" if number > 1 else "")
+                )
         recorder.tally = tally
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
@@ -289,15 +289,3 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
         told = "no report in %s: %s; the result is whole; try again with ravan-flwr report %s"
         log.warning(told, folder, error, directory.path)
         return None
-
-
-def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
-    """Return what was measured; RuntimeError if a number is not finite: training diverged."""
-    for name, value in measured.items():
-        if not math.isfinite(value):
-            raise RuntimeError(
-                f"round {number}: its evaluation gave {name} = {value}, expected a finite number: "
-                "training diverged; start again with a lower learning-rate"
-                + (f" (round {number - 1} is in the last checkpoint)" if number > 1 else "")
-            )
-    return dict(measured)

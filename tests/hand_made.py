@@ -152,11 +152,8 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings)
     config = read_config(settings_from(settings))
     strategy = strategy_of(nodes, config, callbacks=[notes])
     strategy.registry.owners.update(owners or {})
-    state = to_record(nodes.method.initial_state(nodes.adapters))
-    result = strategy.start(
-        nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
-    )
-    return notes, strategy, result
+    strategy.start(nodes, rounds, timeout, evaluate_fn)
+    return notes, strategy, strategy.state.tensors
 
 
 @pytest.fixture(autouse=True)

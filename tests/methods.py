@@ -10,7 +10,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import Aggregate, open_calibration
+from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS = (Layer("q", 6, 5), Layer("v", 4, 7))  # rectangular, both ways
@@ -54,7 +54,7 @@ def build(name="ravan", **changes):
 
 def calibration_sums(method):
     """Sums of a calibration round, without a limit."""
-    return open_calibration(method.calibration, None, math.inf)
+    return CalibrationSums(method.calibration, None, math.inf)
 
 
 def train_client(method, adapters, state, share, seed, own=None):

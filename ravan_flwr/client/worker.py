@@ -23,7 +23,6 @@ import threading
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, RecordDict
 
@@ -31,7 +30,6 @@ from ravan_flwr.client.on_device import folder_of_sockets, task_of_process, work
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.records import receive_records, send_records
 
 log = logging.getLogger(__name__)
 
@@ -55,31 +53,18 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
         connection = _greet(path) or _start(path, owner)
     with connection:
         try:
-            send_records(
-                connection,
-                {
-                    "kind": kind,
-                    "node-id": context.node_id,
-                    "run-id": context.run_id,
-                    "node-config": dict(context.node_config),
-                    "run-config": dict(context.run_config),
-                    "task-id": task_of_process(),
-                },
-                [content, context.state],
-            )
-            header, records = receive_records(connection)
+            connection.send((kind, content, context, task_of_process()))
+            error, bad_input, reply, context.state = connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(
                 "the warm worker ended before it answered; memory that ran out is the usual "
                 "reason, and the SuperNode's log may have it. The next message starts another one"
             ) from None
-    if "error" in header:
-        if records:  # what it noted before it failed, as a process of its own would have
-            (context.state,) = records
+    if error:
         # With the name of the class, where it is not the one that tells of bad input.
-        raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
-    reply, context.state = records
-    return reply
+        raise (ValueError if bad_input else RuntimeError)(error)
+    found: RecordDict = reply
+    return found
 
 
 def _greet(path: Path) -> Connection | None:
@@ -160,23 +145,22 @@ class Worker:
                     self._free()
 
     def _answer(self, connection: Connection) -> None:
-        header, (content, state) = receive_records(connection)
+        kind, content, context, task = connection.recv()
         with self._busy:
             self._asker = connection
-        records = [state]  # with what an answer has noted before it failed
+        reply, error, bad_input = RecordDict(), "", False
         try:
-            records = _answer_of(header, content, state, new=header["run-id"] != self._run)
-            self._run = header["run-id"]
-            header = {}
-        except Exception as error:
+            reply = _answer_of(kind, content, context, task, new=context.run_id != self._run)
+            self._run = context.run_id
+        except Exception as reason:
             log.exception("the warm worker could not answer")
-            bad = isinstance(error, ValueError)
-            text = str(error) if bad else f"{type(error).__name__}: {error}"
-            header = {"error": text, "bad-input": bad}
-            if not bad:
+            bad_input = isinstance(reason, ValueError)
+            error = str(reason) if bad_input else f"{type(reason).__name__}: {reason}"
+            if not bad_input:
                 self._retire()
         self._free()  # whoever asked may go now
-        send_records(connection, header, records)
+        # The state has what an answer has noted, also before it failed.
+        connection.send((error, bad_input, reply, context.state))
 
     def _retire(self) -> None:
         """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
@@ -212,19 +196,16 @@ class Worker:
 
 
 def _answer_of(
-    header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
-) -> list[RecordDict]:
-    """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""
-    settings = header["node-config"], state, header["run-config"]
-    context = Context(header["run-id"], header["node-id"], *settings)
-    work_for_task(header["task-id"])
+    kind: str, content: RecordDict, context: Context, task: int, *, new: bool
+) -> RecordDict:
+    """Let the client answer; `new` is the first message of a run."""
+    work_for_task(task)
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
     if new:
         answers.forget()
-    reply = answers.answer(header["kind"], content, context)
-    return [reply, context.state]
+    return answers.answer(kind, content, context)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.privacy_budget import (
     CLOSE,
     MOST_RELEASES,
@@ -33,7 +34,6 @@ from ravan_flwr.server.privacy_budget import (
     Records,
     times_used,
 )
-from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Update, refusal_in, within
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -181,7 +181,7 @@ def _is_asked(one: object) -> bool:
     return isinstance(one[0], int | float) and 0 < one[0] <= 1 <= one[1] <= MOST_RELEASES
 
 
-class Counted(Release):
+class Counted(Kind):
     """Take the mean of updates that are private already, of clients that have room for the round.
 
     Whoever is asked is counted first, and may refuse.

@@ -42,10 +42,10 @@ from ravan_flwr.secure.server import (
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.noised import Noised
 from ravan_flwr.server.replies import Update, as_value_error, read_masked, read_phase
 from ravan_flwr.server.round import Round
-from ravan_flwr.server.transport import Plain
 from ravan_flwr.training.masked import (
     CUT_OFF,
     WITHIN,
@@ -65,10 +65,10 @@ SKIPPED_ROUNDS = 64  # of a client with which they would have no effect
 OFTEN = 1e-3  # share of numbers that are cut off, above which a round says so
 
 
-class Masked(Plain):
+class Masked(Kind):
     """Ask the phases of a masked round; what is trained is read as a sum alone."""
 
-    kind = "train.masked"
+    message_type = "train.masked"
     enough = math.inf  # all replies are waited for: no number of them is enough
     asks_more = False  # the masks belong to the clients that were drawn
 
@@ -100,7 +100,7 @@ class Masked(Plain):
             self.round.without_effect = str(error)
             return []
         partitions = [member.partition_id for member in asked]
-        self.round.release.spend(partitions, self.secure.schedule.shown)
+        self.spend(partitions, self.secure.schedule.shown)
         return asked
 
     def _share_secrets(self, drawn: Sequence[RegisteredClient]) -> list[RegisteredClient]:
@@ -169,7 +169,7 @@ class Masked(Plain):
         steps = self.run.steps(member)
         return Update(member, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)
 
-    def accumulate(self, update: Update) -> list[list[int]]:
+    def add(self, update: Update) -> list[list[int]]:
         self.secure.take_masked(update.member.partition_id, update.masked)
         return sums_changes(self.round.method).heads_of(self.numbers.rows_of(update.member))
 
@@ -254,6 +254,10 @@ class Masked(Plain):
         self.round.collector.take(replies, check, lambda _: None)
 
 
+class MaskedNoised(Masked, Noised):
+    """Draw clients and account as a private round does; what they send is masked, and noised."""
+
+
 class Rounded:
     """Sum up changes, rounded to whole numbers within bounds."""
 
@@ -303,7 +307,7 @@ class NoisedSum(Rounded):
 
     def __init__(self, masked: Masked) -> None:
         super().__init__(masked)
-        self.release = cast(Noised, masked.round.release)
+        self.release = cast(Noised, masked)
         self.noise, self.norm = self.release.noise, self.release.norm
         bits = self.noise.of_bits if self.noise.adaptive else 0.0
         self.shares: NoiseShares = NoiseShares(self.norm, self.noise.of_changes, bits)

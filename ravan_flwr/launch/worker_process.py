@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
 
 from ravan_flwr import client_app
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.flower_private import TaskIdentity
-from ravan_flwr.messages.records import Header, KnownArrays, receive_records, send_records
 from ravan_flwr.specs import Scalar
 
 FIRST_TO_END = "500"  # of a thousand: when memory runs out, a worker rather than the server
@@ -66,30 +65,14 @@ def serve(connection: Connection) -> NoReturn:
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
     threading.Thread(target=_end_with_the_server, args=(connection,), daemon=True).start()
     told = _Told()
-    known = KnownArrays()
     with suppress(EOFError, OSError):
         while True:
-            header, records = receive_records(connection)
-            known.put_back(header["left-out"], records)
-            known.remember(records)
-            answer, records = _answer(header, *records)
-            left_out, records = known.leave_out(records)
-            send_records(connection, answer | {"left-out": left_out, "log": told.taken()}, records)
+            content, kind, group, context = connection.recv()
+            context.run_config = own_preset(context.run_config)  # may name a preset by its path
+            reply = reply_of(Message(content, context.node_id, kind, group_id=group), context)
+            answer = reply.error if reply.has_error() else reply.content
+            connection.send((answer, context.state, told.taken()))
     os._exit(0)
-
-
-def _answer(
-    header: Header, content: RecordDict, state: RecordDict
-) -> tuple[Header, list[RecordDict]]:
-    node_id = header["node-id"]
-    config = own_preset(header["run-config"])  # which may name a preset by its path
-    context = Context(1, node_id, header["node-config"], state, config)
-    message = Message(content, node_id, header["kind"], group_id=header["group"])
-    reply = reply_of(message, context)
-    if reply.has_error():
-        error = [reply.error.code, reply.error.reason]
-        return {"error": error}, [RecordDict(), context.state]
-    return {}, [reply.content, context.state]
 
 
 def _end_with_the_server(connection: Connection) -> None:
@@ -123,12 +106,12 @@ def _main(descriptor: int) -> NoReturn:
     leave_signals_to_the_server()
     identify()
     connection = Connection(descriptor)
-    header: dict[str, Any] = receive_records(connection)[0]
+    run_config, threads = connection.recv()
 
     from ravan_flwr.importing import importing  # noqa: PLC0415
 
     with importing():
-        prepare(own_preset(header["run-config"]), header["threads"])
+        prepare(own_preset(run_config), threads)
     serve(connection)
 
 

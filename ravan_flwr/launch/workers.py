@@ -5,9 +5,8 @@ process, and what a client keeps is changed by no reply that was not asked for. 
 what was asked for, but replies that wait and messages at work are twice as many as workers at most:
 memory does not grow with the number of clients.
 
-`concurrent.futures` and PyTorch's pools end all workers when one ends, cannot end one that takes
-too long, and send every message whole. Here one worker ends and is replaced, and what a worker
-knows is not sent again.
+`concurrent.futures` and PyTorch's pools end all workers when one ends, and cannot end one that
+takes too long. Here one worker ends and is replaced.
 
 Workers start as forks, where that is safe, or as new processes. A fork shares the model and the
 examples with the server's process until it writes to them, and is there in a tenth of a second; a
@@ -38,7 +37,6 @@ from typing import NoReturn, Protocol
 from flwr.app import Context, Error, Message, RecordDict
 
 from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
-from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import VISIBLE, Gpu
 
@@ -76,32 +74,25 @@ class WorkerLink:
         self, connection: Connection, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.connection, self._process = connection, process
-        self._known = KnownArrays()
 
     def ask(self, job: Job) -> None:
-        """Send a message, with the client's context; without the arrays that the worker has."""
-        message, context = job.message, job.context
-        question = [message.content, context.state]
-        left_out, records = self._known.leave_out(question)
-        self._known.remember(question)
-        header = {
-            "kind": message.metadata.message_type,
-            "group": message.metadata.group_id,
-            "node-id": context.node_id,
-            "node-config": dict(context.node_config),
-            "run-config": dict(context.run_config),
-            "left-out": left_out,
-        }
-        send_records(self.connection, header, records)
+        """Send a message, with the client's context."""
+        metadata = job.message.metadata
+        self.connection.send(
+            (job.message.content, metadata.message_type, metadata.group_id, job.context)
+        )
 
-    def answer(self) -> tuple[RecordDict | Error, RecordDict]:
+    def answer(self, job: Job) -> tuple[RecordDict | Error, RecordDict]:
         """Receive the reply and what the client keeps, and log what the worker has logged."""
-        header, records = receive_records(self.connection)
-        self._known.put_back(header["left-out"], records)
-        for name, level, text in header["log"]:
+        content, state, told = self.connection.recv()
+        for name, level, text in told:
             logging.getLogger(name).log(level, "%s", text)
-        content, state = records
-        return Error(*header["error"]) if "error" in header else content, state
+        # What all clients keep is kept once, as in one process: the fixed tensors.
+        sent = {**job.message.content.array_records, **job.context.state.array_records}
+        for name, record in list(state.array_records.items()):
+            if record == sent.get(name):
+                state[name] = sent[name]
+        return content, state
 
     def end(self) -> None:
         """End it at once, whatever it does: a worker ends when its connection does."""
@@ -198,7 +189,7 @@ class WorkerPool:
             worker = by_connection[connection]  # type: ignore[index]
             job = self._busy.pop(worker)
             try:
-                self._keep(job, worker.answer())
+                self._keep(job, worker.answer(job))
                 self._idle.append(worker)
             except (EOFError, OSError, ValueError):
                 self._keep(job, (Error(2, ENDED), job.context.state))
@@ -313,7 +304,7 @@ class SpawnStarter:
         self, run_config: Mapping[str, Scalar], threads: int | None, gpus: Sequence[Gpu] = ()
     ) -> None:
         """Start them on these GPUs in turn; if there are none, each finds its device by itself."""
-        self._header = {"run-config": dict(run_config), "threads": threads}
+        self._first = dict(run_config), threads
         self._gpus = gpus
         self._started: list[tuple[subprocess.Popen[bytes], str]] = []  # and the word for its GPU
 
@@ -335,7 +326,7 @@ class SpawnStarter:
             )
         self._started.append((process, word))
         worker = WorkerLink(Connection(ours.detach()), process)
-        send_records(worker.connection, self._header, [])
+        worker.connection.send(self._first)
         return worker
 
     def close(self) -> None:

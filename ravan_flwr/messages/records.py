@@ -1,107 +1,18 @@
-"""Send records over a connection to another process; carry bytes with names in a record.
+"""Carry bytes with names in a record.
 
 No torch here: a device's process for a message of a secure round loads nothing heavy.
 """
 
-import json
-import operator
-from collections.abc import Collection, Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Collection, Mapping
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 
 from ravan_flwr.messages.plain_text import shown
-
-_Record = ArrayRecord | ConfigRecord | MetricRecord
-Header = dict[str, Any]
 
 STYPE = "ravan-flwr.bytes/1"
 PIECES = "secure"  # the record of a message
 SEEN = "seen"  # in the settings of a phase: what the server has seen of a client (extras/masked.py)
 DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose keys are not theirs
-
-
-def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
-    """Send what JSON can hold, and records."""
-    layouts = [[_layout(name, record) for name, record in each.items()] for each in records]
-    connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
-    for each in records:
-        for record in each.array_records.values():
-            for array in record.values():
-                connection.send_bytes(array.data)
-
-
-def receive_records(connection: Connection) -> tuple[Header, list[RecordDict]]:
-    """Receive what `send_records` sent."""
-    header = json.loads(connection.recv_bytes())
-    records = [
-        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
-        for layout in header.pop("records")
-    ]
-    return header, records
-
-
-def _layout(name: str, record: _Record) -> list[Any]:
-    if isinstance(record, ArrayRecord):
-        items = [[key, a.dtype, list(a.shape), a.stype] for key, a in record.items()]
-        return [name, "arrays", items]
-    return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
-
-
-def _record(kind: str, items: Any, connection: Connection) -> _Record:
-    if kind == "arrays":
-        return ArrayRecord(
-            {
-                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
-                for key, dtype, shape, stype in items
-            }
-        )
-    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
-
-
-class KnownArrays:
-    """Leave out of records the arrays that the other end has, from the last question it was sent.
-
-    Each end of a connection keeps one. The broadcast of a round and the fixed tensors in a client's
-    state are the same for many messages, and travel with the first of them.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[tuple[ArrayRecord, list[Array]]] = []
-
-    def leave_out(self, records: Sequence[RecordDict]) -> tuple[list[Any], list[RecordDict]]:
-        """Return the records without what is known, and where that has to be put back."""
-        left_out, rest = [], []
-        for index, each in enumerate(records):
-            others = RecordDict()
-            for name, record in each.items():
-                if (number := self._number(record)) is None:
-                    others[name] = record
-                else:
-                    left_out.append([index, name, number])
-            rest.append(others)
-        return left_out, rest
-
-    def put_back(self, left_out: Sequence[Any], records: Sequence[RecordDict]) -> None:
-        """Put back what the other end left out."""
-        for index, name, number in left_out:
-            records[index][name] = self._known[number][0]
-
-    def remember(self, question: Sequence[RecordDict]) -> None:
-        """Know the arrays of this question from now on, and no others.
-
-        In the order of their names: what was put back is the last of its question at one end only.
-        """
-        records = (each.array_records[n] for each in question for n in sorted(each.array_records))
-        self._known = [(record, list(record.values())) for record in records]
-
-    def _number(self, record: _Record) -> int | None:
-        """Find the very same arrays; equal ones would take as long to find as to send."""
-        for number, (known, arrays) in enumerate(self._known):
-            if known is record and all(map(operator.is_, known.values(), arrays)):
-                return number if len(known) == len(arrays) else None
-        return None
 
 
 def to_pieces(parts: Mapping[str, bytes]) -> ArrayRecord:

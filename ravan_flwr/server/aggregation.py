@@ -108,30 +108,23 @@ class Aggregate:
         return new
 
 
-def open_calibration(
-    calibration: Calibration, norm: float | None, step: float, robust: str = "none"
-) -> "CalibrationSums":
-    """Open the sums of a calibration round, with a limit on what is added.
+class CalibrationSums:
+    """Add up a calibration's uploads; one that changes more than the limit allows is refused.
 
     `norm` and `step` are those of `UpdateNormCheck`. No step bounds a gradient: there, sketches far
     larger than most are left out of the mean.
     """
-    start, by_steps = {calibration.name: torch.zeros(sum(calibration.sizes))}, calibration.by_steps
-    if robust != "none":
-        sums: Sums = RobustRound(start, robust)
-    else:
-        sums = Means(start) if by_steps else MeansBySize(start)
-    limit = UpdateNormCheck(norm, step if by_steps else math.inf)
-    return CalibrationSums(calibration, sums, start, limit)
-
-
-class CalibrationSums:
-    """Add up a calibration's uploads; one that changes more than the limit allows is refused."""
 
     def __init__(
-        self, calibration: Calibration, sums: Sums, start: Tensors, limit: UpdateNormCheck
+        self, calibration: Calibration, norm: float | None, step: float, robust: str = "none"
     ) -> None:
-        self.calibration, self.sums, self.start, self.limit = calibration, sums, start, limit
+        self.calibration = calibration
+        self.start = {calibration.name: torch.zeros(sum(calibration.sizes))}
+        self.limit = UpdateNormCheck(norm, step if calibration.by_steps else math.inf)
+        if robust != "none":
+            self.sums: Sums = RobustRound(self.start, robust)
+        else:
+            self.sums = (Means if calibration.by_steps else MeansBySize)(self.start)
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one more upload; ValueError if it is refused."""

@@ -29,11 +29,11 @@ from ravan_flwr.messages.sparsity import start_of
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import check_upload, outgoing
+from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.replies import Update
 from ravan_flwr.server.reply_collector import Sent
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.sampling import sample
-from ravan_flwr.server.transport import Plain
 from ravan_flwr.simulated_time.clock import SimulatedClock
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Flight:
         clock.restore(arrivals, free)
 
 
-class Buffered(Plain):
+class Buffered(Kind):
     """Close a round when the buffer is full; the clients that are still out stay out."""
 
     asks_more = False  # whoever has answered, well or not, is replaced at once

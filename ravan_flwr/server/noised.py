@@ -23,8 +23,8 @@ from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, happens
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
+from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.privacy_budget import ClientBudget
-from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Update
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.masked import filled_in
@@ -46,7 +46,7 @@ def checked(method: Method, state: Tensors, upload: Mapping[str, Tensor], share:
     return filled_in(method, state, upload)
 
 
-class Noised(Release):
+class Noised(Kind):
     """Take the state that clipped changes and noise make, within the run's privacy budget."""
 
     budget = ClientBudget

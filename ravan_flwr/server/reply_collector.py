@@ -130,6 +130,7 @@ class ReplyCollector:
         `deadline` makes that of so many messages. A node that is silent until then is asked less
         often from now on.
         """
+        self.outstanding = {}
         if not messages:
             return
         # A calibration is training, too.

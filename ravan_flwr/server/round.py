@@ -1,14 +1,13 @@
-"""Hold one round: a transport (how updates travel) and a release (what their sums become).
+"""Hold one round: its messages, its log, and what becomes of the replies.
 
 A reply takes four steps, each a function of this name:
 
-    fetch (superlink.py)    bytes to message
-    check                   message to update, or ValueError: it is rejected with that reason
-    accumulate              update into sums
-    close                   sums to the next state
+    fetch        bytes to message (superlink.py)
+    check        message to update, or ValueError: it is rejected with that reason (kind.py)
+    accumulate   update into sums (kind.py)
+    close        sums to the next state (kind.py)
 
-`TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. The transport also says
-when a round closes: by its deadline (`RoundDeadline`), or when a buffer is full.
+What differs between kinds of rounds is their `Kind`'s.
 """
 
 import math
@@ -27,12 +26,11 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, spreads_of
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.release import Release
-from ravan_flwr.server.replies import Evaluated, Update, most_validation_size, read_evaluated
+from ravan_flwr.server.kind import Kind
+from ravan_flwr.server.replies import Evaluated, most_validation_size, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog, mean_of
-from ravan_flwr.server.transport import Plain
 from ravan_flwr.simulated_time.clock import REAL
 
 if TYPE_CHECKING:
@@ -44,37 +42,51 @@ log = getLogger(__name__)
 class Round:
     """Own the log and the messages of one round."""
 
-    def __init__(
-        self,
-        number: int,
-        run: "FederatedTuning",
-        release: type[Release] = Release,
-        transport: type[Plain] = Plain,
-    ) -> None:
+    grid: Grid  # from `train` on
+
+    def __init__(self, number: int, run: "FederatedTuning", kind: type[Kind]) -> None:
         self.number, self.run = number, run
         self.method = run.method.in_round(number)
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.asked: set[int] = set()  # nodes
         self.without_effect = ""  # why its sums will not be closed, as far as is known
-        self.collector = self._open_collector()
+        self.collector = ReplyCollector(run.mail, run.registry.nodes, self.round_log, run.status)
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
-        self.release = release(self)
-        self.transport = transport(self)
-        self.kind = self.transport.kind or self.release.kind  # of the messages to those who train
+        self.kind = kind(self)
 
-    def messages(self, grid: Grid) -> list[Message]:
-        """Choose the clients that train, and write each a message with what the method sends it."""
-        self.grid = grid
-        return self.write(self.transport.prepare(self.transport.draw(grid)))
+    def train(self, grid: Grid, timeout: float) -> None:
+        """Let clients train, and take the next state of their updates.
 
-    def more_messages(self) -> list[Message]:
+        If that is refused, the state stays and the log says why. RuntimeError if too few replies
+        are valid.
+        """
+        self.grid, kind = grid, self.kind
+        messages = self.write(kind.prepare(kind.draw(grid)))
+        self.collector.take(kind.replies(messages, timeout), kind.check, kind.accumulate)
+        # A node that fails costs its reply, and never the run while others can be asked.
+        while messages := self._more_messages():
+            replies = self.send(messages, timeout, training=True)
+            self.collector.take(replies, kind.check, kind.accumulate)
+        if not kind.has_enough:
+            raise RuntimeError(self.round_log.why_too_few_came(self.least))
+        try:
+            kind.close()
+        except ValueError as error:
+            if not self.number:
+                raise  # without what a calibration makes there is no run
+            self.round_log.refused = str(error)
+            log.warning(
+                "round %d has no effect, the state stays as it was: %s; see who took part in it",
+                self.number, error,
+            )  # fmt: skip
+
+    def _more_messages(self) -> list[Message]:
         """Choose further clients, where too few of the first have replied; none if all were asked.
 
         Not in a private round, whose account is of those that were drawn.
         """
-        may_ask = self.number and self.transport.asks_more and not self.release.budget
-        if self.release.has_enough or not may_ask:
+        if self.kind.has_enough or not self.kind.asks_more or self.kind.budget:
             return []
         resting = self.round_log.resting
         drawn = self.run.sampler.sample(
@@ -88,7 +100,7 @@ class Round:
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
                 self.number, len(self.round_log.clients), self.least, count(len(drawn), "client"),
             )  # fmt: skip
-        return self.write(self.transport.prepare(drawn))
+        return self.write(drawn)
 
     def write(self, members: Iterable[RegisteredClient]) -> list[Message]:
         """Write each of these clients a message with what the method sends it."""
@@ -97,78 +109,49 @@ class Round:
             self.asked.add(member.node_id)
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
-                broadcasts[share] = self.encoded(self.release.broadcast(share))
-            given = (self.kind, self.number, broadcasts[share], self.release.settings(member))
-            message = self.run.mail.message(member, *given)
-            messages.append(self.transport.address(message, member))
+                broadcasts[share] = self._encoded(self.kind.broadcast(share))
+            message = self.run.mail.message(
+                member, self.kind.message_type, self.number, broadcasts[share],
+                self.kind.settings(member),
+            )  # fmt: skip
+            messages.append(self.kind.address(message, member))
         return messages
 
     def send(
         self, messages: list[Message], timeout: float, *, training: bool = False
     ) -> Iterator[Message]:
         """Send the messages and yield the replies; training ends with as many as it waits for."""
-        enough = max(self.release.enough, self.transport.enough) if training else math.inf
-        grace: float | None = math.inf
-        clock = self.run.clock
+        kind, clock = self.kind, self.run.clock
+        enough = kind.enough if training else math.inf
         # Clients that share this machine are none slower than the others.
-        if self.release.gives_grace and not (in_process(self.grid) and clock is REAL):
-            grace = self.run.config.straggler_grace
-        self.collector = self._open_collector()
+        waits = kind.gives_grace and not (in_process(self.grid) and clock is REAL)
+        grace = self.run.config.straggler_grace if waits else math.inf
 
         def deadline(asked: int) -> RoundDeadline:
-            return RoundDeadline(timeout, asked, self.transport.quorum(asked), grace, enough, clock)
+            return RoundDeadline(timeout, asked, kind.quorum(asked), grace, enough, clock)
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def take(self, replies: Iterable[Message]) -> None:
-        """Check and accumulate the replies of those who train, as they arrive."""
-        self.collector.take(replies, self.transport.check, self.accumulate)
-
-    def accumulate(self, update: Update) -> None:
-        """Add an update to the sums, and note that it was used."""
-        member, sent, run = update.member, self.collector.answered, self.run
-        self.round_log.use(
-            update, self.transport.accumulate(update), sent.size,
-            (run.since(sent.time), run.time), run.clock.device_of(member.partition_id),
-        )  # fmt: skip
-        if update.anew and member.partition_id in self.run.trained:
-            self.round_log.lost(member)
-        self.run.trained.add(member.partition_id)
-
-    def close(self) -> None:
-        """Take the next state; if it is refused, the state stays and the log says why."""
-        try:
-            self.release.close()
-        except ValueError as error:
-            if not self.number:
-                raise  # without what a calibration makes there is no run
-            self.round_log.refused = str(error)
-            log.warning(
-                "round %d has no effect, the state stays as it was: %s; see who took part in it",
-                self.number, error,
-            )  # fmt: skip
-
-    def evaluation_messages(self, grid: Grid) -> list[Message]:
-        """Write a message to all clients, to evaluate the state."""
-        run, kind = self.run, MessageType.EVALUATE
-        arrays = self.encoded(run.state.tensors)
-        members = run.registry.rested(run.registry.present(grid), kind, self.number)
-        return [run.mail.message(one, kind, self.number, arrays, {}) for one in members]
-
-    def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
-        """Return the clients' mean metrics, weighted by what they are means over.
+    def evaluate(self, timeout: float) -> Metrics | None:
+        """Let clients evaluate the state; return their means, weighted by what they are means over.
 
         None if no reply is sound.
         """
-        run, asked = self.run, self.run.bench.task.measures
+        run, asked, message_type = self.run, self.run.bench.task.measures, MessageType.EVALUATE
+        arrays = self._encoded(run.state.tensors)
+        members = run.registry.rested(run.registry.present(self.grid), message_type, self.number)
+        messages = [
+            run.mail.message(member, message_type, self.number, arrays, {}) for member in members
+        ]
         answers: dict[int, Evaluated] = {}
-        share = run.config.validation_share
 
         def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
-            most = most_validation_size(run.registry.examples(member), share)
+            most = most_validation_size(run.registry.examples(member), run.config.validation_share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
-        self.collector.take(replies, check, lambda answer: answers.update([answer]))
+        self.collector.take(
+            self.send(messages, timeout), check, lambda answer: answers.update([answer])
+        )
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
@@ -181,14 +164,10 @@ class Round:
             }
         )
 
-    def encoded(self, tensors: Tensors) -> ArrayRecord:
+    def _encoded(self, tensors: Tensors) -> ArrayRecord:
         """Encode tensors for the wire."""
         wire = wire_of_round(self.run.config.wire, self.number)
         random = generator(self.run.config.seed, "wire down", self.number)
         share = sparsity_of_round(self.run.config.shares_sent, self.number)[0]
         sparse = sparsify(tensors, share, sent_sparsely(self.method))
         return to_record(encode(sparse, wire, random))
-
-    def _open_collector(self) -> ReplyCollector:
-        run = self.run
-        return ReplyCollector(run.mail, run.registry.nodes, self.round_log, run.status)

@@ -18,9 +18,9 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.kind import kind_of
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.transport import transport_of
 from ravan_flwr.simulated_time.clock import clock_of
 
 log = getLogger(__name__)
@@ -105,4 +105,4 @@ class Sampler:
     @property
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
-        return transport_of(self.config).cohort(self.config, self.registry.partitions)
+        return kind_of(self.config).cohort(self.config, self.registry.partitions)

@@ -14,7 +14,7 @@ with momentum, or Adam, takes the step instead:
                above the delay (arXiv 2407.18365)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,12 +36,18 @@ class ServerState:
     `derived` is the fingerprint of the model that clients must have; a calibration changes it.
     """
 
-    def __init__(self, config: Config, derived: list[float], memory: Tensors | None = None) -> None:
-        self.tensors: Tensors = {}
+    def __init__(
+        self, config: Config, derived: list[float], tensors: Tensors, memory: Tensors
+    ) -> None:
+        self.tensors = dict(tensors)
         self.derived = derived
         self.delay = 0  # versions that the oldest update of the round was old by
         self._robust, self._wire = config.robust, config.wire
-        self._moments = _named(memory or {}, MOMENTS)
+        self._moments = {
+            name.removeprefix(MOMENTS): tensor
+            for name, tensor in memory.items()
+            if name.startswith(MOMENTS)
+        }
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
         self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
@@ -63,11 +69,6 @@ class ServerState:
         check_room(state, self._wire)  # else it could never be sent
         kept = {k: v for k, v in self._moments.items() if k.split("/")[0] in held}
         self.tensors, self._moments = state, kept | moments
-
-
-def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """Select the tensors whose names begin with a prefix, and cut it off."""
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 @dataclass(frozen=True)

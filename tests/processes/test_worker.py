@@ -272,11 +272,9 @@ def test_what_a_device_does_once_it_does_once_in_its_worker_as_well(monkeypatch)
 
     monkeypatch.setattr(client, "answer", noted)
     for number in (0, 77):
-        header = {
-            "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
-            "node-config": {"partition-id": 0, "num-partitions": 2},
-        }  # fmt: skip
-        worker._answer_of(header, RecordDict(), RecordDict(), new=False)
+        settings = {"partition-id": 0, "num-partitions": 2}
+        context = Context(1, 1, settings, RecordDict(), {})
+        worker._answer_of("train", RecordDict(), context, number, new=False)
     assert asked == [False, True]
 
 

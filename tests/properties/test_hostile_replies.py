@@ -169,9 +169,10 @@ class Server:
         self.strategy.state.tensors = self.state
         members = self.nodes.members.values()
         replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]
-        self.round.collector.take(replies, self.round.transport.check, self.round.accumulate)
-        assert self.round.release.has_enough
-        self.round.close()
+        kind = self.round.kind
+        self.round.collector.take(replies, kind.check, kind.accumulate)
+        assert kind.has_enough
+        kind.close()
         return self.strategy.state.tensors, self.round.round_log
 
 

@@ -613,8 +613,8 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
         {"method": "rolora", "server-optimizer": f"{kind}:0.5",
          "limits": "max-update-norm=1e9"}
     )  # fmt: skip
-    server = ServerState(config, [])
-    server.tensors = start = some_state(whole, adapters)
+    start = some_state(whole, adapters)
+    server = ServerState(config, [], start, {})
     moved: dict[str, list[torch.Tensor]] = {"B": [], "A": []}
     for number in range(1, 5):
         method = whole.in_round(number)

@@ -239,7 +239,7 @@ def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path,
         return {"accuracy": 0.5, "loss": 1.0}
 
     place = {
-        "training": "ravan_flwr.server.round.Round.close",
+        "training": "ravan_flwr.server.kind.Kind.close",
         "evaluating": "ravan_flwr.training.model_and_data.ModelAndData.evaluate",
     }
     monkeypatch.setattr(place[here], remove)
@@ -255,7 +255,7 @@ def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
     def ended(_):
         raise RunNotRunningException
 
-    monkeypatch.setattr("ravan_flwr.server.round.Round.close", ended)
+    monkeypatch.setattr("ravan_flwr.server.kind.Kind.close", ended)
     with pytest.raises(RuntimeError, match="Flower has ended this run: .* a jump of its clock"):
         simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
     (path,) = tmp_path.glob("*/failure.json")

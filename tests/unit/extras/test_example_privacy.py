@@ -11,7 +11,6 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import example_privacy
 from ravan_flwr.extras.example_privacy import ExampleBudget
-from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
@@ -84,9 +83,8 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
 
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
-    state = to_record(nodes.method.initial_state(nodes.adapters))
-    result = strategy.start(nodes, state, num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None)
-    return notes, budget, files, result
+    strategy.start(nodes, rounds, 5.0, lambda *_: None)
+    return notes, budget, files, strategy.state.tensors
 
 
 def epsilon(examples, rounds, z=2.0):
@@ -172,7 +170,7 @@ def test_clients_with_nothing_left_are_left_alone_until_too_few_have():
     assert len(notes.records) == max(rooms)
     assert budget.is_spent
     assert budget.epsilon <= limit
-    assert torch.equal(from_record(result.arrays)["H"], notes.states[-1]["H"])
+    assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
 def test_a_run_needs_as_many_with_room_as_replies():
@@ -216,7 +214,7 @@ def test_a_round_in_which_all_refuse_changes_nothing_and_ends_the_run():
     assert len(notes.records) == 2
     assert len(notes.records[1]["rejected"]) == 4
     assert torch.equal(notes.states[0]["H"], notes.states[1]["H"])
-    assert torch.equal(from_record(result.arrays)["H"], notes.states[0]["H"])
+    assert torch.equal(result["H"], notes.states[0]["H"])
 
 
 def test_a_refusal_of_another_round_is_a_bad_reply():

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravan_flwr.server import release
-from ravan_flwr.server import transport as transports
+from ravan_flwr.server import kind
 from scripts.draw_house import PACKAGE, imported
 from tests.hand_made import Nodes, impatient, run
 
@@ -30,19 +29,18 @@ def test_the_core_imports_no_optional_part(python):
     assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
 
 
-@pytest.mark.parametrize("place", [*release.RELEASES.values(), *transports.TRANSPORTS.values()])
+@pytest.mark.parametrize("place", kind.KINDS.values())
 def test_a_kind_is_where_its_row_says(place):
-    kind = resolve_name(place)
-    assert issubclass(kind, release.Release | transports.Plain)
+    assert issubclass(resolve_name(place), kind.Kind)
 
 
-def test_the_release_of_the_documentation_works(monkeypatch):
+def test_the_kind_of_the_documentation_works(monkeypatch):
     """Two of four clients send the opposite of what the others send: that round has no effect."""
     *_, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    monkeypatch.setattr(release, "Agreed", names["Agreed"], raising=False)
-    monkeypatch.setitem(release.RELEASES, "none", "ravan_flwr.server.release:Agreed")
+    monkeypatch.setattr(kind, "Agreed", names["Agreed"], raising=False)
+    monkeypatch.setitem(kind.KINDS, ("plain", "none"), "ravan_flwr.server.kind:Agreed")
 
     class Shifted(Nodes):
         """Clients whose B is 0.1, or of every other one -0.1, where they are opposed."""

@@ -449,7 +449,7 @@ def strategy_with(nodes, partition_sizes=None, **settings):
 
 
 def weight(strategy, one):
-    return strategy.open_round(1).release.weight(one)
+    return strategy.open_round(1).kind.weight(one)
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])

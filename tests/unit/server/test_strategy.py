@@ -36,7 +36,7 @@ def test_a_round_is_recorded_with_who_did_what():
             assert client["bytes-up"] == 2 * 3 * 4 * 4 + 1
             assert client["bytes-down"] == 2 * 3 * 4 * 4
         assert state["H"].abs().sum() > 0
-    assert torch.equal(from_record(result.arrays)["H"], notes.states[-1]["H"])
+    assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
 def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():

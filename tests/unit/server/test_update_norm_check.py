@@ -13,7 +13,7 @@ from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import MeansBySize
-from ravan_flwr.server.aggregation import Aggregate, open_calibration
+from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
 from ravan_flwr.server.update_norm_check import (
     REACH,
     Change,
@@ -162,7 +162,7 @@ def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, chang
     ]
     made = []
     for lies in ([], [{key: -honest[0][key]}]):
-        sums = open_calibration(method.calibration, None, 10.0, robust)
+        sums = CalibrationSums(method.calibration, None, 10.0, robust)
         for upload in honest + lies:
             sums.add(upload, 1.0)
         fixed, changed = sums.close()
@@ -175,7 +175,7 @@ def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not():
     for name, changes in CALIBRATED:
         method, _ = build(name, **changes)
         limited = changes.get("init") != "data-aware"
-        sums = open_calibration(method.calibration, None, 0.1)
+        sums = CalibrationSums(method.calibration, None, 0.1)
         key = "change" if limited else "sketch"
         upload = {key: torch.full((method.calibration.bytes_up // 4,), 1.0)}
         if limited:

@@ -522,7 +522,7 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
         wait = poll
 
     monkeypatch.setattr("ravan_flwr.launch.workers.subprocess.Popen", Process)
-    monkeypatch.setattr("ravan_flwr.launch.workers.send_records", lambda *_: None)
+    monkeypatch.setattr("ravan_flwr.launch.workers.Connection.send", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
     starter = SpawnStarter({}, None, cards)

@@ -1,10 +1,11 @@
-"""Choose what becomes of a round's sums: the method's next state as it is, or a private one.
+"""Decide what differs between kinds of rounds: how updates travel, and what their sums become.
 
-A release decides who trains, reads an update, adds it up and takes the next state. `Release` is
-that of a run without privacy; the others override what differs.
+`Kind` is that of a plain round: updates are read one by one until a deadline, and their sums are
+the method's next state. The others override what differs. `KINDS` lists them.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
@@ -21,13 +22,7 @@ from ravan_flwr.messages.sparsity import WHOLE, sparsity_of_round
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
-from ravan_flwr.server.aggregation import (
-    FEWEST,
-    Aggregate,
-    moved,
-    open_calibration,
-    outgoing,
-)
+from ravan_flwr.server.aggregation import FEWEST, Aggregate, CalibrationSums, moved, outgoing
 from ravan_flwr.server.replies import Update, read_trained
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -38,26 +33,33 @@ if TYPE_CHECKING:
 
 log = getLogger(__name__)
 
-# By `privacy`: mean, noised, counted. They are imported when a run has them.
-RELEASES = {
-    "none": "ravan_flwr.server.release:Release",
-    "client": "ravan_flwr.server.noised:Noised",
-    "example": "ravan_flwr.extras.example_privacy:Counted",
+# By `Config.transport` and `privacy`. They are imported when a run has them.
+KINDS = {
+    ("plain", "none"): "ravan_flwr.server.kind:Kind",
+    ("plain", "client"): "ravan_flwr.server.noised:Noised",
+    ("plain", "example"): "ravan_flwr.extras.example_privacy:Counted",
+    ("buffered", "none"): "ravan_flwr.server.buffered:Buffered",
+    ("masked", "none"): "ravan_flwr.extras.masked:Masked",
+    ("masked", "client"): "ravan_flwr.extras.masked:MaskedNoised",
 }
 
 
-def release_of(config: Config) -> "type[Release]":
-    """Find the release of a run."""
-    found: type[Release] = resolve_name(RELEASES[config.privacy])
+def kind_of(config: Config) -> "type[Kind]":
+    """Find the kind of a run's rounds."""
+    found: type[Kind] = resolve_name(KINDS[config.transport, config.privacy])
     return found
 
 
-class Release:
-    """Take the method's next state of what clients upload."""
+class Kind:
+    """Read updates one by one, and take the method's next state of their sums.
 
-    budget: "ClassVar[type[PrivacyBudget] | None]" = None  # of what it spends
-    kind: ClassVar[str] = MessageType.TRAIN  # of its messages
+    A round closes when the clients that were drawn have answered, or the deadline has passed.
+    """
+
+    budget: "ClassVar[type[PrivacyBudget] | None]" = None  # of what its rounds spend
+    message_type: ClassVar[str] = MessageType.TRAIN
     gives_grace = True  # Does the straggler timeout count? Else every client is waited for.
+    asks_more = True  # Are further clients asked where too few have replied?
 
     def __init__(self, round_: "Round") -> None:
         self.round, self.run = round_, round_.run
@@ -65,6 +67,35 @@ class Release:
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
         """Raise ValueError for a model of which it cannot release anything."""
+
+    # Before training.
+
+    @staticmethod
+    def cohort(config: Config, partitions: int) -> int:  # noqa: ARG004
+        """Return how many clients must be there before a round begins."""
+        return config.min_replies
+
+    def draw(self, grid: Grid) -> list[RegisteredClient]:
+        """Sample the clients that are sent a message when the round opens."""
+        return self.run.sampler.sample(grid, self.round.round_log)
+
+    def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
+        """Return those of a cohort that are asked to train."""
+        return cohort
+
+    def broadcast(self, share: float) -> Tensors:
+        """Return what a client with that share of the budget is sent."""
+        return outgoing(self.round.method, self.run.state.tensors, share)
+
+    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
+        """Return what a client's message says beside what all messages say."""
+        return {}
+
+    def address(self, message: Message, member: RegisteredClient) -> Message:  # noqa: ARG002
+        """Add to a message what only this client is sent."""
+        return message
+
+    # While clients train.
 
     @property
     def enough(self) -> float:
@@ -76,29 +107,20 @@ class Release:
         """Return whether as many replies were used as the round needs."""
         return len(self.round.round_log.clients) >= self.round.least
 
-    def draw(self, grid: Grid) -> list[RegisteredClient]:
-        """Sample the clients that train in the round."""
-        return self.run.sampler.sample(grid, self.round.round_log)
+    def quorum(self, asked: int) -> int:  # noqa: ARG002 (of masks it depends on that)
+        """Return with which good reply the straggler timeout begins."""
+        return self.round.least
 
-    def broadcast(self, share: float) -> Tensors:
-        """Return what a client with that share of the budget is sent."""
-        return outgoing(self.round.method, self.run.state.tensors, share)
-
-    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
-        """Return what a client's message says beside what all messages say."""
-        return {}
+    def replies(self, messages: list[Message], timeout: float) -> Iterator[Message]:
+        """Send the messages, and yield the replies that the round waits for."""
+        return self.round.send(messages, timeout, training=True)
 
     def steps(self, member: RegisteredClient) -> int:
         """Count the steps that a client takes in this round."""
         return self.run.steps(member)
 
-    def weight(self, member: RegisteredClient) -> float:
-        """Return an update's weight in a mean."""
-        by_examples = self.run.config.weighting == "examples"
-        return float(self.run.registry.examples(member)) if by_examples else 1.0
-
     def check(self, message: Message, member: RegisteredClient) -> Update:
-        """Read a training reply of this round, of a node with the server's bases."""
+        """Read the reply of a client; ValueError with the reason why it is rejected."""
         run, number = self.run, self.round.collector.answered.number
         sparsity = sparsity_of_round(run.config.shares_sent, number)
         classifier = run.state.tensors.get(CLASSIFIER)
@@ -120,21 +142,37 @@ class Release:
         bytes_up = num_bytes(message.content.array_records["arrays"])
         return replace(trained, member=member, bytes_up=bytes_up, steps=self.steps(member))
 
-    # Where updates are read one by one.
+    def accumulate(self, update: Update) -> None:
+        """Add an update to the sums, and note that it was used. ValueError if it is not sound."""
+        heads = self.add(update)
+        run, member, sent = self.run, update.member, self.round.collector.answered
+        span = run.since(sent.time), run.time
+        device = run.clock.device_of(member.partition_id)
+        self.round.round_log.use(update, heads, sent.size, span, device)
+        if update.anew and member.partition_id in run.trained:
+            self.round.round_log.lost(member)
+        run.trained.add(member.partition_id)
+
+    # Sums, where updates are read one by one.
 
     @cached_property
     def sums(self) -> Aggregate:
         """Return the sums, which open empty when the first reply is there."""
         return self.run.state.open_sums(self.round.method)
 
+    def weight(self, member: RegisteredClient) -> float:
+        """Return an update's weight in a mean."""
+        by_examples = self.run.config.weighting == "examples"
+        return float(self.run.registry.examples(member)) if by_examples else 1.0
+
     def add(self, update: Update) -> list[list[int]]:
-        """Add an update to the sums; return its heads, by layer. ValueError if it is not sound."""
+        """Add an update to the sums; return the heads in it, by layer."""
         member, step = update.member, self.run.config.learning_rate * update.steps
         self.sums.offer(update.upload, member.share, self.weight(member), step)
         return self.round.method.heads_in(update.upload)
 
     def mean(self) -> Tensors:
-        """Return what the sums make; ValueError if honest replies cannot have made it."""
+        """Return what the sums make; ValueError if the round has no effect."""
         robust, count = self.run.config.robust, self.sums.count
         if robust != "none" and count < FEWEST:
             log.warning(
@@ -150,14 +188,14 @@ class Release:
 
     def close(self) -> None:
         """Take the next state; ValueError, and no change, if the round has no effect."""
-        mean = self.round.transport.mean()
-        self.run.state.take(mean, self.round.method.frozen_tensors)
+        self.run.state.take(self.mean(), self.round.method.frozen_tensors)
 
 
-class Calibrated(Release):
+class Calibrated(Kind):
     """Make the method's fixed tensors of what clients upload before the first round: round 0."""
 
-    kind = f"{MessageType.TRAIN}.calibrate"
+    message_type = f"{MessageType.TRAIN}.calibrate"
+    asks_more = False
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
@@ -166,7 +204,7 @@ class Calibrated(Release):
         self.everyone, self.by_steps = calibration.everyone, calibration.by_steps
         most = max(map(self.run.steps, self.run.registry.members.values()), default=0)
         step = config.calibration_learning_rate * most
-        self.calibration_sums = open_calibration(
+        self.calibration_sums = CalibrationSums(
             calibration, config.max_update_norm, step, config.robust
         )
         if config.robust != "none":
