@@ -270,7 +270,7 @@ def _deliver_again(
         guard()
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
-    mail = MessageBuilder(start.fixed or None)
+    mail = MessageBuilder(registry.nodes, start.fixed)
     given = (config, registry, mail, Status(registry, tell=None))
     resolve_name(DELIVERY)(grid, *given, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)

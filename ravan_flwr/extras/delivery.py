@@ -127,7 +127,7 @@ class DeliverAtEnd(Callback):
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
-        collector = ReplyCollector(self.mail, registry.nodes, notes, self.status)
+        collector = ReplyCollector(self.mail, notes, self.status)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
             self.mail.message(member, KIND, number, arrays, settings)

@@ -149,9 +149,7 @@ class Buffered(Kind):
         self._give_up()
         self.flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
-        self._pool = run.registry.rested(able, MessageType.TRAIN, number)
-        responsive = {member.node_id for member in self._pool}
-        round_.round_log.resting = [m.partition_id for m in able if m.node_id not in responsive]
+        self._pool = run.sampler.awake(able, round_.round_log)
         busy = {sent.member.node_id for sent in self.flight.sent.values()}
         free = [member for member in self._pool if member.node_id not in busy]
         wanted = min(max(0, self.concurrency - len(busy)), len(free))

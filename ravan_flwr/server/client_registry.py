@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from logging import getLogger
 
@@ -59,6 +60,7 @@ class Node:
     # By kind of message, since who answers one kind alone would be asked for the other for ever:
     silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
     asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
+    has_fixed: bool = False  # it has the fixed tensors, if there are some
     faults: int = 0  # how many of its replies in a row were no good
     disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
     heard: float = 0.0  # when it last sent something, in seconds since 1970
@@ -115,21 +117,25 @@ class ClientRegistry:
         self._for_training = for_training
         self._inbox = ReplyFetcher()
         self._settled: object = None  # the list of nodes with which all had answered
-        self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
         self._checked: Mapping[int, RegisteredClient] | None = None  # those that fit to each other
-        self._by_partition: list[RegisteredClient] | None = None  # None: to be sorted anew
-        self._most_examples: int | None = None  # None: to be found anew
         self._unasked = 0  # nodes that are here and will be asked when others have answered
         self._refused_now: list[str] = []  # the reasons of this recruiting
         self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
-    @property
+    # Kept until a member changes, so that a round costs next to nothing for who is not in it.
+
+    @cached_property
     def members(self) -> Mapping[int, RegisteredClient]:
         """Return the nodes that can take part, by node id; another mapping when one has changed."""
-        if self._members is None:
-            nodes = self.nodes.values()
-            self._members = {n.node_id: n.member for n in nodes if n.member is not None}
-        return self._members
+        return {n.node_id: n.member for n in self.nodes.values() if n.member is not None}
+
+    @cached_property
+    def _by_partition(self) -> list[RegisteredClient]:
+        return sorted(self.members.values(), key=lambda member: member.partition_id)
+
+    @cached_property
+    def _most_examples(self) -> int:
+        return self._parts.most_examples(self.members.values())
 
     @property
     def refused(self) -> dict[int, str]:
@@ -148,15 +154,11 @@ class ClientRegistry:
 
     def examples(self, member: RegisteredClient) -> int:
         """Return by how many examples a member is weighted."""
-        if self._most_examples is None:
-            self._most_examples = self._parts.most_examples(self.members.values())
         return self._parts.examples(member, self._most_examples)
 
     def present(self, grid: Grid) -> list[RegisteredClient]:
         """Return the members that are connected now and have no open question, by partition."""
         present, nodes = set(grid.get_node_ids()), self.nodes
-        if self._by_partition is None:
-            self._by_partition = sorted(self.members.values(), key=lambda one: one.partition_id)
         return [
             member
             for member in self._by_partition
@@ -327,7 +329,8 @@ class ClientRegistry:
     def _note(self, node: Node, member: RegisteredClient | None, refused: str) -> None:
         """Note that a node is a member now, or why it is none."""
         node.member, node.refused = member, refused
-        self._members = self._by_partition = self._most_examples = None
+        for kept in ("members", "_by_partition", "_most_examples"):
+            vars(self).pop(kept, None)
 
     def _introduce(self, *, advise: bool) -> None:
         """Log who is there, and how many parts of the data have no node.

@@ -38,13 +38,12 @@ Checked = TypeVar("Checked")
 class MessageBuilder:
     """Write messages, with the fixed tensors for nodes that lack them; remember late replies."""
 
-    def __init__(self, fixed: Tensors | None) -> None:
+    def __init__(self, nodes: Mapping[int, Node], fixed: Tensors | None) -> None:
+        self.nodes, self.inbox = nodes, ReplyFetcher()
         self.fixed: ArrayRecord | None = None
         self._fixed_hash = ""
         if fixed is not None:
             self.keep_fixed(fixed)
-        self.inbox = ReplyFetcher()
-        self._holders: set[int] = set()  # nodes that have the fixed tensors
         # By message id: whose reply is late, and why it will be refused; "" if it was spare.
         self._late: dict[str, tuple[RegisteredClient, str]] = {}
         self._late_of: dict[int, list[str]] = {}  # by node, the oldest first
@@ -66,18 +65,9 @@ class MessageBuilder:
         content = RecordDict({"arrays": arrays, "config": settings})
         if self.fixed is not None:
             settings["fixed-hash"] = self._fixed_hash
-            if member.node_id not in self._holders:
+            if not self.nodes[member.node_id].has_fixed:
                 content[FIXED] = self.fixed
         return Message(content, member.node_id, kind, group_id=str(number))
-
-    def has_answered(self, node_id: int) -> None:
-        """Note that a node has the fixed tensors from now on."""
-        if self.fixed is not None:
-            self._holders.add(node_id)
-
-    def has_failed(self, node_id: int) -> None:
-        """Send a node the fixed tensors again: it may have forgotten what it was sent."""
-        self._holders.discard(node_id)
 
     @property
     def late(self) -> list[str]:
@@ -113,10 +103,9 @@ class Sent:
 class ReplyCollector:
     """Track outstanding messages, collect replies, reject late ones."""
 
-    def __init__(
-        self, mail: MessageBuilder, nodes: Mapping[int, Node], round_log: RoundLog, status: Status
-    ) -> None:
-        self._mail, self._nodes, self._round_log, self._status = mail, nodes, round_log, status
+    def __init__(self, mail: MessageBuilder, round_log: RoundLog, status: Status) -> None:
+        self._mail, self._nodes = mail, mail.nodes
+        self._round_log, self._status = round_log, status
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
         self.answered: Sent  # the message whose reply is taken now
@@ -176,7 +165,7 @@ class ReplyCollector:
             else:  # its node is there, and has the fixed tensors
                 self.deadline.use()
                 node.answered(self._kind)
-                self._mail.has_answered(member.node_id)
+                node.has_fixed = self._mail.fixed is not None
 
     def expect(self, message: Message, member: RegisteredClient, now: float = 0.0) -> None:
         """Wait for the reply to a message that was sent."""
@@ -185,17 +174,17 @@ class ReplyCollector:
 
     def reject(self, member: RegisteredClient, reason: object) -> None:
         """Note that a reply is not used, and why."""
-        self._mail.has_failed(member.node_id)
-        self._nodes[member.node_id].faults += 1
+        node = self._nodes[member.node_id]
+        node.has_fixed = False  # it may have forgotten what it was sent
+        node.faults += 1
         self._round_log.reject(member, reason)
 
     def send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""
-        asked = (self._nodes[message.metadata.dst_node_id] for message in messages)
-        members = {node.node_id: node.member for node in asked if node.member}
         pushed = {id(message) for message in push(grid, messages)}
         for message in messages:
-            member = members[message.metadata.dst_node_id]
+            member = self._nodes[message.metadata.dst_node_id].member
+            assert member is not None  # a message is written to members alone
             if id(message) in pushed:
                 self.expect(message, member, clock_of(grid).now)
             else:
@@ -223,7 +212,7 @@ class ReplyCollector:
                 self._round_log.spare.append(member.partition_id)
             elif failure:
                 why = ""
-                self._mail.has_failed(member.node_id)  # it may not have got the message
+                self._nodes[member.node_id].has_fixed = False  # it may not have got the message
                 self._round_log.reject(
                     member, f"no reply within {seconds} s, since the SuperLink failed ({failure})"
                 )

@@ -51,7 +51,7 @@ class Round:
         self.least = run.config.min_replies  # replies that it needs
         self.asked: set[int] = set()  # nodes
         self.without_effect = ""  # why its sums will not be closed, as far as is known
-        self.collector = ReplyCollector(run.mail, run.registry.nodes, self.round_log, run.status)
+        self.collector = ReplyCollector(run.mail, self.round_log, run.status)
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)
 

@@ -1,6 +1,5 @@
 """Note what becomes of every message of a round, and make the round's record of it."""
 
-import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,8 @@ from ravan_flwr.server.replies import Update
 
 log = getLogger(__name__)
 
-LISTED = 1000  # clients that are not in a round, at most; the others are counted
 NAMED = 8  # clients with one reason, in an error
+LISTED = 1000  # clients that are not in a round, at most; the others are counted
 REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
 
 # By which bytes on a device's link are estimated, both ways: headers and acknowledgements of what
@@ -214,12 +213,5 @@ def _named(clients: Sequence[str]) -> str:
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean, which is finite where the values are."""
-    total = sum(weights)
-    plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
-    if math.isfinite(plain_sum) and math.isfinite(total):
-        return float(plain_sum / total)
-    largest = max(weights)
-    shares = [weight / largest for weight in weights]
-    whole = sum(shares)
-    return float(sum(share / whole * value for share, value in zip(shares, values, strict=True)))
+    """Return the weighted mean of numbers that were checked, so that no sum of them overflows."""
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)

@@ -56,12 +56,8 @@ class Sampler:
 
         `among` picks those that may be drawn.
         """
-        config = self.config
-        able = self.able(grid, round_log)
-        able = able if among is None else among(able)
-        members = self.registry.rested(able, MessageType.TRAIN, round_log.number, self._least)
-        awake = {member.node_id for member in members}
-        round_log.resting = [m.partition_id for m in able if m.node_id not in awake]
+        config, able = self.config, self.able(grid, round_log)
+        members = self.awake(able if among is None else among(able), round_log, self._least)
         number = min(config.clients_per_round, len(members))
         spare = config.asked_of(len(members)) - number
         return sample(members, number, config.seed, round_log.number, spare)
@@ -87,6 +83,15 @@ class Sampler:
                 "expected one of 1; use a method that can be trained in part, or budgets=full"
             )
         return [member for member in members if member.share in able]
+
+    def awake(
+        self, able: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
+    ) -> list[RegisteredClient]:
+        """List those of these that do not sit the round out; the log has the others."""
+        awake = self.registry.rested(able, MessageType.TRAIN, round_log.number, least)
+        ids = {member.node_id for member in awake}
+        round_log.resting = [m.partition_id for m in able if m.node_id not in ids]
+        return awake
 
     def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""

@@ -65,7 +65,7 @@ class FederatedTuning:
         partitions = start.records[-1]["partitions"] if start.records else None
         self.registry = ClientRegistry(config, bench, partitions)
         self.state = ServerState(config, bench.model.derived, start.state, start.memory)
-        self.mail = MessageBuilder(start.fixed)
+        self.mail = MessageBuilder(self.registry.nodes, start.fixed)
         self.status = Status(self.registry, self.callbacks.on_status)
         self.flight = Flight(start.memory)
         self.sampler = Sampler(config, self.method, self.registry)

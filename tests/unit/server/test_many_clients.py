@@ -216,7 +216,7 @@ def test_the_bound_on_examples_follows_who_is_there():
 
 
 def test_late_replies_of_many_are_each_looked_for():
-    mail = MessageBuilder(None)
+    mail = MessageBuilder({}, None)
     for number in range(3):
         for node in range(5):
             mail.expect_late(f"{number}/{node}", member(node), f"late {number}")
