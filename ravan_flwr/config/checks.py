@@ -227,11 +227,6 @@ def _check_sparsity(values: Values) -> None:
 
 def _check_asynchronous(values: Values) -> None:
     if values["aggregation"] == "sync":
-        if str(values["server-optimizer"]).startswith("fadas"):
-            raise _refused(
-                values, "server-optimizer", "aggregation = 'sync'", "'async', since updates of one "
-                "round are of one age", "set that, or server-optimizer=adam",
-            )  # fmt: skip
         return
     able = [name for name, method in METHODS.items() if method.asynchronous]
     name, whole = str(values["method"]), "sums over a buffer need another account"

@@ -217,8 +217,7 @@ class Config:
         choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
-        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA),
-        "fadas": (_rate(0.01), _BETA, Key(1, "delay", kind=int, low=0, high=1_000_000))})
+        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
 
     # privacy
     privacy: str = key("none", "client: differential privacy for each client, against all who see "

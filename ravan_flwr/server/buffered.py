@@ -9,8 +9,6 @@ update against version v that arrives s versions later counts with its change, l
 
 The round takes these as it takes any upload. Over frozen bases changes add up exactly. An update
 that is not stale is taken as it is, so that a buffer of all clients makes a synchronous round.
-FADAS (arXiv 2407.18365, `server-optimizer=fadas`) takes all changes whole, and a smaller step where
-the oldest is old (state.py).
 
 A client trains a version once: a second time it would do the same.
 """
@@ -139,7 +137,6 @@ class Buffered(Kind):
         self._pool: list[RegisteredClient] = []
         self._drawn: set[int] = set()  # nodes that were sent this version
         self._draws = 0
-        self._stalest = 0
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         """Fill the places of the clients that are not out any more."""
@@ -182,7 +179,6 @@ class Buffered(Kind):
             yield reply
             if not deadline.satisfied:
                 collector.send(grid, round_.write(self._another()))
-        run.state.delay = self._stalest
         self.flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
 
     def check(self, message: Message, member: RegisteredClient) -> Update:
@@ -196,12 +192,10 @@ class Buffered(Kind):
         update = super().check(message, member)
         if not staleness:
             return update
-        whole = self.config.parts("server-optimizer")[""] == "fadas"
         upload = rebased(
             self.round.method, update.upload, member.share, self.flight.versions[sent.number],
-            self.run.state.tensors, 1.0 if whole else weight_of_staleness(staleness),
+            self.run.state.tensors, weight_of_staleness(staleness),
         )  # fmt: skip
-        self._stalest = max(self._stalest, staleness)
         return replace(update, upload=upload, staleness=staleness)
 
     def _another(self) -> list[RegisteredClient]:

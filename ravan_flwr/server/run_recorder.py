@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from logging import getLogger
+from typing import Any
 
 from torch import Tensor
 
@@ -145,13 +146,10 @@ def summary_of(
 
 def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) -> None:
     """Keep the run's id, and who has the result where no round was added to it."""
-    if start.done is None or not (directory.path / "summary.json").is_file():
-        summary["run-id"] = new_run_id()
-        return
-    before = directory.read_summary()
+    before: Mapping[str, Any] = {}
+    if start.done is not None and (directory.path / "summary.json").is_file():
+        before = directory.read_summary()
     summary["run-id"] = before.get("run-id") or new_run_id()
-    if start.done != summary["rounds"]:
-        return
-    if before["rounds"] == start.done and "delivered" in before:
+    if start.done == summary["rounds"] == before.get("rounds") and "delivered" in before:
         summary["delivered"] = before["delivered"]
         summary["not-delivered"] = before["not-delivered"]

@@ -9,16 +9,11 @@ with momentum, or Adam, takes the step instead:
 
     momentum   v <- beta v + (old - mean),    new = old - eta v
     adam       Adam with beta, 0.99 and epsilon 1e-3, as FedAdam's paper has them
-    fadas      m and v as Adam's, uncorrected; new = old - eta_t m / (sqrt(max v so far) + epsilon),
-               where eta_t = eta, but 1 / s at most if the oldest update is s versions old and s is
-               above the delay (arXiv 2407.18365)
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import check_room
@@ -41,7 +36,6 @@ class ServerState:
     ) -> None:
         self.tensors = dict(tensors)
         self.derived = derived
-        self.delay = 0  # versions that the oldest update of the round was old by
         self._robust, self._wire = config.robust, config.wire
         self._moments = {
             name.removeprefix(MOMENTS): tensor
@@ -64,7 +58,7 @@ class ServerState:
     def take(self, mean: Tensors, held: tuple[str, ...] = ()) -> None:
         """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""
         old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
-        moved, moments = self._optimizer.delayed(self.delay).step(old, new, self._moments)
+        moved, moments = self._optimizer.step(old, new, self._moments)
         state = mean | moved
         check_room(state, self._wire)  # else it could never be sent
         kept = {k: v for k, v in self._moments.items() if k.split("/")[0] in held}
@@ -78,20 +72,17 @@ class ServerOptimizer:
     kind: str
     learning_rate: float = 1.0
     momentum: float = 0.9
-    delay: int = 1  # FADAS: versions from which on the learning rate falls
-
-    def delayed(self, staleness: int) -> "ServerOptimizer":
-        """Return the optimiser for a buffer whose oldest update is so many versions old."""
-        if self.kind != "fadas" or staleness <= self.delay:
-            return self
-        return replace(self, learning_rate=min(self.learning_rate, 1 / staleness))
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
         """Return the next state and moments; `moments` are those of the step before, first none."""
         if self.kind == "none" or not old:  # a round in which the state is frozen
             return mean, {}
         values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}
-        optimizer = OPTIMIZERS[self.kind](list(values.values()), self)
+        given, rate = list(values.values()), self.learning_rate
+        if self.kind == "momentum":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(given, rate, self.momentum)
+        else:
+            optimizer = torch.optim.Adam(given, rate, (self.momentum, BETA2), EPSILON)
         for name, value in values.items():
             value.grad = old[name] - mean[name]
             mine = {k.rpartition("/")[2]: v for k, v in moments.items() if k.startswith(f"{name}/")}
@@ -106,34 +97,3 @@ class ServerOptimizer:
                 for key, tensor in optimizer.state[value].items()
             },
         )
-
-
-class Fadas(torch.optim.Optimizer):
-    """Take FADAS's step: AMSGrad's, without a correction of the moments' start."""
-
-    def __init__(self, values: list[Tensor], how: ServerOptimizer) -> None:
-        super().__init__(values, {})
-        self.how = how
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        beta, rate = self.how.momentum, self.how.learning_rate
-        for value in self.param_groups[0]["params"]:
-            if not self.state[value]:
-                self.state[value] = {k: torch.zeros_like(value) for k in ("m", "v", "most")}
-            moments = self.state[value]
-            moments["m"].lerp_(value.grad, 1 - beta)
-            moments["v"].lerp_(value.grad.square(), 1 - BETA2)
-            torch.maximum(moments["most"], moments["v"], out=moments["most"])
-            value.addcdiv_(moments["m"], moments["most"].sqrt() + EPSILON, value=-rate)
-
-
-OPTIMIZERS: dict[str, Callable[[list[Tensor], ServerOptimizer], torch.optim.Optimizer]] = {
-    "momentum": lambda values, how: torch.optim.SGD(
-        values, lr=how.learning_rate, momentum=how.momentum
-    ),
-    "adam": lambda values, how: torch.optim.Adam(
-        values, lr=how.learning_rate, betas=(how.momentum, BETA2), eps=EPSILON
-    ),
-    "fadas": Fadas,
-}

@@ -12,7 +12,6 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.timed_grid import TimedGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.buffered import rebased, weight_of_staleness
-from ravan_flwr.server.state import ServerOptimizer
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import Device
 from tests.hand_made import Nodes, impatient, run  # noqa: F401 (a fixture)
@@ -200,23 +199,6 @@ class Broken:
         return reply
 
 
-def test_fadas_by_a_slow_loop():
-    how = ServerOptimizer("fadas", 0.5, 0.9, 1)
-    moments: dict[str, torch.Tensor] = {}
-    state = {"x": torch.tensor([1.0, -2.0])}
-    m, v, most, x = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, -2.0]
-    for change, stale in (([0.3, -0.1], 0), ([0.2, 0.4], 4), ([-0.1, 0.0], 1)):
-        mean = {"x": state["x"] + torch.tensor(change)}
-        state, moments = how.delayed(stale).step(state, mean, moments)
-        rate = 0.5 if stale <= 1 else min(0.5, 1 / stale)
-        for i, d in enumerate(change):
-            m[i] = 0.9 * m[i] + 0.1 * d
-            v[i] = 0.99 * v[i] + 0.01 * d * d
-            most[i] = max(most[i], v[i])
-            x[i] += rate * m[i] / (math.sqrt(most[i]) + 1e-3)
-        torch.testing.assert_close(state["x"], torch.tensor(x))
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -226,7 +208,6 @@ def test_fadas_by_a_slow_loop():
         ({"limits": "min-replies=3", "buffer-size": 2}, "min-replies = 3: got buffer-size = 2, ex"),
         ({"weighting": "median", "buffer-size": 2}, "weighting = 'median': got buffer-size = 2"),
         ({"concurrency": 20, "max-staleness": 3}, "max-staleness = 3: .* expected at least 6"),
-        ({"aggregation": "sync", "server-optimizer": "fadas"}, "expected 'async'"),
         ({"budgets": "by-speed:9"}, "budgets = 'by-speed:9': got devices = 'auto'"),
     ],
 )
