@@ -3,7 +3,8 @@
 Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
 the node config that process hands its message to the worker, over a socket that only the
 SuperNode's user can open, and takes the answer back; so what travels there is pickled. The worker
-is the process's child, so it has its user, its environment and its log. It answers one message at a time, and it ends
+is the process's child, so it has its user, its environment and its log. It answers one message at
+a time, and it ends
 
 - with the process that starts Flower's client processes, and so with the SuperNode,
 - when whoever asked is gone before the answer, as after `flwr stop`, even in the middle of it,

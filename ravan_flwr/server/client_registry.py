@@ -42,6 +42,7 @@ REGISTRY_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at all of them often
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
+MOST_LATE = 2  # replies of one node that are looked for after their round has closed
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -63,6 +64,9 @@ class Node:
     has_fixed: bool = False  # it has the fixed tensors, if there are some
     faults: int = 0  # how many of its replies in a row were no good
     disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
+    # By message, the oldest first: who is late with a reply, and why it will be refused; "" if it
+    # was spare.
+    late: dict[str, tuple[RegisteredClient, str]] = field(default_factory=dict)
     heard: float = 0.0  # when it last sent something, in seconds since 1970
 
     @property
@@ -80,6 +84,12 @@ class Node:
         self.silent.pop(kind, None)
         self.asleep.pop(kind, None)
         self.faults = 0
+
+    def expect_late(self, message_id: str, member: RegisteredClient, why: str) -> None:
+        """Look for a late reply in the rounds that follow; for the last few only."""
+        if len(self.late) == MOST_LATE:
+            del self.late[next(iter(self.late))]
+        self.late[message_id] = member, why
 
     def rests(self, kind: str, round_number: int) -> bool:
         """Return whether it sits this round out; a node that does not train does not evaluate."""

@@ -30,13 +30,11 @@ from ravan_flwr.server.superlink import failures_of
 from ravan_flwr.simulated_time.clock import clock_of
 from ravan_flwr.specs import Scalar
 
-MOST_LATE = 2  # replies of one node that are looked for after their round has closed
-
 Checked = TypeVar("Checked")
 
 
 class MessageBuilder:
-    """Write messages, with the fixed tensors for nodes that lack them; remember late replies."""
+    """Write messages, with the fixed tensors for nodes that lack them."""
 
     def __init__(self, nodes: Mapping[int, Node], fixed: Tensors | None) -> None:
         self.nodes, self.inbox = nodes, ReplyFetcher()
@@ -44,9 +42,6 @@ class MessageBuilder:
         self._fixed_hash = ""
         if fixed is not None:
             self.keep_fixed(fixed)
-        # By message id: whose reply is late, and why it will be refused; "" if it was spare.
-        self._late: dict[str, tuple[RegisteredClient, str]] = {}
-        self._late_of: dict[int, list[str]] = {}  # by node, the oldest first
 
     def keep_fixed(self, fixed: Tensors) -> None:
         """Send these to every client once, with the next message that it gets."""
@@ -68,26 +63,6 @@ class MessageBuilder:
             if not self.nodes[member.node_id].has_fixed:
                 content[FIXED] = self.fixed
         return Message(content, member.node_id, kind, group_id=str(number))
-
-    @property
-    def late(self) -> list[str]:
-        """Return the messages whose replies are late."""
-        return list(self._late)
-
-    def expect_late(self, message_id: str, member: RegisteredClient, why: str) -> None:
-        """Look for a late reply in the rounds that follow; of one node for the last few only."""
-        of_node = self._late_of.setdefault(member.node_id, [])
-        if len(of_node) == MOST_LATE:
-            del self._late[of_node.pop(0)]
-        of_node.append(message_id)
-        self._late[message_id] = (member, why)
-
-    def take_late(self, message_id: str) -> tuple[RegisteredClient, str] | None:
-        """Return whose late reply this is and why it is refused; None if it is not looked for."""
-        found = self._late.pop(message_id, None)
-        if found is not None:
-            self._late_of[found[0].node_id].remove(message_id)
-        return found
 
 
 @dataclass(frozen=True)
@@ -132,13 +107,15 @@ class ReplyCollector:
         self._status.begin(doing.get(self._kind, "delivering"), number, asked=asked)
         self.deadline = deadline(len(self.outstanding))
         failed = failures_of(grid).count
+        late = {message_id: node for node in self._nodes.values() for message_id in node.late}
         for reply in pull_replies(
-            grid, self._mail.inbox, self._in_order(), self.deadline, self._mail.late
+            grid, self._mail.inbox, self._in_order(), self.deadline, late.keys()
         ):
-            if reply.metadata.reply_to_message_id in self.outstanding:
+            answered = reply.metadata.reply_to_message_id
+            if answered in self.outstanding:
                 yield reply
-            else:
-                self._refuse_late(reply)
+            elif answered in late:
+                self._refuse_late(reply, late.pop(answered))
             failed = failures_of(grid).count
         # Where the SuperLink failed after the last reply that came, nobody was silent.
         failure = failures_of(grid).last if failures_of(grid).count > failed else ""
@@ -221,14 +198,12 @@ class ReplyCollector:
                 self._nodes[member.node_id].was_silent(self._kind, number)
                 why = f"late: a reply to round {number}, which closed after {seconds} s"
             if look_for_late:
-                self._mail.expect_late(message_id, member, why)
+                self._nodes[member.node_id].expect_late(message_id, member, why)
 
-    def _refuse_late(self, reply: Message) -> None:
+    def _refuse_late(self, reply: Message, node: Node) -> None:
         """Count a late reply, and reject it unless it was spare."""
-        found = self._mail.take_late(reply.metadata.reply_to_message_id)
-        if found is not None:
-            member, why = found
-            self._round_log.count(array_bytes(reply), 0)
-            self._nodes[member.node_id].heard = time.time()
-            if why:
-                self.reject(member, why)
+        member, why = node.late.pop(reply.metadata.reply_to_message_id)
+        self._round_log.count(array_bytes(reply), 0)
+        node.heard = time.time()
+        if why:
+            self.reject(member, why)

@@ -13,9 +13,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
-from ravan_flwr.server.client_registry import AT_ONCE, ClientRegistry, Node
+from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry, Node
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.reply_collector import MOST_LATE, MessageBuilder
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
 from tests.hand_made import Nodes, bench_of, impatient, member, run
@@ -215,16 +214,12 @@ def test_the_bound_on_examples_follows_who_is_there():
     assert registry.examples(last) == 100
 
 
-def test_late_replies_of_many_are_each_looked_for():
-    mail = MessageBuilder({}, None)
+def test_the_last_late_replies_of_a_node_are_looked_for():
+    node = Node(1)
     for number in range(3):
-        for node in range(5):
-            mail.expect_late(f"{number}/{node}", member(node), f"late {number}")
-    assert sorted(mail.late) == [f"{k}/{n}" for k in range(3 - MOST_LATE, 3) for n in range(5)]
-    assert mail.take_late("2/3") == (member(3), "late 2")
-    assert mail.take_late("2/3") is None
-    mail.expect_late("3/3", member(3), "late 3")
-    assert len(mail.late) == 5 * MOST_LATE
+        node.expect_late(str(number), member(1), f"late {number}")
+    assert list(node.late) == [str(number) for number in range(3 - MOST_LATE, 3)]
+    assert node.late["2"] == (member(1), "late 2")
 
 
 def sizes_of_records(clients):
