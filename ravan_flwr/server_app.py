@@ -185,8 +185,7 @@ def _hold_rounds(
         callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
         strategy.callbacks.all += [*callbacks, watching]
         strategy.callbacks.on_run_begin()
-        evaluate = _evaluation_of(bench, config, directory, recorder)
-        strategy.start(grid, config.num_rounds, config.round_timeout, evaluate)
+        strategy.start(grid, _evaluation_of(bench, config, directory, recorder))
     recorder.drop_later_rounds()  # where there was no further round
     summary = summary_of(bench, config, strategy.records, len(strategy.registry.members))
     if strategy.privacy is not None:

@@ -149,10 +149,11 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings)
     notes = Notes()
     # What these nodes send moves further than a few steps of Adam could.
     settings = {"max_update_norm": 1e6} | settings
+    settings |= {"num_rounds": rounds, "round_timeout": timeout}
     config = read_config(settings_from(settings))
     strategy = strategy_of(nodes, config, callbacks=[notes])
     strategy.registry.owners.update(owners or {})
-    strategy.start(nodes, rounds, timeout, evaluate_fn)
+    strategy.start(nodes, evaluate_fn)
     return notes, strategy, strategy.state.tensors
 
 

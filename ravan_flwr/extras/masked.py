@@ -250,7 +250,7 @@ class Masked(Kind):
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(member.partition_id, found)
 
-        replies = self.round.send(messages, self.run.config.round_timeout)
+        replies = self.round.send(messages)
         self.round.collector.take(replies, check, lambda _: None)
 
 

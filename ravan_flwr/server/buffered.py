@@ -154,7 +154,7 @@ class Buffered(Kind):
         self._drawn = {member.node_id for member in drawn}
         return drawn
 
-    def replies(self, messages: list[Message], timeout: float) -> Iterator[Message]:
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Send the messages, and yield replies to these and earlier ones until the buffer is full.
 
         Also if as many replies as are out at a time were rejected.
@@ -164,7 +164,9 @@ class Buffered(Kind):
         collector.send(grid, messages)
         out = [one.member for one in self.flight.sent.values()]
         run.status.begin("training", round_.number, asked=out)
-        deadline = RoundDeadline(timeout, len(out), enough=self.buffer, clock=run.clock)
+        deadline = RoundDeadline(
+            self.config.round_timeout, len(out), enough=self.buffer, clock=run.clock
+        )
         collector.deadline = deadline
         refused, sent = len(round_.round_log.rejected), self.flight.sent
         while sent and not deadline.satisfied:

@@ -111,9 +111,9 @@ class Kind:
         """Return with which good reply the straggler timeout begins."""
         return self.round.least
 
-    def replies(self, messages: list[Message], timeout: float) -> Iterator[Message]:
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Send the messages, and yield the replies that the round waits for."""
-        return self.round.send(messages, timeout, training=True)
+        return self.round.send(messages, training=True)
 
     def steps(self, member: RegisteredClient) -> int:
         """Count the steps that a client takes in this round."""

@@ -55,7 +55,7 @@ class Round:
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)
 
-    def train(self, grid: Grid, timeout: float) -> None:
+    def train(self, grid: Grid) -> None:
         """Let clients train, and take the next state of their updates.
 
         If that is refused, the state stays and the log says why. RuntimeError if too few replies
@@ -63,10 +63,10 @@ class Round:
         """
         self.grid, kind = grid, self.kind
         messages = self.write(kind.prepare(kind.draw(grid)))
-        self.collector.take(kind.replies(messages, timeout), kind.check, kind.accumulate)
+        self.collector.take(kind.replies(messages), kind.check, kind.accumulate)
         # A node that fails costs its reply, and never the run while others can be asked.
         while messages := self._more_messages():
-            replies = self.send(messages, timeout, training=True)
+            replies = self.send(messages, training=True)
             self.collector.take(replies, kind.check, kind.accumulate)
         if not kind.has_enough:
             raise RuntimeError(self.round_log.why_too_few_came(self.least))
@@ -117,11 +117,9 @@ class Round:
             messages.append(self.kind.address(message, member))
         return messages
 
-    def send(
-        self, messages: list[Message], timeout: float, *, training: bool = False
-    ) -> Iterator[Message]:
+    def send(self, messages: list[Message], *, training: bool = False) -> Iterator[Message]:
         """Send the messages and yield the replies; training ends with as many as it waits for."""
-        kind, clock = self.kind, self.run.clock
+        kind, clock, timeout = self.kind, self.run.clock, self.run.config.round_timeout
         enough = kind.enough if training else math.inf
         # Clients that share this machine are none slower than the others.
         waits = kind.gives_grace and not (in_process(self.grid) and clock is REAL)
@@ -132,7 +130,7 @@ class Round:
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def evaluate(self, timeout: float) -> Metrics | None:
+    def evaluate(self) -> Metrics | None:
         """Let clients evaluate the state; return their means, weighted by what they are means over.
 
         None if no reply is sound.
@@ -149,9 +147,7 @@ class Round:
             most = most_validation_size(run.registry.examples(member), run.config.validation_share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
-        self.collector.take(
-            self.send(messages, timeout), check, lambda answer: answers.update([answer])
-        )
+        self.collector.take(self.send(messages), check, lambda answer: answers.update([answer]))
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]

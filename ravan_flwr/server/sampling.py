@@ -93,10 +93,10 @@ class Sampler:
         round_log.resting = [m.partition_id for m in able if m.node_id not in ids]
         return awake
 
-    def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
+    def wait(self, grid: Grid, round_log: RoundLog) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""
         clock = clock_of(grid)
-        deadline = clock.now + timeout
+        deadline = clock.now + self.config.round_timeout
         while len(self.able(grid, round_log)) < self._least:
             members = len(self.registry.members)
             # Nobody comes later who is not away, in one process or where each part has its node.

@@ -77,16 +77,13 @@ class FederatedTuning:
         return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
 
     def start(
-        self,
-        grid: Grid,
-        num_rounds: int,
-        timeout: float,
-        evaluate: Callable[[int, Tensors], Metrics | None] | None = None,
+        self, grid: Grid, evaluate: Callable[[int, Tensors], Metrics | None] | None = None
     ) -> None:
         """Run the rounds. `evaluate` measures a state on the server; without it clients do."""
+        num_rounds = self.config.num_rounds
         if not in_process(grid):
             guard()
-            ask_again(grid, timeout)
+            ask_again(grid, self.config.round_timeout)
         self.clock = clock_of(grid)
         self._began = self.clock.now - self._resume_point.time
         # 1. Recruit: query every node; the valid ones become registered clients.
@@ -97,7 +94,7 @@ class FederatedTuning:
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
-            self._train(0, grid, timeout)
+            self._train(0, grid)
             assert self.mail.fixed is not None  # the round has made them
             self.state.derived = self.bench.model.load_fixed(from_record(self.mail.fixed))
             self._record(None)
@@ -108,14 +105,14 @@ class FederatedTuning:
             last = number == num_rounds or no_room(self.config, self.records, 2)
             last = last or (self.privacy is not None and self.privacy.is_last)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
-            self._train(number, grid, timeout)
+            self._train(number, grid)
             last = last or 0 < self.config.until_time <= self.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: Metrics | None = None
             if number % self.config.eval_every == 0 or last:
                 with self.round.round_log.timed("evaluate"):
                     if evaluate is None:
-                        metrics = self.round.evaluate(timeout)
+                        metrics = self.round.evaluate()
                     else:
                         self.status.begin("evaluating", number)
                         metrics = evaluate(number, self.state.tensors)
@@ -150,12 +147,12 @@ class FederatedTuning:
                 else "head by head; what fewer train stays as it is",
             )
 
-    def _train(self, number: int, grid: Grid, timeout: float) -> None:
+    def _train(self, number: int, grid: Grid) -> None:
         """Hold a round, as soon as enough clients are there."""
         self.round = self.open_round(number)
-        self.sampler.wait(grid, self.round.round_log, timeout)
+        self.sampler.wait(grid, self.round.round_log)
         with self.round.round_log.timed("train"):
-            self.round.train(grid, timeout)
+            self.round.train(grid)
 
     def _record(self, metrics: Metrics | None) -> None:
         """Make the round's record, and show it to callbacks."""

@@ -73,7 +73,8 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
     """Run rounds; the notes, the budget, and what the account's file said each time."""
     given: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
-        "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12,
+        "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
+        "round_timeout": 5.0,
     }  # fmt: skip
     config = read_config(settings_from(given | settings))
     notes, files = Notes(), []
@@ -83,7 +84,7 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
 
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
-    strategy.start(nodes, rounds, 5.0, lambda *_: None)
+    strategy.start(nodes, lambda *_: None)
     return notes, budget, files, strategy.state.tensors
 
 

@@ -175,7 +175,7 @@ def test_replies_are_fetched_and_a_doubled_one_counts_once():
 
 
 def test_a_silent_client_costs_its_place_until_the_timeout():
-    notes, _, _ = run(Timed([1.0, 1.5, 1e6]), 12, round_timeout=5.0, timeout=5.0, **ASYNC)
+    notes, _, _ = run(Timed([1.0, 1.5, 1e6]), 12, timeout=5.0, **ASYNC)
     rejected = [one for record in notes.records for one in record["rejected"]]
     assert rejected[0] == {"client": "partition 2", "reason": "no reply within 5 s"}
     assert len(notes.records) == 12

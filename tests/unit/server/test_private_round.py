@@ -28,12 +28,12 @@ def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
     given: dict[str, Any] = {
         "privacy": "client", "noise_multiplier": 1.0, "clip_norm": 0.5, "clients_per_round": 2,
     }  # fmt: skip
-    given |= settings
+    given |= {"num_rounds": rounds, "round_timeout": timeout} | settings
     config = read_config({k.replace("_", "-"): v for k, v in given.items()})
     notes, files = Notes(), []
     budget = ClientBudget(config, lambda told: files.append((len(notes.states), told)), before)
     strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
-    strategy.start(nodes, rounds, timeout, lambda *_: None)
+    strategy.start(nodes, lambda *_: None)
     notes.memory = strategy.memory
     return notes, budget, files, strategy.state.tensors
 
@@ -70,7 +70,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     budget = ClientBudget(config, full)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     with pytest.raises(OSError, match="no space"):
-        strategy.start(nodes, 1, 5.0)
+        strategy.start(nodes)
     assert not notes.states
     assert not strategy.state.tensors["H"].any()
 

@@ -602,5 +602,5 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     config = read_config({"clients-per-round": 10} | settings)
     recruit(None)
     sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))
-    sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()), 3600.0)
+    sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()))
     assert len(members) == came
