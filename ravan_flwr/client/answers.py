@@ -100,7 +100,7 @@ def _train(client: ClientRequest) -> RecordDict:
     result = train_locally(*client.work, client.granted, client.steps, client.turn, own)
     reply = _trained(client, result)
     if result.own:
-        keep_own(client.context.state, result.own, client.mark)
+        keep_own(client.context.state, result.own)
         reply.metric_records["metrics"]["began-anew"] = int(own is None)
     return reply
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 
 from ravan_flwr.client.account import check_kept
 from ravan_flwr.config.key import AUTO
@@ -31,8 +31,7 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 
 log = getLogger(__name__)
 
-OWN = "own-part"  # the record with the tensors
-OWN_OF = "own-part-of"  # the record that says which run's they are
+OWN = "own-part"  # the record in the node's state with its part of the model
 KEPT = (
     "this device could not work on its examples; its own log has the reason, which is not sent "
     "to the server, since it could reveal an example"
@@ -161,7 +160,7 @@ class ClientRequest:
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""
         model = self.bench.model
-        return find_own(self.context.state, model, self.mark) if model.own_shapes() else None
+        return find_own(self.context.state, model) if model.own_shapes() else None
 
     def take_fixed(self) -> None:
         """Load the fixed tensors: sent once, then kept in this node's state for the run."""
@@ -179,10 +178,10 @@ class ClientRequest:
         self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)
 
 
-# A client's own part of the model lies in its node's state, which Flower keeps for one run, and
-# forgets when the node is started again. What is read from it is checked as what comes from
-# elsewhere is: a part of another run, of other shapes, or with numbers that are not finite, counts
-# as lost.
+# A client's own part of the model lies in its node's state, which is of one run alone
+# (replay_guard.py), and is forgotten when the node is started again. What is read from it is
+# checked as what comes from elsewhere is: a part of other shapes, or with numbers that are not
+# finite, counts as lost.
 
 
 def run_mark(config: Config, run_id: int) -> str:
@@ -192,10 +191,9 @@ def run_mark(config: Config, run_id: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def keep_own(state: RecordDict, own: Tensors, mark: str) -> None:
+def keep_own(state: RecordDict, own: Tensors) -> None:
     """Put the part into a node's state, in place of the one before."""
     state[OWN] = to_record(own)
-    state[OWN_OF] = ConfigRecord({"run": mark})
 
 
 def own_tensors(state: RecordDict) -> Tensors | None:
@@ -204,17 +202,12 @@ def own_tensors(state: RecordDict) -> Tensors | None:
     return from_record(arrays) if isinstance(arrays, ArrayRecord) else None
 
 
-def find_own(state: RecordDict, model: AdaptedModel, mark: str) -> Tensors | None:
-    """Find the part that the client has of this run; None if it has none that can be used."""
+def find_own(state: RecordDict, model: AdaptedModel) -> Tensors | None:
+    """Find the part that the client has; None if it has none that can be used."""
     try:
         own = own_tensors(state)
-        if own is None:
-            return None
-        named = state.get(OWN_OF)
-        found = named.get("run") if isinstance(named, ConfigRecord) else None
-        if found != mark:
-            raise ValueError(f"it is of run {found!r}, expected {mark!r}")
-        model.check_own(own)
+        if own is not None:
+            model.check_own(own)
     except ValueError as error:
         log.warning("this client's personal parameters are of no use, it begins anew: %s", error)
         return None

@@ -54,7 +54,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
             *client.work, client.granted, client.steps, client.turn, own=own, rows=chosen
         )
         if result.own:
-            keep_own(client.context.state, result.own, client.mark)
+            keep_own(client.context.state, result.own)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with secure_part(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)

@@ -20,7 +20,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr import server_app
-from ravan_flwr.client.client_request import keep_own, own_tensors, run_mark
+from ravan_flwr.client.client_request import keep_own, own_tensors
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import absolute_paths, own_preset
@@ -146,8 +146,7 @@ class InProcessGrid(Grid):
         """Give clients the parts that they had when a run that goes on was stopped."""
         for node_id, context in self._contexts.items():
             if node_id - 1 in parts:
-                mark = run_mark(read_config(context.run_config), context.run_id)
-                keep_own(context.state, parts[node_id - 1], mark)
+                keep_own(context.state, parts[node_id - 1])
 
     def set_run(self, run: Run) -> None:
         """Set the run."""
