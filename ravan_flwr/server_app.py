@@ -118,15 +118,14 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         else:
             directory = earlier
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
-        if earlier is not None:
-            if isinstance(clock := clock_of(grid), SimulatedClock):
-                clock.resume(start.time, start.memory)
-            if in_process(grid) and start.own_parts is not None:
-                grid.give_own_parts(start.own_parts)
-            if back_to is None and is_to_be_delivered(directory, config, start):
-                _deliver_again(grid, bench, config, directory, start)
-                return
-            report_if_finished(start.done or 0, config.num_rounds, directory.path)
+        if isinstance(clock := clock_of(grid), SimulatedClock):
+            clock.resume(start.time, start.memory)
+        if in_process(grid) and start.own_parts is not None:
+            grid.give_own_parts(start.own_parts)
+        if back_to is None and is_to_be_delivered(directory, config, start):
+            _deliver_again(grid, bench, config, directory, start)
+            return
+        report_if_finished(start.done or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
         report_settings_without_effect(context.run_config, config, grid)

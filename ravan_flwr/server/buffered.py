@@ -113,9 +113,8 @@ class Flight:
         rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
         for (partition, number), (time, arrives) in rows:
             run.state.tensors = self.versions[number]
-            messages = run.open_round(number).write([members[partition]])
-            (message,) = messages
-            round_.collector.send(grid, messages)
+            (message,) = run.open_round(number).write([members[partition]])
+            round_.collector.send(grid, [message])
             key = message.metadata.message_id
             self.sent[key] = replace(round_.collector.outstanding[key], number=number, time=time)
             arrivals[key] = arrives
