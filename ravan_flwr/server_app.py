@@ -9,11 +9,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
@@ -23,7 +24,7 @@ from ravan_flwr.runs.callback import Callback, Callbacks
 from ravan_flwr.runs.console import Progress, logging_to, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
-from ravan_flwr.runs.record import Metrics, Summary
+from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
@@ -184,7 +185,13 @@ def _hold_rounds(
         callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
         strategy.callbacks.all += [*callbacks, watching]
         strategy.callbacks.on_run_begin()
-        strategy.start(grid, _evaluation_of(bench, config, directory, recorder))
+        strategy.start(
+            grid,
+            to_record(start.state),
+            config.num_rounds,
+            config.round_timeout,
+            evaluate_fn=_evaluation_of(bench, config, directory, recorder),
+        )
     recorder.drop_later_rounds()  # where there was no further round
     summary = summary_of(bench, config, strategy.records, len(strategy.registry.members))
     if strategy.privacy is not None:
@@ -214,16 +221,16 @@ def _callbacks_of(
 
 def _evaluation_of(
     bench: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
-) -> Callable[[int, Tensors], Metrics] | None:
+) -> Callable[[int, ArrayRecord], MetricRecord] | None:
     """Return what measures a state on the server's test examples; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
     if bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
 
-    def evaluate_state(number: int, state: Tensors) -> Metrics:
+    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
-        with bench.model.holding(state):
+        with bench.model.holding(from_record(arrays)):
             measured = bench.evaluate(tally)
         for name, value in measured.items():
             if not math.isfinite(value):
@@ -235,7 +242,7 @@ def _evaluation_of(
         recorder.tally = tally
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
-        return measured
+        return MetricRecord(dict(measured))
 
     return evaluate_state
 

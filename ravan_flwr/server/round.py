@@ -42,7 +42,7 @@ log = getLogger(__name__)
 class Round:
     """Own the log and the messages of one round."""
 
-    grid: Grid  # from `train` on
+    grid: Grid  # from `messages` on
 
     def __init__(self, number: int, run: "FederatedTuning", kind: type[Kind]) -> None:
         self.number, self.run = number, run
@@ -55,23 +55,33 @@ class Round:
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)
 
-    def train(self, grid: Grid) -> None:
-        """Let clients train, and take the next state of their updates.
+    def messages(self, grid: Grid) -> list[Message]:
+        """Draw the clients that train, and write them messages."""
+        self.grid = grid
+        return self.write(self.kind.prepare(self.kind.draw(grid)))
 
-        If that is refused, the state stays and the log says why. RuntimeError if too few replies
-        are valid.
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
+        """Send the messages and yield the replies; where too few are valid, ask further clients.
+
+        A node that fails costs its reply, and never the run while others can be asked.
         """
-        self.grid, kind = grid, self.kind
-        messages = self.write(kind.prepare(kind.draw(grid)))
-        self.collector.take(kind.replies(messages), kind.check, kind.accumulate)
-        # A node that fails costs its reply, and never the run while others can be asked.
-        while messages := self._more_messages():
-            replies = self.send(messages, training=True)
-            self.collector.take(replies, kind.check, kind.accumulate)
-        if not kind.has_enough:
+        yield from self.kind.replies(messages)
+        while more := self._more_messages():
+            yield from self.send(more, training=True)
+
+    def take(self, replies: Iterable[Message]) -> None:
+        """Check the replies to training, and accumulate the updates."""
+        self.collector.take(replies, self.kind.check, self.kind.accumulate)
+
+    def close(self) -> None:
+        """Take the next state of the updates. RuntimeError if too few replies are valid.
+
+        If the state is refused, the one before stays and the log says why.
+        """
+        if not self.kind.has_enough:
             raise RuntimeError(self.round_log.why_too_few_came(self.least))
         try:
-            kind.close()
+            self.kind.close()
         except ValueError as error:
             if not self.number:
                 raise  # without what a calibration makes there is no run
@@ -130,24 +140,26 @@ class Round:
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def evaluate(self) -> Metrics | None:
-        """Let clients evaluate the state; return their means, weighted by what they are means over.
+    def evaluation_messages(self, grid: Grid) -> list[Message]:
+        """Write all clients that may be asked a message to evaluate the state."""
+        run, kind = self.run, MessageType.EVALUATE
+        arrays = self._encoded(run.state.tensors)
+        members = run.registry.rested(run.registry.present(grid), kind, self.number)
+        return [run.mail.message(member, kind, self.number, arrays, {}) for member in members]
+
+    def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
+        """Return the means of what clients measured, weighted by what they are means over.
 
         None if no reply is sound.
         """
-        run, asked, message_type = self.run, self.run.bench.task.measures, MessageType.EVALUATE
-        arrays = self._encoded(run.state.tensors)
-        members = run.registry.rested(run.registry.present(self.grid), message_type, self.number)
-        messages = [
-            run.mail.message(member, message_type, self.number, arrays, {}) for member in members
-        ]
+        run, asked = self.run, self.run.bench.task.measures
         answers: dict[int, Evaluated] = {}
 
         def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
             most = most_validation_size(run.registry.examples(member), run.config.validation_share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
-        self.collector.take(self.send(messages), check, lambda answer: answers.update([answer]))
+        self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]

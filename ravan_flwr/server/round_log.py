@@ -142,14 +142,18 @@ class RoundLog:
         if len(self.rejected) == REJECTIONS_TOLD + 1:
             log.warning("more are rejected: the record of round %d lists them all", self.number)
 
+    @property
+    def train_loss(self) -> float | None:
+        """Return the clients' mean loss, whatever the order of their replies; None if not told."""
+        losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
+        return mean_of(losses, [1.0] * len(losses)) if losses else None
+
     def record(self, metrics: Metrics, now: float = 0.0) -> RoundRecord:
         """Make the round's line of `rounds.jsonl`; it ends at that second of the run."""
-        clients = sorted(self.clients, key=lambda client: client["partition-id"])
-        losses = [client["train-loss"] for client in clients if "train-loss" in client]
         record: dict[str, Any] = {
             "round": self.number,
             "metrics": dict(metrics),
-            "clients": clients,
+            "clients": self._sorted(),
             "rejected": self.rejected,
             "left-out": self.left_out[:LISTED],
             "resting": self.resting[:LISTED],
@@ -163,7 +167,7 @@ class RoundLog:
         }
         optional = {
             "link-bytes-estimate": self.link_bytes,
-            "train-loss": mean_of(losses, [1.0] * len(losses)) if losses else None,
+            "train-loss": self.train_loss,
             "privacy": self.private,
             "secure": self.secure,
             "more-left-out": max(0, len(self.left_out) - LISTED) or None,
@@ -195,6 +199,9 @@ class RoundLog:
                 "resume=RUN"
             )
         return message
+
+    def _sorted(self) -> list[ClientRecord]:
+        return sorted(self.clients, key=lambda client: client["partition-id"])
 
 
 def _named(clients: Sequence[str]) -> str:

@@ -1,16 +1,20 @@
 """Run rounds of federated tuning: sample clients, send messages, sum up updates, evaluate, record.
 
-Replies are taken as they arrive (round.py); what differs by method is the method's. A round with
-fewer valid replies than `min-replies` stops the run.
+Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so `start`
+is overridden. Replies are taken as they arrive (round.py); what differs by method is the method's.
+A round with fewer valid replies than `min-replies` stops the run.
 """
 
 from collections.abc import Callable, Iterable
 from logging import getLogger
+from typing import cast
 
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import from_record
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.runs.callback import Callbacks
@@ -35,7 +39,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 log = getLogger(__name__)
 
 
-class FederatedTuning:
+class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
     `bench` is the server's model and data, whose fingerprints every node must share, and `start`
@@ -77,27 +81,39 @@ class FederatedTuning:
         return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
 
     def start(
-        self, grid: Grid, evaluate: Callable[[int, Tensors], Metrics | None] | None = None
-    ) -> None:
-        """Run the rounds. `evaluate` measures a state on the server; without it clients do."""
-        num_rounds = self.config.num_rounds
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds; the arrays of the last are the result's.
+
+        `num_rounds` and `timeout` are the configuration's. `evaluate_fn` measures a state on the
+        server; without it clients do.
+        """
         if not in_process(grid):
             guard()
-            ask_again(grid, self.config.round_timeout)
+            ask_again(grid, timeout)
         self.clock = clock_of(grid)
         self._began = self.clock.now - self._resume_point.time
+        result, arrays = Result(), initial_arrays
+        self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.status.begin("recruiting", self._resume_point.first - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
-        self._log_plan()
+        self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
-            self._train(0, grid)
+            arrays, _ = self._train(0, arrays, grid)
             assert self.mail.fixed is not None  # the round has made them
             self.state.derived = self.bench.model.load_fixed(from_record(self.mail.fixed))
-            self._record(None)
+            self._record()
         for number in range(self._resume_point.first, num_rounds + 1):
             if why := self._why_over(number):
                 log.info(why)
@@ -105,24 +121,27 @@ class FederatedTuning:
             last = number == num_rounds or no_room(self.config, self.records, 2)
             last = last or (self.privacy is not None and self.privacy.is_last)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
-            self._train(number, grid)
+            arrays, told = self._train(number, arrays, grid)
+            result.arrays, result.train_metrics_clientapp[number] = arrays, told
             last = last or 0 < self.config.until_time <= self.time
             # 4. Evaluate, every few rounds and at the end.
-            metrics: Metrics | None = None
+            metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
                 with self.round.round_log.timed("evaluate"):
-                    if evaluate is None:
-                        metrics = self.round.evaluate()
+                    if evaluate_fn is None:
+                        asked = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
+                        metrics = self.aggregate_evaluate(number, self.round.send(asked))
                     else:
                         self.status.begin("evaluating", number)
-                        metrics = evaluate(number, self.state.tensors)
+                        metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
             self._record(metrics)
             # 6. Recruit nodes that have come meanwhile.
             self.registry.recruit(grid)
+        return result
 
-    def _log_plan(self) -> None:
+    def summary(self) -> None:
         """Log what is about to run."""
         steps = sorted(map(self.steps, self.registry.members.values())) or [0]
         low, high = steps[0], steps[-1]
@@ -147,20 +166,55 @@ class FederatedTuning:
                 else "head by head; what fewer train stays as it is",
             )
 
-    def _train(self, number: int, grid: Grid) -> None:
+    def _train(
+        self, number: int, arrays: ArrayRecord, grid: Grid
+    ) -> tuple[ArrayRecord, MetricRecord]:
         """Hold a round, as soon as enough clients are there."""
         self.round = self.open_round(number)
         self.sampler.wait(grid, self.round.round_log)
         with self.round.round_log.timed("train"):
-            self.round.train(grid)
+            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
+            return self.aggregate_train(number, self.round.replies(messages))
 
-    def _record(self, metrics: Metrics | None) -> None:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients that train, and write each a message with what the method sends it."""
+        return self.round.messages(grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Average the updates, head by head where the method has heads: this is the next state.
+
+        RuntimeError if too few replies are valid.
+        """
+        self.round.take(replies)
+        self.round.close()
+        loss = self.round.round_log.train_loss
+        told = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), told
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Write a message to all clients, to evaluate the state."""
+        return self.round.evaluation_messages(grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean over the clients' validation splits; None if no reply is valid."""
+        means = self.round.evaluated(replies)
+        return None if means is None else MetricRecord(dict(means))
+
+    def _record(self, metrics: MetricRecord | None = None) -> None:
         """Make the round's record, and show it to callbacks."""
         if not simulating(self.round.grid):
             nodes = self.registry.members.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
-        record = self.round.round_log.record(metrics or {}, self.time)
+        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
         if reached(self.config, self.bench.task.metric, [record]):
             record["reached"] = self.config.until_metric
         self.records.append(record)

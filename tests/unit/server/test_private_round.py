@@ -10,6 +10,7 @@ import torch
 from flwr.app import Error, Message
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of
@@ -17,7 +18,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
-from tests.hand_made import ROUND, Nodes, Notes, Silent, impatient, strategy_of
+from tests.hand_made import ROUND, Nodes, Notes, Silent, impatient, initial, strategy_of
 from tests.methods import build
 
 __all__ = ["impatient"]
@@ -33,9 +34,12 @@ def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
     notes, files = Notes(), []
     budget = ClientBudget(config, lambda told: files.append((len(notes.states), told)), before)
     strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
-    strategy.start(nodes, lambda *_: None)
+    result = strategy.start(
+        nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
+    )
+    assert all(dict(told) == {} for told in result.train_metrics_clientapp.values())
     notes.memory = strategy.memory
-    return notes, budget, files, strategy.state.tensors
+    return notes, budget, files, from_record(result.arrays)
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     budget = ClientBudget(config, full)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     with pytest.raises(OSError, match="no space"):
-        strategy.start(nodes)
+        strategy.start(nodes, initial(nodes), num_rounds=1)
     assert not notes.states
     assert not strategy.state.tensors["H"].any()
 
