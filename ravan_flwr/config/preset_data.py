@@ -9,12 +9,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
-from ravan_flwr.specs import DataSpec, QuestionSpec
+from ravan_flwr.config.yaml_file import Part, check_fields
+from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import TASKS, TaskInfo
-
-PROMPT = "{question}\n{choices}\nAnswer:"  # of MMLU in lm-evaluation-harness
-_QUESTIONS = "data.questions."
 
 
 class GlueTask(Part):
@@ -52,20 +49,6 @@ class Data(GlueTask):
     chat_template: str = ""
     overlong: Literal["cut", "drop"] = "cut"
     loss_on: Literal["answers", "all"] = "answers"
-    questions: Any = None
-
-
-class Questions(Part):
-    """Hold `data.questions` of a preset: multiple-choice questions."""
-
-    name: str = ""
-    subset: str = ""
-    revision: str = ""
-    split: str = ""
-    columns: Any = None
-    choices: Any = None
-    prompt: str = PROMPT
-    score: Literal["sum", "characters"] = "sum"
 
 
 def read_data(
@@ -85,7 +68,6 @@ def read_data(
         prompt="" if kind.is_causal_lm else _prompt(data, kind),
         target_length=_target_length(data, kind),
         test_share=data.test_share,
-        questions=_read_questions(data.questions, folder) if "questions" in content else None,
         prompts=_prompts(data, columns, kind) if kind.is_causal_lm else (),
         chat_template=data.chat_template,
         overlong=data.overlong,
@@ -151,18 +133,14 @@ def _columns(where: str, part: GlueTask, kind: TaskInfo) -> dict[str, str]:
             )
         needed, more = set(kind.answers), set(map(str, columns))
     check_fields(f"{where}columns.", columns, needed, more)
-    return _different_columns(f"{where}columns", columns)
-
-
-def _different_columns(where: str, columns: Mapping[str, Any], *more: str) -> dict[str, str]:
-    """Refuse names of columns that are no texts, or stand twice."""
     for role, column in columns.items():
         if not isinstance(column, str):
-            raise ValueError(f"{where}.{role} = {column!r}: expected a text; write it in quotes")
-    names = [*columns.values(), *more]
-    if len(set(names)) < len(names):
+            raise ValueError(
+                f"{where}columns.{role} = {column!r}: expected a text; write it in quotes"
+            )
+    if len(set(columns.values())) < len(columns):
         raise ValueError(
-            f"{where} = {dict(columns)}: expected a column of its own for each role; correct it"
+            f"{where}columns = {columns}: expected a column of its own for each role; correct it"
         )
     return dict(columns)
 
@@ -274,53 +252,3 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
             "or another name for the column prompt; correct it"
         )
     return tuple(prompts)
-
-
-def _read_questions(content: Any, folder: Path) -> QuestionSpec | None:
-    """Read the questions; None where there are none."""
-    if content is None:
-        return None
-    asked = Questions.read(_QUESTIONS, content)
-    always = () if asked.choices is None else _texts("choices", asked.choices)
-    named = free_fields(f"{_QUESTIONS}columns.", asked.columns) or {"question": "question"}
-    columns = {"answer": "answer", "choices": "choices"} | named
-    choices = columns.pop("choices")
-    if always and "choices" in named:
-        raise ValueError(
-            f"{_QUESTIONS}columns.choices: got {_QUESTIONS}choices beside it, expected one of "
-            "them: a column, or the choices that all questions have; leave one out"
-        )
-    places = (choices,) if isinstance(choices, str) else _texts("columns.choices", choices)
-    places = () if always else places
-    columns = _different_columns(f"{_QUESTIONS}columns", columns, *places)
-    given = [role for role in columns if role != "answer"]
-    _check_braces(asked.prompt, [*given, "choices"], f"{_QUESTIONS}prompt")
-    idle = [role for role in given if role not in _used(asked.prompt)]
-    if idle or not given:
-        told = f"{', '.join(idle)} stands in no prompt" if idle else "there is no question"
-        raise ValueError(
-            f"{_QUESTIONS}columns: {told}; expected each column but answer and choices in the "
-            f"prompt {asked.prompt!r}, in braces, and one of them at least; correct it"
-        )
-    return QuestionSpec(
-        name=place_beside(asked.name, folder),
-        subset=asked.subset,
-        revision=asked.revision,
-        split=asked.split,
-        columns=tuple(columns.items()),
-        choices=places,
-        always=always,
-        prompt=asked.prompt,
-        score=asked.score,
-    )
-
-
-def _texts(field: str, value: Any) -> tuple[str, ...]:
-    """Read a list of two different texts at least."""
-    good = isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value)
-    if not good or len(set(value)) < max(2, len(value)):
-        raise ValueError(
-            f"{_QUESTIONS}{field} = {value!r}: expected 2 different texts at least, as a list; "
-            "write them in quotation marks (yes and no are truth values without)"
-        )
-    return tuple(value)

@@ -20,7 +20,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, QuestionSpec, Scalar
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -216,10 +216,8 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
             "of this version; use the version of ravan-flwr that made the run"
         )
     values["model"] = ModelSpec(**_snake(values["model"]))
-    data = _snake(values["data"])
-    if data["questions"]:
-        data["questions"] = QuestionSpec(**_snake(data["questions"]))
-    return Config(**values | {"data": DataSpec(**data)})
+    values["data"] = DataSpec(**_snake(values["data"]))
+    return Config(**values)
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ravan_flwr.data.examples import by_role, with_roles_and_labels
 from ravan_flwr.data.hub import as_files, cache_of, check_encoding, telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.rows import IMAGES
-from ravan_flwr.specs import DataSpec, QuestionSpec
+from ravan_flwr.specs import DataSpec
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _KINDS = TABLES | dict.fromkeys(IMAGES, "imagefolder")
@@ -117,30 +117,3 @@ def _source(place: Path, spec: DataSpec) -> dict[str, Any]:
         return {"path": str(place), "name": spec.subset or None, **cache}
     inner = place / spec.subset
     return {"path": str(inner if inner.is_dir() else place), **cache}
-
-
-def load_questions(data: DataSpec) -> datasets.Dataset:
-    """Load the questions of a data set, or those that lie elsewhere, columns by role."""
-    spec = data.questions
-    assert spec is not None
-    elsewhere = DataSpec(
-        source="hub",
-        name=spec.name or data.name,
-        subset=spec.subset if spec.name else spec.subset or data.subset,
-        revision=spec.revision if spec.name else data.revision,
-        tests=(("test", spec.split or "test"),),
-        columns=(*spec.columns, *zip(roles_of_choices(spec), spec.choices, strict=True)),
-        partition_by="",
-    )
-    found, splits = other_examples(elsewhere)
-    if spec.split and splits != spec.split:
-        raise ValueError(
-            f"data.questions {elsewhere.name}: found no split {spec.split!r}, expected it; "
-            f"correct data.questions.split, such as {splits}"
-        )
-    return found
-
-
-def roles_of_choices(spec: QuestionSpec) -> list[str]:
-    """Name the columns of the choices by role."""
-    return [f"choice {number}" for number in range(len(spec.choices))]

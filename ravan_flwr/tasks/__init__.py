@@ -53,7 +53,7 @@ TASKS = {
         max_length=512,
         target_length=128,
         answers=("completion",),
-        fields=("chat-template", "overlong", "loss-on", "questions"),
+        fields=("chat-template", "overlong", "loss-on"),
         packs=True,
         lower_is_better=("perplexity",),
     ),

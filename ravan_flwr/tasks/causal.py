@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned, follows
 from ravan_flwr.tasks.extensions import ByExample, Packs
@@ -32,11 +31,6 @@ class Causal(Decoder, Packs, ByExample):
 
     metric = "perplexity"
     right = "completion"
-
-    def __init__(self, data: DataSpec, *rest: Any, **more: Any) -> None:
-        super().__init__(data, *rest, **more)
-        if data.questions is not None:  # tasks/multiple_choice.py
-            self.metric = "accuracy"
 
     @cached_property
     def form(self) -> Conversations | Completions:

@@ -19,7 +19,6 @@ from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Task
 from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
-from ravan_flwr.tasks.multiple_choice import Questions
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import (
@@ -385,9 +384,3 @@ def predictions(
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
     with _asking(model.network, precision):
         return task_with(Predicts, task, "predict").predict(model.network, tensors)
-
-
-def accuracy(model: AdaptedModel, questions: Questions, precision: str) -> float:
-    """Compute the share of multiple-choice questions that are answered right."""
-    with _asking(model.network, precision):
-        return questions.accuracy(model.network, model.device)
