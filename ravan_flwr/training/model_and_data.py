@@ -19,9 +19,8 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import load_splits, settled, some_of
+from ravan_flwr.data.examples import load_splits, own_examples, settled, some_of
 from ravan_flwr.data.model_folder import model_folder
-from ravan_flwr.data.other_examples import own_examples
 from ravan_flwr.data.partition import (
     BY_COLUMN,
     Partition,

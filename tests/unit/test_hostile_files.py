@@ -25,8 +25,7 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from ravan_flwr.config.yaml_file import read_yaml
-from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.other_examples import other_examples, own_examples
+from ravan_flwr.data.examples import load_splits, other_examples, own_examples
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
