@@ -7,7 +7,7 @@ from flwr_datasets import partitioner as theirs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partitioning import (
+from ravan_flwr.data.partition import (
     partition_by_size,
     partition_few_classes,
     partition_naturally,

@@ -9,13 +9,13 @@ from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partition import Partition, partition_rows
-from ravan_flwr.data.partitioning import (
+from ravan_flwr.data.partition import (
+    Partition,
     counts_by_client,
-    equal_shares,
     partition_by_class,
     partition_by_client,
     partition_evenly,
+    partition_rows,
 )
 
 CLASSES = 10
@@ -80,10 +80,6 @@ def test_a_class_that_nobody_drew_is_dealt_out_all_the_same():
     counts = counts_by_client(drawn, np.array([5, 5]), np.array([4, 6]))
     assert counts.sum(0).tolist() == [4, 6]
     assert counts.sum(1).tolist() == [5, 5]
-
-
-def test_shares_differ_by_one_at_most():
-    assert equal_shares(11, 4).tolist() == [3, 3, 3, 2]
 
 
 def dealt_by(partitioner, rows, clients):
