@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ravan_flwr.config.checks import told_without_effect
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGETS, SHARES, affordable
@@ -50,7 +50,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
     told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := told_without_effect(settings):
+    if idle := without_effect(settings):
         told += ["", *idle]
     return "\n".join(told)
 
