@@ -54,7 +54,7 @@ class Preset:
     model: ModelSpec
     other_models: dict[str, ModelSpec]  # that the key `model` may name
     data: DataSpec
-    glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose `data` is not used
+    glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose first is `data`
     max_length: int  # tokens of a text; 0 where there is none
     run: dict[str, Any]
     lora_rank: dict[str, int]  # by parameter budget
@@ -99,14 +99,14 @@ class Preset:
 
     def data_of(self, glue_task: str) -> DataSpec:
         """Return the data; of one GLUE task, where the preset has several."""
-        if not self.glue_tasks:
-            if glue_task != AUTO:
-                raise ValueError(
-                    f"glue-task = {glue_task!r}: {self.path} has no GLUE tasks, expected 'auto'; "
-                    "leave it out, or set preset=glue-llama"
-                )
+        if glue_task == AUTO:
             return self.data
-        return self.glue_tasks[next(iter(self.glue_tasks)) if glue_task == AUTO else glue_task]
+        if not self.glue_tasks:
+            raise ValueError(
+                f"glue-task = {glue_task!r}: {self.path} has no GLUE tasks, expected 'auto'; leave "
+                "it out, or set preset=glue-llama"
+            )
+        return self.glue_tasks[glue_task]
 
     def learning_rate(self, method: str, values: Mapping[str, Any]) -> float:
         """Return the learning rate of a method, which may depend on other keys' values."""
