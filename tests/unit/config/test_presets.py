@@ -97,7 +97,7 @@ def test_an_unknown_name_says_what_there_is():
         ("run: 3\n", "run is no mapping"),
         ("run: 0\n", "run is no mapping"),
         ("learning-rate: []\n", "learning-rate is no mapping"),
-        ("learning-rate: {by: classifier}\n", "learning-rate.by = 'classifier': expected a list"),
+        ("learning-rate: {by: [classifier]}\n", "learning-rate.by is unknown"),
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
         ("learning-rate: 0.1\n", "learning-rate is no mapping"),
         ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower is no mapping"),

@@ -51,7 +51,6 @@ def test_a_second_tuning_takes_the_notes_of_the_first_away(text):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("learning-rate: {by: [classifier]}", r"by other keys \(`by:`\)"),
         ("learning-rate: {ravan: {iid: 1.0e-3}}", "by other keys"),
         ("x: &r 1.0e-3\nlearning-rate: {ravan: *r}", "no edit of one line"),
         ("x: &r {ravan: 1.0}\nlearning-rate: *r\n", "no edit of one line"),
