@@ -241,7 +241,7 @@ def test_words_that_are_no_settings(word, message):
         ({"learning-rate": {"ravan": -1}}, "learning-rate = -1.0: expected|= -1:"),
         ({"learning-rate": {"x": 1.0}}, "learning-rate.x is unknown. Expected the fields"),
         (
-            {"learning-rate": {"by": ["classifier"], "ravan": {"frozen": 0.1}}},
+            {"learning-rate": {"ravan": {"frozen": 0.1}}},
             "has no learning rate for method 'ravan', .*, classifier 'trained'",
         ),
     ],

@@ -70,7 +70,9 @@ def test_what_cannot_be_edited_is_refused(text, told):
 
 PRESETS = sorted(conf_folder().glob("*.yaml"))
 PLAIN = [
-    path for path in PRESETS if path.stem in ("fashion-vit", "packages-minilm", *OF_DECODERS)
+    path
+    for path in PRESETS
+    if path.stem in ("fashion-vit", "glue-llama", "packages-minilm", *OF_DECODERS)
 ]  # a rate a method
 
 
