@@ -305,7 +305,7 @@ def _private_examples(values: Values) -> Iterator[Rule]:
     leaves = "whether a step is left out for its large numbers would tell of the examples"
     yield "precision", values["precision"] != "float16", "'float32' or 'bfloat16'", leaves
     meet = "which examples meet in a batch, or in a row, would follow from their lengths"
-    yield "batching", str(values["batching"]).startswith("random"), "'random'", meet
+    yield only("batching", "random", meet)
     yield only("local-epochs", AUTO, "batches are drawn at random, so that there are no passes")
     yield only("noise-cohort", AUTO, "noise is added on each client, whatever the others do")
     yield only("evaluate-on", "server", _REPORTS)

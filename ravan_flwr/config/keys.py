@@ -48,7 +48,6 @@ def _rate(default: float) -> Key:
 _ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
 _SECONDS = Key(AUTO, "seconds", kind=float, above=0)
-_TOKENS = Key(AUTO, "tokens", kind=int, low=1, high=2**31 - 1)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
 _SHARE = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
@@ -142,9 +141,8 @@ class Config:
     micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
         "added up, to save memory; auto: all", low=1, high=65_536)
     batching: str = key("random", "examples of a step: drawn at random, texts of like lengths "
-        "together, or short texts of a language model side by side, the last two with less padding;"
-        " TOKENS: so many at a time, padding included, as for micro-batch-size",
-        forms={"random": (_TOKENS,), "length": (_TOKENS,), "packed": (_TOKENS,)})
+        "together, or short texts of a language model side by side, the last two with less padding",
+        choices=("random", "length", "packed"))
     learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
@@ -281,13 +279,7 @@ class Config:
     @property
     def packing(self) -> bool:
         """Return whether short texts lie side by side."""
-        return self.batching.startswith("packed")
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """Return how many tokens of a step are worked on at a time, None for all."""
-        tokens = self.parts("batching")["tokens"]
-        return None if tokens == AUTO else int(tokens)
+        return self.batching == "packed"
 
     @property
     def quantize(self) -> str:
@@ -438,7 +430,7 @@ MOVED = {
     "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
     "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
     "max-examples": "limits=max-examples=1000", "packing": "batching=packed",
-    "micro-batch-tokens": "batching=random:2048", "quantize": "backbone-dtype=4bit",
+    "micro-batch-tokens": "micro-batch-size=4", "quantize": "backbone-dtype=4bit",
     "robust": "weighting=median", "calibration-steps": "init=data-aware:8", "init-scale": "",
     "layer-form": "",
 }  # fmt: skip

@@ -239,8 +239,6 @@ def _assumed(config: Config) -> str:
     """Say what the numbers assume."""
     batch = [f"{config.batch_size}"]
     batch += [f"{config.micro_batch_size} at a time"] if config.micro_batch_size else []
-    tokens = config.micro_batch_tokens
-    batch += [f"{tokens:,} tokens at a time"] if tokens else []
     return f"Assumed: batches of {', '.join(batch)}, Adam; docs/gpu.md has what is counted"
 
 

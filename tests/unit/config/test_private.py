@@ -75,8 +75,8 @@ REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
         "got batching = 'length', expected 'random'",
     ),
     "packing": (
-        {"preset": "finance", "batching": "packed:2048"},
-        "got batching = 'packed:2048', expected 'random'",
+        {"preset": "finance", "batching": "packed"},
+        "got batching = 'packed', expected 'random'",
     ),
     "half": ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),
     "a cohort": ({"noise-cohort": 500}, "got noise-cohort = 500, expected 'auto'"),
