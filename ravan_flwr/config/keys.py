@@ -123,12 +123,12 @@ class Config:
     # how simulated clients partition the data
     partition: str = preset_key("dirichlet-by-client:0.3", "how clients partition the data: "
         "alike, with different class proportions (the smaller ALPHA, the more they differ), "
-        "one client for each value of a column, with few classes or shards of sorted examples "
-        "each, or in different sizes; COLUMN: by which they differ, in place of the preset's",
+        "one client for each value of a column, or with few classes or shards of sorted examples "
+        "each; COLUMN: by which they differ, in place of the preset's",
         forms={
             "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
             "natural": (_COLUMN,), "pathological": (_each("classes"), _COLUMN),
-            "shards": (_each("shards"), _COLUMN), "linear": (), "square": (), "exponential": (),
+            "shards": (_each("shards"), _COLUMN),
         })
 
     # training on a client

@@ -21,11 +21,6 @@ from ravan_flwr.tasks import TASKS, TaskInfo
 
 RATES_BY = ("parameter-budget", "partition", "classifier")  # that learning rates may depend on
 LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
-# A partition whose learning rates serve for another, where the preset has none for it: of non-IID
-# clients, and of clients that differ in size alone.
-_SAME_RATES = dict.fromkeys(
-    ("dirichlet", "natural", "pathological", "shards"), "dirichlet-by-client"
-) | dict.fromkeys(("linear", "square", "exponential"), "iid")
 
 
 class _File(Part):
@@ -113,7 +108,9 @@ class Preset:
         for key in RATES_BY:
             if isinstance(found, dict):
                 word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
-                found = found.get(word, found.get(_SAME_RATES.get(word), found))
+                # Rates of non-IID clients serve for others that are so in another way.
+                like = "iid" if word == "iid" else "dirichlet-by-client"
+                found = found.get(word, found.get(like, found))
         if isinstance(found, dict):
             what = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
             raise ValueError(

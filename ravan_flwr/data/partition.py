@@ -14,7 +14,6 @@ A device with its own examples never comes here.
 """
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -235,13 +234,6 @@ def partition_by_client(
     return [np.sort(np.concatenate(mine)) for mine in zip(*parts, strict=True)]
 
 
-SIZES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "linear": lambda number: number,
-    "square": np.square,
-    "exponential": np.exp,
-}
-
-
 def partition_naturally(values: Values, clients: int, column: str) -> list[np.ndarray]:
     """Give each client the rows of one value, in the values' order."""
     different, numbers = numbered(values)
@@ -322,32 +314,6 @@ def partition_shards(
     return [np.sort(order[mine.ravel()]) for mine in places]
 
 
-def partition_by_size(
-    kind: str, number: int, clients: int, random: np.random.Generator
-) -> list[np.ndarray]:
-    """Divide shuffled rows into parts whose sizes grow with the client's number."""
-    sizes = _sizes(kind, number, clients)
-    if sizes[0] < 1:
-        most = bisect_left(range(1, clients), 1, key=lambda n: _sizes(kind, number, n)[0] < 1)
-        without = np.count_nonzero(sizes < 1)
-        who = "client 0" if without == 1 else f"clients 0 to {without - 1}"
-        raise ValueError(
-            f"partition = {kind!r}: {without} of {clients} clients get none of "
-            f"{number:,} examples ({who}), expected at least one each; use at most {most} clients"
-        )
-    return [np.sort(rows) for rows in np.split(random.permutation(number), sizes.cumsum()[:-1])]
-
-
-def _sizes(kind: str, number: int, clients: int) -> np.ndarray:
-    """Compute the parts' sizes; the last has what rounding leaves."""
-    with np.errstate(over="ignore", invalid="ignore"):  # e to the power of thousands
-        units = SIZES[kind](np.arange(1.0, clients + 1))
-        exact = np.nan_to_num(units / units.sum() * number, nan=0.0)
-    sizes: np.ndarray = exact.astype(np.int64)
-    sizes[-1] += number - sizes.sum()
-    return sizes
-
-
 def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndarray]:
     """Split every class over the clients by a draw from a Dirichlet distribution.
 
@@ -380,8 +346,5 @@ PARTITIONERS: dict[str, Callable[..., list[np.ndarray]]] = {
         values, by.number, int(by.amount), r
     ),
     "shards": lambda values, by, r, _: partition_shards(values, by.number, int(by.amount), r),
-    **dict.fromkeys(
-        SIZES, lambda values, by, r, _: partition_by_size(by.kind, len(values), by.number, r)
-    ),
 }
-BY_COLUMN = ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards")
+BY_COLUMN = PARTITIONERS.keys() - {"iid"}

@@ -359,8 +359,10 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
         read_config({key: 1})
     assert key not in KEYS
     if MOVED[key]:
-        now, _ = read_settings([MOVED[key]])
-        assert read_config({"preset": "code", "learning-rate": 0.1, "clients-per-round": 3} | now)
+        given, _ = read_settings(
+            ["preset=code", "learning-rate=0.1", "clients-per-round=3", MOVED[key]]
+        )
+        assert read_config(given)
 
 
 def test_keys_of_several_parts_are_read_as_these():
