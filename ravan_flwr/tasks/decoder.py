@@ -10,9 +10,10 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -24,7 +25,7 @@ from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import Predicts, Sample
-from ravan_flwr.tasks.forms import Row, Written
+from ravan_flwr.tasks.forms import Form, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
 from ravan_flwr.tasks.tokens import (
@@ -49,16 +50,6 @@ class Learned:
     unlearned: int = 0  # earlier answers that are read alone
 
 
-class Form(Protocol):
-    """Write examples as texts; UnreadableError for one that it cannot write (forms.py)."""
-
-    def check(self) -> None: ...
-    def question(self, row: Row) -> Written: ...
-    def sample(self, row: Row) -> Sample: ...
-    def checked(self, role: str, value: Any) -> Any: ...
-    def end(self) -> str: ...
-
-
 class Decoder(Predicts):
     """Read texts with answers, of which an example has one or several."""
 
@@ -70,10 +61,12 @@ class Decoder(Predicts):
     masks = False  # padding is at the ends, where no token sees it
     texts: ClassVar[int] = 1  # that an example is
 
-    @property
-    @abstractmethod
+    talk: ClassVar[str]  # the column of whole conversations
+
+    @cached_property
     def form(self) -> Form:
-        """Choose what writes the examples."""
+        """Return what writes the examples."""
+        return Form(self.reader, self.data.prompts, self.talk)
 
     @abstractmethod
     def read(self, row: Row) -> Learned:
@@ -237,7 +230,7 @@ class Decoder(Predicts):
         found: list[Sample] = []
         for row in examples:
             with suppress(UnreadableError):
-                sample = self.form.sample(row)
+                sample = self.form.sample(row, self.right)
                 question_tokens(self.reader, self.form.question(sample.values), self.max_length)
                 found.append(sample)
             if len(found) == most:
@@ -268,7 +261,7 @@ class Decoder(Predicts):
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
         known = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
-        if after := self.form.end():
+        if after := end_of_turn(self.reader):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)
