@@ -402,21 +402,13 @@ TOPICS = {
 
 # What other programs call a key, where its spelling does not lead to it; of dropout there is none.
 _ELSEWHERE = {
-    "lr": "learning-rate", "eta": "learning-rate", "client-lr": "learning-rate",
-    "server-lr": "server-optimizer", "lr-scheduler": "learning-rate-schedule",
-    "wd": "weight-decay", "bs": "batch-size", "epochs": "local-epochs",
-    "num-epochs": "local-epochs", "max-steps": "local-steps", "num-server-rounds": "num-rounds",
-    "fraction-fit": "clients-per-round", "fraction-train": "clients-per-round",
-    "num-supernodes": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
+    "lr": "learning-rate", "lr-scheduler": "learning-rate-schedule", "wd": "weight-decay",
+    "bs": "batch-size", "epochs": "local-epochs", "num-epochs": "local-epochs",
+    "num-server-rounds": "num-rounds", "fraction-fit": "clients-per-round",
+    "fraction-train": "clients-per-round", "num-supernodes": "num-clients",
+    "clients": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
     "lora-r": "lora-rank", "lora-alpha": "lora-scale", "target-modules": "targets",
-    "num-heads": "heads", "max-seq-length": "max-length", "optimizer": "server-optimizer",
-    "max-grad-norm": "max-gradient-norm", "dtype": "precision", "fp16": "precision",
-    "bf16": "precision", "gpu": "device", "cuda": "device", "dataset": "data", "strategy": "method",
-    "algorithm": "method", "sigma": "noise-multiplier", "dp": "privacy",
-    "secagg": "secure-aggregation", "compression": "wire", "flasc": "sparsity",
-    "clients": "num-clients", "dirichlet-alpha": "partition", "head": "heads",
-    "num-workers": "processes",
-    "wandb": "tracking", "out": "output-dir", "dropout": "", "lora-dropout": "",
+    "optimizer": "server-optimizer", "dtype": "precision", "dropout": "", "lora-dropout": "",
 }  # fmt: skip
 
 

@@ -23,16 +23,6 @@ RATES_BY = ("parameter-budget", "partition", "classifier")  # that learning rate
 LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
 
 
-class _File(Part):
-    task: Any
-    model: Any
-    data: Any
-    run: Any = None
-    parameter_budgets: Any = None
-    learning_rate: Any = None
-    other_models: Any = None
-
-
 class _Model(Part):
     name: str
     source: Literal["hub", "bundled"] = "hub"
@@ -60,19 +50,20 @@ class Preset:
     @classmethod
     def read(cls, path: Path, content: Any) -> "Preset":
         """Check the content of a preset's file."""
-        file = _File.read("", content)
-        check_choice("task", str(file.task), TASKS)
-        kind, folder = TASKS[file.task], path.parent
-        others = free_fields("other-models.", file.other_models)
-        rates = {} if file.learning_rate is None else file.learning_rate
-        check_fields("learning-rate.", rates, set(), METHODS.keys())
+        needed = {"task", "model", "data"}
+        more = {"run", "parameter-budgets", "learning-rate", "other-models"}
+        file: dict[str, Any] = dict.fromkeys(more) | check_fields("", content, needed, more)
+        check_choice("task", str(file["task"]), TASKS)
+        kind, folder = TASKS[file["task"]], path.parent
+        others = free_fields("other-models.", file["other-models"])
+        rates = check_fields("learning-rate.", file["learning-rate"], set(), METHODS.keys())
         _check_rates(rates)
-        lora_rank, ranks = _read_budgets(file.parameter_budgets)
-        data, glue_tasks, max_length = read_data(_named(file.data), kind, folder)
+        lora_rank, ranks = _read_budgets(file["parameter-budgets"])
+        data, glue_tasks, max_length = read_data(_named(file["data"]), kind, folder)
         return cls(
             path=path,
-            task=file.task,
-            model=_read_model("model.", file.model, folder),
+            task=file["task"],
+            model=_read_model("model.", file["model"], folder),
             other_models={
                 name: _read_model(f"other-models.{name}.", one, folder)
                 for name, one in others.items()
@@ -80,7 +71,7 @@ class Preset:
             data=data,
             glue_tasks=glue_tasks,
             max_length=max_length,
-            run=_read_run(file.run, kind),
+            run=_read_run(file["run"], kind),
             lora_rank=lora_rank,
             ranks=ranks,
             rates=rates,
@@ -134,11 +125,9 @@ def _named(content: Any) -> Any:
 
 
 def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
-    run = {} if run is None else run
-    if isinstance(run, dict):
-        for key in run.keys() & MOVED.keys():
-            check_key(key, run[key])  # which says what to write now
-    check_fields("run.", run, set(), RUN.keys())
+    for key in run.keys() & MOVED.keys() if isinstance(run, dict) else ():
+        check_key(key, run[key])  # which says what to write now
+    run = check_fields("run.", run, set(), RUN.keys())
     said = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | said
     if "local-epochs" in said and "local-steps" not in said:
@@ -154,8 +143,7 @@ def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
 
 def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Read each budget's rank of a LoRA, one twice the other unless said, and methods' ranks."""
-    budgets = {} if budgets is None else budgets
-    check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
+    budgets = check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
     for name, ranks in budgets.items():
         check_fields(f"parameter-budgets.{name}.", ranks, {"lora-rank"}, METHODS.keys() - {"full"})
         for rank in ranks.values():

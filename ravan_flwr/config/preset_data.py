@@ -66,9 +66,9 @@ def read_data(
     length = kind.max_length if data.max_length is None else data.max_length
     if data.glue_tasks is None:
         return _read("data.", data, kind, folder), {}, length
-    check_fields("data.glue-tasks.", data.glue_tasks, set(KEYS["glue-task"].choices))
+    names = set(KEYS["glue-task"].choices)
     tasks = {}
-    for name, what in data.glue_tasks.items():
+    for name, what in check_fields("data.glue-tasks.", data.glue_tasks, names).items():
         where = f"data.glue-tasks.{name}."
         task = Data.read(where, content | free_fields(where, what))
         tasks[name] = _read(where, task, kind, folder)
@@ -136,7 +136,7 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
                 f"{' and '.join(kind.answers)}; write {{{written}}}"
             )
         needed, more = set(kind.answers), set(map(str, columns))
-    check_fields(f"{where}columns.", columns, needed, more)
+    columns = check_fields(f"{where}columns.", columns, needed, more)
     for role, column in columns.items():
         if not isinstance(column, str):
             raise ValueError(
@@ -146,7 +146,7 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
         raise ValueError(
             f"{where}columns = {columns}: expected a column of its own for each role; correct it"
         )
-    return dict(columns)
+    return columns
 
 
 def _prompt(data: Data, kind: TaskInfo) -> str:

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import Predicts, Sample
 from ravan_flwr.tasks.forms import Form, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
@@ -150,11 +150,10 @@ class Decoder(Predicts):
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a batch, with what is wrong with an example in place of its tokens."""
-        names = [role for role, _ in self.data.columns]
         read, problems = [], []
-        for values in zip(*(columns[name] for name in names), strict=True):
+        for row in as_rows(columns, [role for role, _ in self.data.columns]):
             try:
-                found, problem = self.read(dict(zip(names, values, strict=True))), ""
+                found, problem = self.read(row), ""
             except UnreadableError as error:
                 found, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
             read.append(found)
@@ -243,13 +242,10 @@ class Decoder(Predicts):
         return min(self.data.target_length, self.max_length // 2)
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
-        names = [role for role, _ in self.data.columns if role in columns]
-        rows = [
-            dict(zip(names, values, strict=True))
-            for values in zip(*(columns[name] for name in names), strict=True)
-        ]
+        roles = [role for role, _ in self.data.columns if role in columns]
         most = self.max_length - self._answer_tokens
-        ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
+        questions = map(self.form.question, as_rows(columns, roles))
+        ids = [question_tokens(self.reader, question, most) for question in questions]
         lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
         return {"input_ids": padded(ids, most).astype(np.int32), "length": lengths}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import ByExample, Predicts, Sample
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
@@ -83,8 +83,7 @@ class TextToText(Predicts, ByExample):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
-        rows = zip(*(columns[role] for role in roles), strict=True)
-        prompts = [self.data.prompt.format(**dict(zip(roles, row, strict=True))) for row in rows]
+        prompts = [self.data.prompt.format(**row) for row in as_rows(columns, roles)]
         read = tokenize(self.reader, self.max_length, prompts)
         return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 

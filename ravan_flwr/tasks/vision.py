@@ -110,15 +110,13 @@ class Vision(Classification):
     @property
     def _sides(self) -> tuple[int, int, int]:
         """Find the channels, height and width that the model takes."""
-        side = self.model_config["image_size"]
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        return int(self.model_config.get("num_channels", 3)), int(height), int(width)
+        height, width = _square(self.model_config["image_size"])
+        return int(self.model_config.get("num_channels", 3)), height, width
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
         if self.reader is None:
-            whole = np.stack([_bytes(image, self._sides) for image in images])
-            return {"pixel_values": _centred(whole.astype(np.float32) / 255).numpy()}
+            return {"pixel_values": np.stack([_bytes(image, self._sides) for image in images])}
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
@@ -135,10 +133,9 @@ class Vision(Classification):
         return cast(np.ndarray, read["pixel_values"])
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        side = config.image_size
-        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
+        sides = (config.num_channels, *_square(config.image_size))
         return {
-            "pixel_values": ((batch_size, config.num_channels, *sides), torch.float32),
+            "pixel_values": ((batch_size, *sides), torch.float32),
             "labels": ((batch_size,), torch.int64),
         }
 
@@ -162,6 +159,13 @@ class Vision(Classification):
 
 
 TASK = Vision
+
+
+def _square(side: Any) -> tuple[int, int]:
+    """Return height and width, of which a model may have one number."""
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return int(height), int(width)
+
 
 _LONGEST = 4096  # pixels of a side that a processor makes
 
