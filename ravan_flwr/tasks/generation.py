@@ -64,7 +64,9 @@ class TextToText(Predicts, ByExample):
             "cut": "without an end",
         }  # fmt: skip
         encoded = encoded_as_it_is(mapped(with_target, self._encode_batch, features, settings))
-        if cut := self.cut(encoded):
+        # Targets that have no token for their end.
+        last = encoded.only("labels").take(np.arange(len(encoded)))["labels"][:, -1]
+        if cut := int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum()):
             log.warning(
                 "answers: %d of %d have more tokens than target-length = %d; expected at most so "
                 "many, the end included. They are cut for training, and scored whole; raise "
@@ -91,11 +93,6 @@ class TextToText(Predicts, ByExample):
         """Read the tokens of each text, with one for its end, however many they are."""
         read: list[list[int]] = self.reader(list(texts), verbose=False).input_ids
         return read
-
-    def cut(self, encoded: Encoded) -> int:
-        """Count the targets that have no token for their end."""
-        last = encoded.only("labels").take(np.arange(len(encoded)))["labels"][:, -1]
-        return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         # Without a mask: no text of a plan is padded.

@@ -54,17 +54,14 @@ def losses_at(
     """
     hidden = hidden_states(network, input_ids, **where).flatten(0, 1).index_select(0, positions)
     rows = block_rows(network.config)
-    if len(targets) <= rows:
-        return [_block(network, hidden, targets, reduction)]
+    again = torch.is_grad_enabled() and len(targets) > rows
     blocks = []
     for some, right in zip(hidden.split(rows), targets.split(rows), strict=True):
-        if torch.is_grad_enabled():
-            loss = checkpoint(
-                _block, network, some, right, reduction, use_reentrant=False,
-                preserve_rng_state=False,
-            )  # fmt: skip
-        else:
-            loss = _block(network, some, right, reduction)
+        given = (network, some, right, reduction)
+        loss = (
+            checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False) if again
+            else _block(*given)
+        )  # fmt: skip
         blocks.append(cast(Tensor, loss))
     return blocks
 
