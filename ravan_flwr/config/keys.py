@@ -464,9 +464,6 @@ def read_limits(text: str) -> dict[str, Scalar]:
     return read
 
 
-_UNKNOWN = Key("", "", kind=int)  # a number is read as one
-
-
 def as_key_values(settings: Mapping[str, Scalar]) -> list[str]:
     """Write settings as words that `read_settings` reads."""
     return [f"{key}={as_typed(value)}" for key, value in settings.items()]
@@ -528,7 +525,7 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
 
 def _value(key: str, text: str) -> Scalar:
     """Read a text as what its key takes: a folder may be called 2024, and Python writes True."""
-    value = KEYS.get(key, _UNKNOWN).typed(text)
+    value = KEYS.get(key, Key("", "", kind=int)).typed(text)  # of an unknown one, too, a number
     if not isinstance(value, str):
         return value
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""

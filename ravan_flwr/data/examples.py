@@ -185,24 +185,19 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*kept]).rename_columns(renamed)
 
 
-# A data set of the hub may spell a class otherwise than the preset: its number tells, then. Not so
-# for classes that `datasets` makes of the names of folders, and numbers as they are sorted.
-_BY_FOLDER = "imagefolder"
-
-
 def _by_number(
     examples: datasets.Dataset, labels: Sequence[str], where: str
 ) -> tuple[datasets.Dataset, Mapping[int, str]]:
     """Call numbered classes as in the preset; return the examples, and the names that differed.
 
     Where the preset knows all names there is nothing to do: names are looked up. A name that
-    both know must have one number.
+    both know must have one number. Classes that `datasets` makes of folders are sorted by their
+    names, so that their numbers say nothing: what is unknown of these is an error later on.
     """
     feature = examples.features.get("label") if labels else None
-    if not isinstance(feature, datasets.ClassLabel) or set(feature.names) <= set(labels):
+    by_folder = examples.info.builder_name == "imagefolder"
+    if not isinstance(feature, datasets.ClassLabel) or by_folder or {*feature.names} <= {*labels}:
         return examples, {}
-    if examples.info.builder_name == _BY_FOLDER:
-        return examples, {}  # as a device's own folders: what is unknown is an error later on
     names = dict(enumerate(feature.names))
     if len(names) != len(labels):
         raise ValueError(

@@ -57,7 +57,6 @@ _ANSWERS: dict[type[Exception], str] = {
     RepositoryNotFoundError: "the hub has no such {what}, or it is private; correct the id, or log "
     "in with `hf auth login`",
 }
-_ANSWERED = tuple(_ANSWERS)
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def telling(what: str, name: str, revision: str = "", at: str = "") -> Iterator[
     try:
         with no_bars():
             yield
-    except _ANSWERED as error:  # the hub answers, but gives nothing
+    except tuple(_ANSWERS) as error:  # the hub answers, but gives nothing
         problem = next(text for kind, text in _ANSWERS.items() if isinstance(error, kind))
         raise ValueError(
             f"{at}: {problem.format(what=what, name=name)} ({_short(error)})"

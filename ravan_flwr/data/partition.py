@@ -185,11 +185,6 @@ def _lower_to(counts: np.ndarray, sums: np.ndarray) -> None:
             row[row.argmax()] -= 1
 
 
-def partition_evenly(number: int, clients: int, random: np.random.Generator) -> list[np.ndarray]:
-    """Give out equal shares of so many shuffled rows."""
-    return np.array_split(random.permutation(number), clients)
-
-
 def partition_by_class(
     labels: np.ndarray, clients: int, alpha: float, least: int, random: np.random.Generator
 ) -> list[np.ndarray] | None:
@@ -336,7 +331,7 @@ def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndar
 
 # By the first word of `partition`. `by` is the partition, `r` the generator, `c` the column.
 PARTITIONERS: dict[str, Callable[..., list[np.ndarray]]] = {
-    "iid": lambda values, by, r, _: partition_evenly(len(values), by.number, r),
+    "iid": lambda values, by, r, _: np.array_split(r.permutation(len(values)), by.number),
     "dirichlet": _dirichlet,
     "dirichlet-by-client": lambda values, by, r, _: partition_by_client(
         numbered(values)[1], by.number, by.amount, r

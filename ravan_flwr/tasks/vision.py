@@ -7,7 +7,7 @@ channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,18 +144,16 @@ class Vision(Classification):
         if pixels.dtype == torch.uint8 and self.reader is None:
             pixels = (pixels.float() / 255 * 2).sub_(1)
         elif pixels.dtype == torch.uint8:  # as they left the processor
-            scale, shift = _affine(*self._affine, pixels.device)
+            scale, shift = self._affine(pixels.device)
             pixels = torch.addcmul(shift, pixels.float(), scale)
         return cast(Tensor, network(pixel_values=pixels).logits)
 
-    @cached_property
-    def _affine(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-        """Find what the processor does after resizing: its factor, and means and deviations."""
+    def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and shift by channel, which are what the processor does after resizing."""
         reader = self.reader
         factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
-        if not reader.do_normalize:
-            return factor, (0.0,), (1.0,)
-        return factor, tuple(reader.image_mean), tuple(reader.image_std)
+        mean, std = (reader.image_mean, reader.image_std) if reader.do_normalize else ([0.0], [1.0])
+        return _affine(factor, tuple(mean), tuple(std), device)
 
 
 TASK = Vision

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.data.partition import (
+    PARTITIONERS,
     Partition,
     counts_by_client,
     partition_by_class,
     partition_by_client,
-    partition_evenly,
     partition_rows,
 )
 
@@ -91,7 +91,8 @@ def dealt_by(partitioner, rows, clients):
 def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clients):
     rows = datasets.Dataset.from_dict({"row": np.arange(number)}).shuffle(seed=5)
     theirs = dealt_by(IidPartitioner(clients), rows, clients)
-    ours = partition_evenly(number, clients, np.random.default_rng(5))
+    iid = Partition("iid", 0, clients, 0)
+    ours = PARTITIONERS["iid"](range(number), iid, np.random.default_rng(5), "")
     assert [mine.tolist() for mine in ours] == theirs
 
 
