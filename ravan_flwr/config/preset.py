@@ -99,9 +99,9 @@ class Preset:
         for key in RATES_BY:
             if isinstance(found, dict):
                 word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
-                # Rates of non-IID clients serve for others that are so in another way.
-                like = "iid" if word == "iid" else "dirichlet-by-client"
-                found = found.get(word, found.get(like, found))
+                if key == "partition" and word not in ("iid", *found):
+                    word = "dirichlet-by-client"  # of clients that are non-IID in another way
+                found = found.get(word, found)
         if isinstance(found, dict):
             what = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
             raise ValueError(
