@@ -53,8 +53,6 @@ Way = tuple[str, str, dict[str, Any]]
 LAYOUTS: dict[str, Way] = {
     "a row a text": ("float32", "float32", {}),
     "batching=packed": ("float32", "float32", {"packing": True}),
-    "batching=random:1024": ("float32", "float32", {"micro_batch_tokens": 1024}),
-    "batching=packed:1024": ("float32", "float32", {"packing": True, "micro_batch_tokens": 1024}),
 }
 DTYPES: dict[str, Way] = {
     "float32": ("float32", "float32", {}),

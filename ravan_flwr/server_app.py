@@ -225,8 +225,6 @@ def _evaluation_of(
     """Return what measures a state on the server's test examples; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
-    if bench.questions is not None:  # read before training
-        log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None

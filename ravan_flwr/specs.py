@@ -24,21 +24,6 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class QuestionSpec:
-    """Say which multiple-choice questions a language model is scored on, by likelihood."""
-
-    name: str = ""  # an id of the hub, or a folder; none: where the examples come from
-    subset: str = ""
-    revision: str = ""
-    split: str = ""  # none: `test`, or all there is
-    columns: tuple[tuple[str, str], ...] = ()  # role -> column, of `answer` and of the prompt
-    choices: tuple[str, ...] = ("choices",)  # one column of lists, or a column for each choice
-    always: tuple[str, ...] = ()  # in place of columns: the choices of every question
-    prompt: str = ""  # with {column roles} in it, and {choices} where letters are the answers
-    score: str = "sum"  # of log-likelihoods, or divided by "characters"
-
-
-@dataclass(frozen=True)
 class DataSpec:
     """Say where the examples come from, and what each of their columns is for."""
 
@@ -61,7 +46,6 @@ class DataSpec:
     chat_template: str = ""
     overlong: str = "cut"  # or "drop"
     loss_on: str = "answers"  # or "all"
-    questions: QuestionSpec | None = None  # that a language model is scored on as well
 
     @property
     def settled(self) -> bool:

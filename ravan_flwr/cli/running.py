@@ -102,7 +102,7 @@ def _refuse_early(config: Config, asked: int | None) -> int:
     # The preset's own number fits its own data, which take a moment to read.
     if asked is not None and config.num_clients is not None and asked > config.num_clients:
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
-        from ravan_flwr.data.partitioning import check_number  # noqa: PLC0415
+        from ravan_flwr.data.partition import check_number  # noqa: PLC0415
 
         check_number(asked, len(load_splits(config.data)["train"]))
     return number

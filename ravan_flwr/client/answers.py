@@ -122,7 +122,7 @@ def _train_privately(client: ClientRequest) -> RecordDict:
     if is_on_a_device():
         # Company changes the rounding of an example's gradient, and a server can send a state that
         # makes anything of that. By itself none depends on another, whatever the state.
-        steps = replace(steps, micro_batch_size=1, micro_batch_tokens=None)
+        steps = replace(steps, micro_batch_size=1)
     with client.keeping_reasons():
         result = train_privately(*client.work, client.granted, steps, client.turn, noise)
         reply = _trained(client, result)

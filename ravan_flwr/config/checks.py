@@ -3,70 +3,22 @@
 docs/privacy.md and docs/secure-aggregation.md have the reasons of theirs in more words.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS, ROBUST, shares_sent
-from ravan_flwr.methods import METHODS, MIXES
+from ravan_flwr.methods import METHODS, MIXES, MethodInfo
 from ravan_flwr.specs import Scalar
 
 Values = Mapping[str, Scalar]
+# A key, whether its value is right, what is expected, and why.
+Rule = tuple[str, bool, str, str]
 
 STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
 
 OF_PRIVACY = ("epsilon", "noise-multiplier", "delta", "clip-norm", "noise-cohort")
 MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits has 24
-
-# The only value of a key that goes with a setting, and why.
-Only = tuple[str, Scalar, str]
-_ON_SERVER = (
-    "evaluate-on", "server", "clients would report what they measure on their examples",
-)  # fmt: skip
-_ONLY: dict[str, tuple[Only, ...]] = {
-    "client": (
-        (
-            "weighting",
-            "uniform",
-            "a client's number of examples, or what others send, would say how much it counts",
-        ),
-        ("max-update-norm", AUTO, "clip-norm already bounds what a client changes"),
-        ("over-sample", 1.0, "a cohort is drawn client by client, so that it has no size to fill"),
-        ("straggler-grace", AUTO, "how fast one client is would decide whether others count"),
-        ("min-replies", 1, "a run that stops would tell how many clients took part"),
-        ("max-bytes", AUTO, "when the run ends would tell how many clients took part"),
-        _ON_SERVER,
-    ),
-    "example": (
-        ("local-epochs", AUTO, "batches are drawn at random, so that there are no passes"),
-        ("noise-cohort", AUTO, "noise is added on each client, whatever the others do"),
-        _ON_SERVER,
-    ),
-    "secure": (
-        (
-            "weighting",
-            "uniform",
-            "a weight that the server names could make a sum that of one, "
-            "and to compare uploads it would have to see them",
-        ),
-        ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),
-        ("over-sample", 1.0, "a reply that came and is not used would still have to be unmasked"),
-        ("wire", "float32", "masked numbers have a form of their own, of 3 bytes each"),
-        ("sparsity", "1:1", "which numbers of a client are largest would tell of its examples"),
-        _ON_SERVER,
-    ),
-}
-_METHOD_SAYS = {
-    "client": "its next state, or a round before the first, uses more of the clients than the sum "
-    "of their changes, or all clients train in every round",
-    "example": "it trains what has no known gradients of single examples, or uses a client's data "
-    "for more than these",
-    "secure": "its next state, or a round before the first, is not made of the sum of changes",
-}
-_HEADS_SAY = {
-    "client": "which heads clients will train must be known before the round",
-    "example": "the heads that a client chooses by its examples would tell of them",
-    "secure": "who trains which heads must be known before the round",
-}
 
 
 def check_together(values: Values) -> None:
@@ -75,19 +27,13 @@ def check_together(values: Values) -> None:
     _check_replies(values)
     _check_sparsity(values)
     _check_asynchronous(values)
-    if str(values["budgets"]).startswith("by-speed") and values["devices"] == AUTO:
-        raise _refused(
-            values, "budgets", "devices = 'auto', whose speeds are not known",
-            "devices of a profile or a file", "set devices=edge-gpus, say, or on each device of a "
-            "deployment its own budget",
-        )  # fmt: skip
-    _check_steps(values)
+    _check_training(values)
     if values["secure-aggregation"]:
-        _check_sums("secure-aggregation = true", "secure-aggregation=false", "secure", values)
+        _require("secure-aggregation = true", "secure-aggregation=false", values, _masked(values))
     _check_evaluation(values)
     if values["privacy"] != "none":
-        kind = str(values["privacy"])
-        _check_sums(f"privacy = {kind!r}", "privacy=none", kind, values)
+        rules = _private_clients if values["privacy"] == "client" else _private_examples
+        _require(f"privacy = {values['privacy']!r}", "privacy=none", values, rules(values))
         _check_noise(values)
 
 
@@ -108,36 +54,26 @@ def trains_backbone(values: Values) -> bool:
 
 
 def without_effect(run_config: Values) -> list[str]:
-    """List the keys that were given and change nothing, each as `key=value`."""
+    """Say which given settings change nothing, a line for each reason."""
     values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
-    method = METHODS.get(str(values["method"]))
-    idle = set(method.ignored) if method else set()
-    if 1 in (values["batch-size"], values["micro-batch-size"]):
-        idle.add("batching")
+    idle: dict[str, Iterable[str]] = {}
     if values["privacy"] == "none":
-        idle |= set(OF_PRIVACY)
+        idle[", and no client is protected, without privacy=client or privacy=example"] = OF_PRIVACY
     if not values["secure-aggregation"]:
-        idle.add("secure-minimum")
+        why = ", and no client is protected, without secure-aggregation=true"
+        idle[why] = ("secure-minimum",)
     if values["aggregation"] == "sync":
-        idle |= {"buffer-size", "concurrency", "max-staleness"}
-    return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
-
-
-def told_without_effect(run_config: Values) -> list[str]:
-    """Say which settings change nothing, first those that somebody may mean for protection."""
-    others, told = without_effect(run_config), []
-    method = run_config.get("method", KEYS["method"].default)
-    for keys, protected_by in (
-        (OF_PRIVACY, "privacy=client or privacy=example"),
-        (("secure-minimum",), "secure-aggregation=true"),
-    ):
-        if alone := [one for one in others if one.partition("=")[0] in keys]:
-            told.append(
-                f"no effect, and no client is protected: {', '.join(alone)}; expected "
-                f"{protected_by} beside it"
-            )
-            others = [one for one in others if one not in alone]
-    return told + ([f"no effect with method={method}: {', '.join(others)}"] if others else [])
+        idle[" with aggregation=sync"] = ("buffer-size", "concurrency", "max-staleness")
+    if 1 in (values["batch-size"], values["micro-batch-size"]):
+        idle[" with one example at a time"] = ("batching",)
+    if method := METHODS.get(str(values["method"])):
+        idle[f" with method={values['method']}"] = method.ignored
+    lines = []
+    for why, keys in idle.items():
+        given = [f"{key}={values[key]}" for key in sorted(keys) if values[key] != KEYS[key].default]
+        if given:
+            lines.append(f"no effect{why}: {', '.join(given)}")
+    return lines
 
 
 def _refused(values: Values, key: str, got: str, expected: str, do: str) -> ValueError:
@@ -182,20 +118,18 @@ def _check_method(values: Values) -> None:
         raise _refused(values, "local-epochs", got, "local-steps", "set that")
 
 
-def _check_outvoting(values: Values, got: str, replies: int, do: str) -> None:
+def _check_outvoting(values: Values, key: str, replies: int) -> None:
     """Refuse a median or trimmed mean over fewer replies than have a middle."""
-    if replies < 3:
+    if values["weighting"] in ROBUST and replies < 3:
         least = "at least 3, since of two replies none outvotes the other"
-        raise _refused(values, "weighting", got, least, do)
+        raise _refused(values, "weighting", f"{key} = {replies}", least, f"raise {key}")
 
 
 def _check_replies(values: Values) -> None:
     _check_order(values, "min-replies", "clients-per-round")
-    if values["weighting"] not in ROBUST:
-        return
-    clients = int(values["clients-per-round"])
-    _check_outvoting(values, f"clients-per-round = {clients}", clients, "raise clients-per-round")
-    if values["head-mean"] != "trained" and METHODS[str(values["method"])].has_heads:
+    _check_outvoting(values, "clients-per-round", int(values["clients-per-round"]))
+    has_heads = METHODS[str(values["method"])].has_heads
+    if values["weighting"] in ROBUST and values["head-mean"] != "trained" and has_heads:
         why = "clients that leave a head as it was would outvote those that trained it"
         raise _refused(
             values, "weighting", "head-mean = 'all'", f"'trained', since {why}",
@@ -228,18 +162,15 @@ def _check_sparsity(values: Values) -> None:
 def _check_asynchronous(values: Values) -> None:
     if values["aggregation"] == "sync":
         return
-    able = [name for name, method in METHODS.items() if method.asynchronous]
-    name, whole = str(values["method"]), "sums over a buffer need another account"
-    for key, good, expected in (
-        ("method", name in able, f"one of {', '.join(able)}, where changes against an older state "
-         "add up"),
-        ("privacy", values["privacy"] == "none", f"'none', since {whole}"),
-        ("secure-aggregation", not values["secure-aggregation"], f"false, since {whole}"),
-        ("over-sample", values["over-sample"] == 1, "1, since `concurrency` says who trains"),
-    ):  # fmt: skip
-        if not good:
-            got, do = f"{key} = {values[key]!r}", "set that, or aggregation=sync"
-            raise _refused(values, "aggregation", got, expected, do)
+    account = "sums over a buffer need another account"
+    adds_up = "changes against an older state must add up"
+    rules = (
+        _able(values, lambda method: method.asynchronous, adds_up),
+        _only(values, "privacy", "none", account),
+        _only(values, "secure-aggregation", False, account),
+        _only(values, "over-sample", 1.0, "`concurrency` says who trains"),
+    )
+    _require("aggregation = 'async'", "aggregation=sync", values, rules)
     usual = int(values["clients-per-round"])
     buffer, out = (
         usual if values[key] == AUTO else int(values[key]) for key in ("buffer-size", "concurrency")
@@ -247,9 +178,7 @@ def _check_asynchronous(values: Values) -> None:
     known = {**values, "buffer-size": buffer, "concurrency": out}
     _check_order(known, "buffer-size", "concurrency", ", since no more updates are under way")
     _check_order(known, "min-replies", "buffer-size", ", since that many close a round")
-    if values["weighting"] in ROBUST:
-        do = "raise buffer-size and concurrency"
-        _check_outvoting(values, f"buffer-size = {buffer}", buffer, do)
+    _check_outvoting(values, "buffer-size", buffer)
     least, most = -(-out // buffer) - 1, values["max-staleness"]
     if most != AUTO and int(most) < least:
         raise _refused(
@@ -259,8 +188,14 @@ def _check_asynchronous(values: Values) -> None:
         )  # fmt: skip
 
 
-def _check_steps(values: Values) -> None:
-    """Refuse parts of a step that are larger than it, and rates that contradict the schedule."""
+def _check_training(values: Values) -> None:
+    """Refuse budgets without speeds, parts of a step that are larger than it, and rising rates."""
+    if str(values["budgets"]).startswith("by-speed") and values["devices"] == AUTO:
+        raise _refused(
+            values, "budgets", "devices = 'auto', whose speeds are not known",
+            "devices of a profile or a file", "set devices=edge-gpus, say, or on each device of a "
+            "deployment its own budget",
+        )  # fmt: skip
     _check_order(values, "micro-batch-size", "batch-size")
     schedule = KEYS["learning-rate-schedule"].parts("learning-rate-schedule", str(
         values["learning-rate-schedule"]))  # fmt: skip
@@ -296,50 +231,93 @@ def _check_noise(values: Values) -> None:
         _check_order(values, "clients-per-round", "noise-cohort", why)
 
 
-def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
-    """Refuse what uses clients, or examples, for more than the sum of their changes."""
-
-    def check(key: str, good: bool, expected: str, why: str) -> None:
+def _require(setting: str, without: str, values: Values, rules: Iterable[Rule]) -> None:
+    """Raise ValueError for the first value that does not go with a setting."""
+    for key, good, expected, why in rules:
         if not good:
             raise ValueError(
-                f"{what}: got {key} = {values[key]!r}, expected {expected}, since {why}; set that, "
-                f"or {without}"
+                f"{setting}: got {key} = {values[key]!r}, expected {expected}, since {why}; set "
+                f"that, or {without}"
             )
 
-    method = METHODS[str(values["method"])]
-    drawn = kind == "client"  # a cohort, by chance
-    able = [
-        n
-        for n, m in METHODS.items()
-        if (m.by_example if kind == "example" else m.sums_changes and not (drawn and m.everyone))
-    ]
-    check("method", values["method"] in able, f"one of {', '.join(able)}", _METHOD_SAYS[kind])
-    if method.has_heads:
-        score, why = values["scoring"], _HEADS_SAY[kind]
-        tells = why if kind == "secure" else _HEADS_SAY["example"]
-        check("scoring", score != "gradient", "'random' or 'weight'", tells)
-        public = kind == "example" or score != "weight" or values["selection"] != "global"
-        check("selection", public, "'layer' with scoring=weight", why)
-        bases = "bases are made of the clients' examples, in a round before the first"
-        of_data = str(values["init"]).startswith(("data-aware", "first-round"))
-        check("init", not of_data, "another", bases)
-    if kind == "example":
-        leaves = "whether a step is left out for its large numbers would tell of the examples"
-        whole = values["precision"] != "float16"
-        check("precision", whole, "'float32' or 'bfloat16'", leaves)
-        meet = "which examples meet in a batch, or in a row, would follow from their lengths"
-        check("batching", str(values["batching"]).startswith("random"), "'random'", meet)
+
+def _only(values: Values, key: str, value: Scalar, why: str) -> Rule:
+    return key, values[key] == value, repr(value), why
+
+
+def _able(values: Values, able: Callable[[MethodInfo], bool], why: str) -> Rule:
+    names = [name for name, method in METHODS.items() if able(method)]
+    return "method", values["method"] in names, f"one of {', '.join(names)}", why
+
+
+# What a setting requires. Of the clients, or of their examples, only the sum of changes is used.
+
+
+def _masked(values: Values) -> Iterator[Rule]:
+    only = partial(_only, values)
+    sums = "its next state, or a round before the first, is not made of the sum of changes"
+    yield _able(values, lambda method: method.sums_changes, sums)
+    yield from _heads(values, known_before=True)
+    yield only("weighting", "uniform", "the server could weight a sum so that it is of one client")
+    yield only("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent")
+    yield only("over-sample", 1.0, "a reply that is not used would still have to be unmasked")
+    yield only("wire", "float32", "masked numbers have a form of their own, of 3 bytes each")
+    yield only("sparsity", "1:1", "which numbers are largest would tell of a client's examples")
+    yield only("evaluate-on", "server", _REPORTS)
+    unmasked = "private steps are not masked yet"
+    yield "privacy", values["privacy"] != "example", "'none' or 'client'", unmasked
+    if values["privacy"] == "client":
+        yield only("noise-cohort", AUTO, "clients add this federation's noise, and no other's")
+    least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
+    room = "a sum of fewer reveals too much of each, and one of more does not fit into 3 bytes"
+    some = f"{least} (secure-minimum) to {MOST_CLIENTS}"
+    yield "clients-per-round", least <= clients <= MOST_CLIENTS, some, room
+
+
+def _private_clients(values: Values) -> Iterator[Rule]:
+    only, number = partial(_only, values), "the run's end would tell how many clients took part"
+    sums = "it uses more than the sum of changes, or all clients train in every round"
+    yield _able(values, lambda method: method.sums_changes and not method.everyone, sums)
+    yield from _heads(values, known_before=True)
+    yield only(
+        "weighting", "uniform", "numbers of examples, or others' replies, would weight a client"
+    )
+    yield only("max-update-norm", AUTO, "clip-norm already bounds what a client changes")
+    yield only("over-sample", 1.0, "a cohort is drawn client by client, and has no size to fill")
+    yield only("straggler-grace", AUTO, "how fast one client is would decide whether others count")
+    yield only("min-replies", 1, number)
+    yield only("max-bytes", AUTO, number)
     # A study's noise protects nobody, and what its clients measure chooses its clip norms.
-    free = "evaluate-on" if kind != "secure" and values["noise-cohort"] != AUTO else None
-    for key, only, why in _ONLY[kind]:
-        check(key, values[key] == only or key == free, repr(only), why)
-    if kind == "secure":
-        clip = values["privacy"] != "example"
-        check("privacy", clip, "'none' or 'client'", "private steps are not masked yet")
-        cohort = "clients add the noise that protects themselves, and no other federation's"
-        own = values["privacy"] != "client" or values["noise-cohort"] == AUTO
-        check("noise-cohort", own, repr(AUTO), cohort)
-        least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
-        room = "a sum of fewer reveals too much of each, and one of more does not fit into 3 bytes"
-        some = f"{least} (secure-minimum) to {MOST_CLIENTS}"
-        check("clients-per-round", least <= clients <= MOST_CLIENTS, some, room)
+    if values["noise-cohort"] == AUTO:
+        yield only("evaluate-on", "server", _REPORTS)
+
+
+def _private_examples(values: Values) -> Iterator[Rule]:
+    only = partial(_only, values)
+    known = "it uses more of a client's data than gradients of single examples that are known"
+    yield _able(values, lambda method: method.by_example, known)
+    yield from _heads(values, known_before=False)
+    leaves = "whether a step is left out for its large numbers would tell of the examples"
+    yield "precision", values["precision"] != "float16", "'float32' or 'bfloat16'", leaves
+    meet = "which examples meet in a batch, or in a row, would follow from their lengths"
+    yield only("batching", "random", meet)
+    yield only("local-epochs", AUTO, "batches are drawn at random, so that there are no passes")
+    yield only("noise-cohort", AUTO, "noise is added on each client, whatever the others do")
+    yield only("evaluate-on", "server", _REPORTS)
+
+
+_REPORTS = "clients would report what they measure on their examples"
+
+
+def _heads(values: Values, *, known_before: bool) -> Iterator[Rule]:
+    """Require heads and bases that do not depend on examples, or heads known before a round."""
+    if not METHODS[str(values["method"])].has_heads:
+        return
+    tells = "the heads that a client chooses by its examples would tell of them"
+    yield "scoring", values["scoring"] != "gradient", "'random' or 'weight'", tells
+    late = known_before and values["scoring"] == "weight" and values["selection"] == "global"
+    known = "which heads clients train must be known before the round"
+    yield "selection", not late, "'layer' with scoring=weight", known
+    bases = "bases are made of the clients' examples, in a round before the first"
+    of_data = str(values["init"]).startswith(("data-aware", "first-round"))
+    yield "init", not of_data, "another", bases

@@ -48,7 +48,6 @@ def _rate(default: float) -> Key:
 _ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
 _SECONDS = Key(AUTO, "seconds", kind=float, above=0)
-_TOKENS = Key(AUTO, "tokens", kind=int, low=1, high=2**31 - 1)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
 _SHARE = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
@@ -124,12 +123,12 @@ class Config:
     # how simulated clients partition the data
     partition: str = preset_key("dirichlet-by-client:0.3", "how clients partition the data: "
         "alike, with different class proportions (the smaller ALPHA, the more they differ), "
-        "one client for each value of a column, with few classes or shards of sorted examples "
-        "each, or in different sizes; COLUMN: by which they differ, in place of the preset's",
+        "one client for each value of a column, or with few classes or shards of sorted examples "
+        "each; COLUMN: by which they differ, in place of the preset's",
         forms={
             "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
             "natural": (_COLUMN,), "pathological": (_each("classes"), _COLUMN),
-            "shards": (_each("shards"), _COLUMN), "linear": (), "square": (), "exponential": (),
+            "shards": (_each("shards"), _COLUMN),
         })
 
     # training on a client
@@ -142,9 +141,8 @@ class Config:
     micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
         "added up, to save memory; auto: all", low=1, high=65_536)
     batching: str = key("random", "examples of a step: drawn at random, texts of like lengths "
-        "together, or short texts of a language model side by side, the last two with less padding;"
-        " TOKENS: so many at a time, padding included, as for micro-batch-size",
-        forms={"random": (_TOKENS,), "length": (_TOKENS,), "packed": (_TOKENS,)})
+        "together, or short texts of a language model side by side, the last two with less padding",
+        choices=("random", "length", "packed"))
     learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
@@ -280,13 +278,7 @@ class Config:
     @property
     def packing(self) -> bool:
         """Return whether short texts lie side by side."""
-        return self.batching.startswith("packed")
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """Return how many tokens of a step are worked on at a time, None for all."""
-        tokens = self.parts("batching")["tokens"]
-        return None if tokens == AUTO else int(tokens)
+        return self.batching == "packed"
 
     @property
     def quantize(self) -> str:
@@ -409,21 +401,13 @@ TOPICS = {
 
 # What other programs call a key, where its spelling does not lead to it; of dropout there is none.
 _ELSEWHERE = {
-    "lr": "learning-rate", "eta": "learning-rate", "client-lr": "learning-rate",
-    "server-lr": "server-optimizer", "lr-scheduler": "learning-rate-schedule",
-    "wd": "weight-decay", "bs": "batch-size", "epochs": "local-epochs",
-    "num-epochs": "local-epochs", "max-steps": "local-steps", "num-server-rounds": "num-rounds",
-    "fraction-fit": "clients-per-round", "fraction-train": "clients-per-round",
-    "num-supernodes": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
+    "lr": "learning-rate", "lr-scheduler": "learning-rate-schedule", "wd": "weight-decay",
+    "bs": "batch-size", "epochs": "local-epochs", "num-epochs": "local-epochs",
+    "num-server-rounds": "num-rounds", "fraction-fit": "clients-per-round",
+    "fraction-train": "clients-per-round", "num-supernodes": "num-clients",
+    "clients": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
     "lora-r": "lora-rank", "lora-alpha": "lora-scale", "target-modules": "targets",
-    "num-heads": "heads", "max-seq-length": "max-length", "optimizer": "server-optimizer",
-    "max-grad-norm": "max-gradient-norm", "dtype": "precision", "fp16": "precision",
-    "bf16": "precision", "gpu": "device", "cuda": "device", "dataset": "data", "strategy": "method",
-    "algorithm": "method", "sigma": "noise-multiplier", "dp": "privacy",
-    "secagg": "secure-aggregation", "compression": "wire", "flasc": "sparsity",
-    "clients": "num-clients", "dirichlet-alpha": "partition", "head": "heads",
-    "num-workers": "processes",
-    "wandb": "tracking", "out": "output-dir", "dropout": "", "lora-dropout": "",
+    "optimizer": "server-optimizer", "dtype": "precision", "dropout": "", "lora-dropout": "",
 }  # fmt: skip
 
 
@@ -437,7 +421,7 @@ MOVED = {
     "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
     "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
     "max-examples": "limits=max-examples=1000", "packing": "batching=packed",
-    "micro-batch-tokens": "batching=random:2048", "quantize": "backbone-dtype=4bit",
+    "micro-batch-tokens": "micro-batch-size=4", "quantize": "backbone-dtype=4bit",
     "robust": "weighting=median", "calibration-steps": "init=data-aware:8", "init-scale": "",
     "layer-form": "",
 }  # fmt: skip
@@ -477,9 +461,6 @@ def read_limits(text: str) -> dict[str, Scalar]:
             raise ValueError(f"limits = {text!r}: got {name} twice, expected once; leave one out")
         read[name] = LIMITS[name].checked(name, LIMITS[name].typed(number))
     return read
-
-
-_UNKNOWN = Key("", "", kind=int)  # a number is read as one
 
 
 def as_key_values(settings: Mapping[str, Scalar]) -> list[str]:
@@ -543,7 +524,7 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
 
 def _value(key: str, text: str) -> Scalar:
     """Read a text as what its key takes: a folder may be called 2024, and Python writes True."""
-    value = KEYS.get(key, _UNKNOWN).typed(text)
+    value = KEYS.get(key, Key("", "", kind=int)).typed(text)  # of an unknown one, too, a number
     if not isinstance(value, str):
         return value
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MAX_DELTA = 1e-5
 
 
-def _key(text: str, default: Any = MISSING, **more: Any) -> Any:
+def _key(text: str, default: Any = MISSING, *, auto: bool = False, **more: Any) -> Any:
     """Declare a key as a field; without `default` it must be given."""
-    return field(default=default, metadata={"key": Key("", text, **more)})
+    return field(default=default, metadata={"key": Key(AUTO if auto else "", text, **more)})
 
 
 def _folder(text: str) -> Any:
@@ -40,7 +40,7 @@ class Node:
     data_path: str | None = _key("folder of its own examples; none: a part of the preset's", None,
         in_words="the path of a folder as text")
     budget: float | str | None = _key("its budget fraction, or auto; none: drawn from the run's "
-        "distribution", None, above=0, high=1)
+        "distribution", None, auto=True, above=0, high=1)
     device: str | None = _key("where it computes; none: the run's", None,
         pattern=KEYS["device"].pattern, in_words=KEYS["device"].in_words)
     cache_dir: str | None = _folder("cache of the hub; none: the user's")
@@ -63,18 +63,21 @@ _BEGINNING = 6  # letters: what begins as one of our keys, and ends early, is on
 def read_node(settings: Mapping[str, Scalar]) -> Node:
     """Check the node config that a SuperNode was started with."""
     _check_names(settings)
-    try:
-        values = {
-            name: _checked(name, key, settings[name])
-            for name, key in NODE_KEYS.items()
-            if name in settings or name in ("partition-id", "num-partitions")
-        }
-    except KeyError as missing:
-        raise ValueError(
-            f"node config: {missing.args[0]} is not there, expected a whole number; start the "
-            'SuperNode with --node-config "partition-id=0 num-partitions=2"'
-        ) from None
-    number, parts = int(values["partition-id"]), int(values["num-partitions"])
+    values: dict[str, Any] = {}
+    for name, key in NODE_KEYS.items():
+        if name in settings:
+            try:
+                values[name] = key.checked(f"node config: {name}", settings[name])
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; correct it, without quotation marks if it is no text"
+                ) from None
+        elif name in ("partition-id", "num-partitions"):
+            raise ValueError(
+                f"node config: {name} is not there, expected a whole number; start the SuperNode "
+                'with --node-config "partition-id=0 num-partitions=2"'
+            )
+    number, parts = values["partition-id"], values["num-partitions"]
     if number >= parts:
         raise ValueError(
             f"node config: partition-id = {number}: expected 0 to {parts - 1} (num-partitions - "
@@ -85,20 +88,7 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
             f"node config: max-delta = {settings['max-delta']:g}: got it without max-epsilon, "
             "expected both: alone it refuses no run; set max-epsilon, or leave it out"
         )
-    fields: dict[str, Any] = {name.replace("-", "_"): value for name, value in values.items()}
-    return Node(**fields)
-
-
-def _checked(name: str, key: Key, value: Scalar) -> Scalar:
-    if name == "budget" and value == AUTO:
-        return value
-    try:
-        return key.checked(f"node config: {name}", value)
-    except ValueError as error:
-        auto = " (or 'auto')" if name == "budget" else ""
-        raise ValueError(
-            f"{error}{auto}; correct it, without quotation marks if it is no text"
-        ) from None
+    return Node(**{name.replace("-", "_"): value for name, value in values.items()})
 
 
 def _check_names(settings: Mapping[str, Scalar]) -> None:

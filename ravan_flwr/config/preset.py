@@ -4,7 +4,7 @@
 (`preset=` in keys.py) and of the fields here; docs/presets.md lists them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,22 +19,8 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS, TaskInfo
 
+RATES_BY = ("parameter-budget", "partition", "classifier")  # that learning rates may depend on
 LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
-# A partition whose learning rates serve for another, where the preset has none for it: of non-IID
-# clients, and of clients that differ in size alone.
-_SAME_RATES = dict.fromkeys(
-    ("dirichlet", "natural", "pathological", "shards"), "dirichlet-by-client"
-) | dict.fromkeys(("linear", "square", "exponential"), "iid")
-
-
-class _File(Part):
-    task: Any
-    model: Any
-    data: Any
-    run: Any = None
-    parameter_budgets: Any = None
-    learning_rate: Any = None
-    other_models: Any = None
 
 
 class _Model(Part):
@@ -54,30 +40,30 @@ class Preset:
     model: ModelSpec
     other_models: dict[str, ModelSpec]  # that the key `model` may name
     data: DataSpec
-    glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose `data` is not used
+    glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose first is `data`
     max_length: int  # tokens of a text; 0 where there is none
     run: dict[str, Any]
     lora_rank: dict[str, int]  # by parameter budget
     ranks: dict[str, dict[str, int]]  # parameter budget -> method -> rank
-    rates: dict[str, Any]  # method -> a number, or a mapping by the values of `rates_by`
-    rates_by: tuple[str, ...]
+    rates: dict[str, Any]  # method -> a number, or a mapping by the values of `RATES_BY`
 
     @classmethod
     def read(cls, path: Path, content: Any) -> "Preset":
         """Check the content of a preset's file."""
-        file = _File.read("", content)
-        check_choice("task", str(file.task), TASKS)
-        kind, folder = TASKS[file.task], path.parent
-        others = free_fields("other-models.", file.other_models)
-        rates = {} if file.learning_rate is None else file.learning_rate
-        check_fields("learning-rate.", rates, set(), {*METHODS, "by"})
-        by = _read_by(rates.get("by", []))
-        lora_rank, ranks = _read_budgets(file.parameter_budgets)
-        data, glue_tasks, max_length = read_data(_named(file.data), kind, folder)
+        needed = {"task", "model", "data"}
+        more = {"run", "parameter-budgets", "learning-rate", "other-models"}
+        file: dict[str, Any] = dict.fromkeys(more) | check_fields("", content, needed, more)
+        check_choice("task", str(file["task"]), TASKS)
+        kind, folder = TASKS[file["task"]], path.parent
+        others = free_fields("other-models.", file["other-models"])
+        rates = check_fields("learning-rate.", file["learning-rate"], set(), METHODS.keys())
+        _check_rates(rates)
+        lora_rank, ranks = _read_budgets(file["parameter-budgets"])
+        data, glue_tasks, max_length = read_data(_named(file["data"]), kind, folder)
         return cls(
             path=path,
-            task=file.task,
-            model=_read_model("model.", file.model, folder),
+            task=file["task"],
+            model=_read_model("model.", file["model"], folder),
             other_models={
                 name: _read_model(f"other-models.{name}.", one, folder)
                 for name, one in others.items()
@@ -85,11 +71,10 @@ class Preset:
             data=data,
             glue_tasks=glue_tasks,
             max_length=max_length,
-            run=_read_run(file.run, kind),
+            run=_read_run(file["run"], kind),
             lora_rank=lora_rank,
             ranks=ranks,
-            rates=_read_rates({name: one for name, one in rates.items() if name != "by"}, by),
-            rates_by=by,
+            rates=rates,
         )
 
     @property
@@ -99,24 +84,26 @@ class Preset:
 
     def data_of(self, glue_task: str) -> DataSpec:
         """Return the data; of one GLUE task, where the preset has several."""
-        if not self.glue_tasks:
-            if glue_task != AUTO:
-                raise ValueError(
-                    f"glue-task = {glue_task!r}: {self.path} has no GLUE tasks, expected 'auto'; "
-                    "leave it out, or set preset=glue-llama"
-                )
+        if glue_task == AUTO:
             return self.data
-        return self.glue_tasks[next(iter(self.glue_tasks)) if glue_task == AUTO else glue_task]
+        if not self.glue_tasks:
+            raise ValueError(
+                f"glue-task = {glue_task!r}: {self.path} has no GLUE tasks, expected 'auto'; leave "
+                "it out, or set preset=glue-llama"
+            )
+        return self.glue_tasks[glue_task]
 
     def learning_rate(self, method: str, values: Mapping[str, Any]) -> float:
         """Return the learning rate of a method, which may depend on other keys' values."""
         found = self.rates.get(method, METHODS[method].learning_rate)
-        for key in self.rates_by:
+        for key in RATES_BY:
             if isinstance(found, dict):
                 word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
-                found = found.get(word, found.get(_SAME_RATES.get(word), found))
+                if key == "partition" and word not in ("iid", *found):
+                    word = "dirichlet-by-client"  # of clients that are non-IID in another way
+                found = found.get(word, found)
         if isinstance(found, dict):
-            what = "".join(f", {key} {values[key]!r}" for key in self.rates_by)
+            what = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
             raise ValueError(
                 f"{self.path} has no learning rate for method {method!r}{what}; give one with "
                 "learning-rate=..."
@@ -138,11 +125,9 @@ def _named(content: Any) -> Any:
 
 
 def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
-    run = {} if run is None else run
-    if isinstance(run, dict):
-        for key in run.keys() & MOVED.keys():
-            check_key(key, run[key])  # which says what to write now
-    check_fields("run.", run, set(), RUN.keys())
+    for key in run.keys() & MOVED.keys() if isinstance(run, dict) else ():
+        check_key(key, run[key])  # which says what to write now
+    run = check_fields("run.", run, set(), RUN.keys())
     said = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | said
     if "local-epochs" in said and "local-steps" not in said:
@@ -158,8 +143,7 @@ def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
 
 def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Read each budget's rank of a LoRA, one twice the other unless said, and methods' ranks."""
-    budgets = {} if budgets is None else budgets
-    check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
+    budgets = check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
     for name, ranks in budgets.items():
         check_fields(f"parameter-budgets.{name}.", ranks, {"lora-rank"}, METHODS.keys() - {"full"})
         for rank in ranks.values():
@@ -173,39 +157,18 @@ def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int
     }
 
 
-def _read_by(by: Any) -> tuple[str, ...]:
-    if not isinstance(by, list):
-        raise ValueError(f"learning-rate.by = {by!r}: expected a list of keys, such as [partition]")
-    for key in by:
-        check_choice(
-            "learning-rate.by",
-            str(key),
-            [key for key, spec in KEYS.items() if spec.choices or spec.forms],
-        )
-    return tuple(by)
-
-
-def _read_rates(rates: dict[str, Any], by: tuple[str, ...]) -> dict[str, Any]:
-    for rate in _leaves(rates, by):
-        check_key("learning-rate", rate)
-    return rates
-
-
-def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
-    """Yield the numbers of nested mappings, each level by the values of one of the keys `by`."""
-    for found in rates.values():
-        if not isinstance(found, dict):
-            yield found
-            continue
-        key = next(
-            (key for key in by if set(found) <= {*KEYS[key].choices, *KEYS[key].forms}), None
-        )
-        if key is None:
+def _check_rates(rates: dict[str, Any]) -> None:
+    """Check learning rates: a number for a method, or mappings by the values of `RATES_BY`."""
+    for rate in rates.values():
+        if not isinstance(rate, dict):
+            check_key("learning-rate", rate)
+        elif any(set(rate) <= {*KEYS[key].choices, *KEYS[key].forms} for key in RATES_BY):
+            _check_rates(rate)
+        else:
             raise ValueError(
-                f"learning-rate: got {found}, expected a number, or numbers by the values of "
-                f"{' or '.join(by) or 'keys that `by` names'}"
+                f"learning-rate: got {rate}, expected a number, or numbers by the values of "
+                f"{' or '.join(RATES_BY)}"
             )
-        yield from _leaves(found, tuple(other for other in by if other != key))
 
 
 def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:

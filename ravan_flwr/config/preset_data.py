@@ -1,71 +1,61 @@
-"""Check what a preset says of its data: columns, splits, labels, prompts and questions."""
+"""Check what a preset says of its data: columns, splits, labels and prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
-from ravan_flwr.specs import DataSpec, QuestionSpec
+from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import TASKS, TaskInfo
 
-PROMPT = "{question}\n{choices}\nAnswer:"  # of MMLU in lm-evaluation-harness
-_QUESTIONS = "data.questions."
+Name = Annotated[str, Field(min_length=1)]
 
 
-class GlueTask(Part):
-    """Say where the examples are, and what their columns are for."""
+class Splits(Part):
+    """Name the splits: that which clients share, and the server's."""
 
+    train: Name = Field(description="the name of a split")
+    test: Name | Annotated[dict[str, Name], Field(min_length=1)] = Field(
+        description="the name of a split, or several by name"
+    )
+
+
+class Data(Part):
+    """Hold `data` of a preset."""
+
+    source: Literal["hub", "sklearn-digits"] = "hub"
+    name: str = ""
     subset: str = ""
+    revision: str = ""
     columns: Any = None
+    splits: Any = None
     labels: list[str] | None = Field(
         None,
         description="the names of the classes, as texts in quotation marks; or leave labels out, "
         "and the data tell them",
     )
-    splits: Any = None
-
-
-class Data(GlueTask):
-    """Hold `data` of a preset."""
-
-    source: Literal["hub", "sklearn-digits"] = "hub"
-    name: str = ""
-    revision: str = ""
     test_share: float = Field(
         DataSpec.test_share, gt=0, lt=1, description="a number above 0 and below 1, such as 0.2"
     )
     partition_by: str = "label"
-    prompt: str | list[str] = Field(
-        "", description="a text, or several as a list; write them in quotation marks"
-    )
-    max_length: Any = None
-    target_length: int | None = Field(
-        None, ge=0, le=65_536, description="a whole number of at most 65536"
-    )
     glue_tasks: Any = None
-    # Of a language model.
+    # Of some tasks alone.
+    max_length: int | None = Field(
+        None, ge=1, le=int(KEYS["max-length"].high), description=KEYS["max-length"].allowed
+    )
+    target_length: int | None = Field(
+        None, ge=1, le=65_536, description="a whole number at least 1 and at most 65536"
+    )
+    prompt: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
+        None, description="a text, or several as a list; write them in quotation marks"
+    )
     chat_template: str = ""
     overlong: Literal["cut", "drop"] = "cut"
     loss_on: Literal["answers", "all"] = "answers"
-    questions: Any = None
-
-
-class Questions(Part):
-    """Hold `data.questions` of a preset: multiple-choice questions."""
-
-    name: str = ""
-    subset: str = ""
-    revision: str = ""
-    split: str = ""
-    columns: Any = None
-    choices: Any = None
-    prompt: str = PROMPT
-    score: Literal["sum", "characters"] = "sum"
 
 
 def read_data(
@@ -73,36 +63,55 @@ def read_data(
 ) -> tuple[DataSpec, dict[str, DataSpec], int]:
     """Return the data, those of each GLUE task where there are several, and a text's tokens."""
     data = Data.read("data.", content)
-    columns = _columns("data.", data, kind)
-    for field in {field for other in TASKS.values() for field in other.fields} - {*kind.fields}:
-        if field in content:
-            having = " or ".join(name for name, other in TASKS.items() if field in other.fields)
-            raise ValueError(f"data.{field}: only task {having} has it; leave it out")
-    common = DataSpec(
+    length = kind.max_length if data.max_length is None else data.max_length
+    if data.glue_tasks is None:
+        return _read("data.", data, kind, folder), {}, length
+    names = set(KEYS["glue-task"].choices)
+    tasks = {}
+    for name, what in check_fields("data.glue-tasks.", data.glue_tasks, names).items():
+        where = f"data.glue-tasks.{name}."
+        task = Data.read(where, content | free_fields(where, what))
+        tasks[name] = _read(where, task, kind, folder)
+    return next(iter(tasks.values())), tasks, length
+
+
+def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
+    """Check what fields mean together, for that kind of task."""
+    for field in data.model_fields_set:
+        having = [name for name, task in TASKS.items() if field in task.data_fields]
+        if having and field not in kind.data_fields:
+            name = field.replace("_", "-")
+            raise ValueError(f"{where}{name}: only task {' or '.join(having)} has it; leave it out")
+    if not data.name and data.source == "hub":
+        raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
+    usual = {"train": "train", "test": "test"}
+    splits = Splits.read(f"{where}splits.", usual if data.splits is None else data.splits)
+    tests = splits.test if isinstance(splits.test, dict) else {"test": splits.test}
+    columns = _columns(where, data, kind)
+    labels = data.labels or []
+    if data.labels is not None and bool(labels) != ("label" in columns):
+        expected = Data.model_fields["labels"].description
+        raise ValueError(f"{where}labels = {labels!r}: expected {expected}")
+    if twice := sorted({name for name in labels if labels.count(name) > 1}):
+        raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
+    return DataSpec(
         source=data.source,
         name=place_beside(data.name, folder),
+        subset=data.subset,
         revision=data.revision,
-        prompt="" if kind.is_causal_lm else _prompt(data, kind),
-        target_length=_target_length(data, kind),
+        train=splits.train,
+        tests=tuple(tests.items()),
         test_share=data.test_share,
-        questions=_read_questions(data.questions, folder) if "questions" in content else None,
+        columns=tuple(columns.items()),
+        partition_by=data.partition_by or "label",
+        labels=tuple(labels),
+        prompt="" if kind.is_causal_lm else _prompt(data, kind),
+        target_length=data.target_length or kind.target_length,
         prompts=_prompts(data, columns, kind) if kind.is_causal_lm else (),
         chat_template=data.chat_template,
         overlong=data.overlong,
         loss_on=data.loss_on,
     )
-    if not data.name and data.source == "hub":
-        raise ValueError("data.name is missing; expected an id of the hub, or a folder")
-    if data.glue_tasks is None:
-        spec = _with_columns(common, data, columns, "data.")
-        return replace(spec, partition_by=data.partition_by or "label"), {}, _tokens(data, kind)
-    check_fields("data.glue-tasks.", data.glue_tasks, set(KEYS["glue-task"].choices))
-    tasks = {}
-    for name, what in data.glue_tasks.items():
-        where = f"data.glue-tasks.{name}."
-        task = GlueTask.read(where, what)
-        tasks[name] = _with_columns(common, task, _columns(where, task, kind), where)
-    return common, tasks, _tokens(data, kind)
 
 
 def place_beside(name: str, folder: Path) -> str:
@@ -113,121 +122,56 @@ def place_beside(name: str, folder: Path) -> str:
     return str((folder / name).resolve()) if here else name
 
 
-def _tokens(data: Data, kind: TaskInfo) -> int:
-    if data.max_length is None:
-        return kind.max_length
-    if not kind.max_length:
-        raise ValueError("data.max-length: the task has no texts; leave it out")
-    return int(KEYS["max-length"].checked("data.max-length", data.max_length))
-
-
-def _target_length(data: Data, kind: TaskInfo) -> int:
-    """Read how many tokens an answer has, where the model writes one."""
-    length = kind.target_length if data.target_length is None else data.target_length
-    if bool(length) != bool(kind.target_length):
-        expected = "1 at least" if kind.target_length else "none, since the model writes nothing"
-        raise ValueError(f"data.target-length = {length}: expected {expected}; change it")
-    return length
-
-
-def _columns(where: str, part: GlueTask, kind: TaskInfo) -> dict[str, str]:
+def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
     """Read the columns by role; those of a language model are messages, or any with an answer."""
-    columns = {role: role for role in kind.roles} if part.columns is None else part.columns
+    columns = {role: role for role in kind.roles} if data.columns is None else data.columns
     needed, more = set(kind.roles), set(kind.optional)
     talks = "messages" in kind.roles and "messages" in columns
     if kind.is_causal_lm and isinstance(columns, dict) and not talks:
         if not set(kind.answers) <= set(columns):
+            talk = "messages, a column of conversations, or " if "messages" in kind.roles else ""
             written = ", ".join(f"{role}: COLUMN" for role in ("prompt", *kind.answers))
             raise ValueError(
-                f"data.columns = {columns}: "
-                + (
-                    "expected messages, a column of conversations, or a prompt with the completion "
-                    "that is learned; write {messages: COLUMN}, or "
-                    if "messages" in kind.roles
-                    else f"expected {' and '.join(kind.answers)}, beside a prompt, or alone as "
-                    "whole conversations; write "
-                )
-                + f"{{{written}}}"
+                f"{where}columns = {columns}: expected {talk}a prompt with "
+                f"{' and '.join(kind.answers)}; write {{{written}}}"
             )
         needed, more = set(kind.answers), set(map(str, columns))
-    check_fields(f"{where}columns.", columns, needed, more)
-    return _different_columns(f"{where}columns", columns)
-
-
-def _different_columns(where: str, columns: Mapping[str, Any], *more: str) -> dict[str, str]:
-    """Refuse names of columns that are no texts, or stand twice."""
+    columns = check_fields(f"{where}columns.", columns, needed, more)
     for role, column in columns.items():
         if not isinstance(column, str):
-            raise ValueError(f"{where}.{role} = {column!r}: expected a text; write it in quotes")
-    names = [*columns.values(), *more]
-    if len(set(names)) < len(names):
+            raise ValueError(
+                f"{where}columns.{role} = {column!r}: expected a text; write it in quotes"
+            )
+    if len(set(columns.values())) < len(columns):
         raise ValueError(
-            f"{where} = {dict(columns)}: expected a column of its own for each role; correct it"
+            f"{where}columns = {columns}: expected a column of its own for each role; correct it"
         )
-    return dict(columns)
-
-
-def _with_columns(
-    spec: DataSpec, part: GlueTask, columns: Mapping[str, str], where: str
-) -> DataSpec:
-    splits = {"train": "train", "test": "test"} if part.splits is None else part.splits
-    check_fields(f"{where}splits.", splits, {"train", "test"})
-    test = splits["test"]
-    tests = test if isinstance(test, dict) else {"test": test}
-    if not tests or not all(isinstance(name, str) and name for name in tests.values()):
-        raise ValueError(
-            f"{where}splits.test = {test!r}: expected the name of a split, or several by name"
-        )
-    if not isinstance(splits["train"], str):
-        raise ValueError(f"{where}splits.train = {splits['train']!r}: expected the name of a split")
-    return replace(
-        spec,
-        subset=part.subset,
-        train=splits["train"],
-        tests=tuple((str(name), split) for name, split in tests.items()),
-        columns=tuple(columns.items()),
-        labels=_labels(part, where, labelled="label" in columns),
-    )
-
-
-def _labels(part: GlueTask, where: str, *, labelled: bool) -> tuple[str, ...]:
-    """Read the classes; none where there are no labels, or where the data tell them."""
-    labels = part.labels
-    if labels is None or (labels == [] and not labelled):
-        return ()
-    if not labels or not labelled:
-        expected = GlueTask.model_fields["labels"].description
-        raise ValueError(f"{where}labels = {labels!r}: expected {expected}")
-    if twice := sorted({name for name in labels if labels.count(name) > 1}):
-        raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
-    return tuple(labels)
+    return columns
 
 
 def _prompt(data: Data, kind: TaskInfo) -> str:
     """Read the prompt, in which the names of columns may stand in braces."""
+    if data.prompt is None:
+        return kind.prompt
     if not isinstance(data.prompt, str):
         raise ValueError(f"data.prompt = {data.prompt!r}: expected a text; write it in quotes")
-    if data.prompt and not kind.prompt:
-        raise ValueError("data.prompt: the model of this task takes no prompt; leave it out")
-    given = [role for role in kind.roles if role not in ("label", "answers")]
-    if data.prompt:
-        _check_braces(data.prompt, given)
-    return data.prompt or kind.prompt
+    _check_braces(data.prompt, [role for role in kind.roles if role not in ("label", "answers")])
+    return data.prompt
 
 
-def _check_braces(prompt: str, given: Sequence[str], field: str = "data.prompt") -> None:
+def _check_braces(prompt: str, given: Sequence[str]) -> None:
     """Refuse a prompt with other things in braces than columns, or with none at all."""
     try:
         prompt.format(**dict.fromkeys(given, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         known = ", ".join(f"{{{role}}}" for role in given)
         raise ValueError(
-            f"{field} = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
+            f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
             f"{known} alone; write others twice"
         ) from None
     if not _used(prompt) & set(given):
         raise ValueError(
-            f"{field} = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
+            f"data.prompt = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
         )
 
 
@@ -244,7 +188,7 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
     given = [role for role in columns if role not in kind.answers]
     pairs = len(kind.answers) > 1  # which are conversations if there is no other column
     if not given if pairs else "messages" in columns:
-        if "prompt" in data.model_fields_set:
+        if data.prompt is not None:
             has = " and ".join(given or kind.answers)
             raise ValueError(
                 f"data.prompt: conversations (data.columns has {has}) are written by the chat "
@@ -256,16 +200,13 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
             "data.chat-template: it writes the column messages, which data.columns has not; leave "
             "it out"
         )
-    told = data.prompt if "prompt" in data.model_fields_set else "{prompt}"
-    prompts = told if isinstance(told, list) else [told]
-    if not prompts or not all(prompts):
-        expected = Data.model_fields["prompt"].description
-        raise ValueError(f"data.prompt = {told!r}: expected {expected}")
     if not given:
         raise ValueError(
             f"data.columns = {dict(columns)}: expected a column for a prompt beside that for the "
             "completion; name one, as prompt: COLUMN"
         )
+    said = data.prompt or "{prompt}"
+    prompts = (said,) if isinstance(said, str) else tuple(said)
     for prompt in prompts:
         _check_braces(prompt, given)
     if idle := [role for role in given if role not in _used(*prompts)]:
@@ -273,54 +214,4 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
             f"data.columns: {', '.join(idle)} stands in no prompt; expected {{{idle[0]}}} in one, "
             "or another name for the column prompt; correct it"
         )
-    return tuple(prompts)
-
-
-def _read_questions(content: Any, folder: Path) -> QuestionSpec | None:
-    """Read the questions; None where there are none."""
-    if content is None:
-        return None
-    asked = Questions.read(_QUESTIONS, content)
-    always = () if asked.choices is None else _texts("choices", asked.choices)
-    named = free_fields(f"{_QUESTIONS}columns.", asked.columns) or {"question": "question"}
-    columns = {"answer": "answer", "choices": "choices"} | named
-    choices = columns.pop("choices")
-    if always and "choices" in named:
-        raise ValueError(
-            f"{_QUESTIONS}columns.choices: got {_QUESTIONS}choices beside it, expected one of "
-            "them: a column, or the choices that all questions have; leave one out"
-        )
-    places = (choices,) if isinstance(choices, str) else _texts("columns.choices", choices)
-    places = () if always else places
-    columns = _different_columns(f"{_QUESTIONS}columns", columns, *places)
-    given = [role for role in columns if role != "answer"]
-    _check_braces(asked.prompt, [*given, "choices"], f"{_QUESTIONS}prompt")
-    idle = [role for role in given if role not in _used(asked.prompt)]
-    if idle or not given:
-        told = f"{', '.join(idle)} stands in no prompt" if idle else "there is no question"
-        raise ValueError(
-            f"{_QUESTIONS}columns: {told}; expected each column but answer and choices in the "
-            f"prompt {asked.prompt!r}, in braces, and one of them at least; correct it"
-        )
-    return QuestionSpec(
-        name=place_beside(asked.name, folder),
-        subset=asked.subset,
-        revision=asked.revision,
-        split=asked.split,
-        columns=tuple(columns.items()),
-        choices=places,
-        always=always,
-        prompt=asked.prompt,
-        score=asked.score,
-    )
-
-
-def _texts(field: str, value: Any) -> tuple[str, ...]:
-    """Read a list of two different texts at least."""
-    good = isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value)
-    if not good or len(set(value)) < max(2, len(value)):
-        raise ValueError(
-            f"{_QUESTIONS}{field} = {value!r}: expected 2 different texts at least, as a list; "
-            "write them in quotation marks (yes and no are truth values without)"
-        )
-    return tuple(value)
+    return prompts

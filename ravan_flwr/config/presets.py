@@ -124,14 +124,13 @@ def _read(path: Path, _version: tuple[int, ...]) -> "Preset":
 def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Make every path absolute: other processes may have other working directories."""
     values = dict(run_config)
-    for key in ("resume", "output-dir", "model", "data"):
+    for key in ("resume", "output-dir", "model", "data", "devices"):
         if (value := values.get(key)) and isinstance(value, str) and value != AUTO:
             path = Path(value).expanduser()
-            if key in ("resume", "output-dir") or path.is_dir():  # not an id of the hub
+            # Neither an id of the hub nor the name of a profile of devices.
+            there = path.is_file() if key == "devices" else path.is_dir()
+            if there or key in ("resume", "output-dir"):
                 values[key] = str(path.absolute())
-    devices = Path(str(values.get("devices", "")))
-    if devices.is_file():
-        values["devices"] = str(devices.absolute())
     return values
 
 

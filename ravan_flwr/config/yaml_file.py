@@ -123,7 +123,7 @@ class Part(BaseModel):
         """Check the content, which is found at `where`; ValueError that names a field."""
         fields = {field.alias or "": field for field in cls.model_fields.values()}
         required = {name for name, field in fields.items() if field.is_required()}
-        check_fields(where, content, required, fields.keys())
+        content = check_fields(where, content, required, fields.keys())
         try:
             return cls.model_validate(
                 {k: v for k, v in content.items() if v is not None or k in required}
@@ -139,8 +139,9 @@ class Part(BaseModel):
 
 def check_fields(
     where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
-) -> None:
-    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
+) -> dict[str, Any]:
+    """Return a mapping; ValueError unless it has these fields, and no others; None is empty."""
+    content = {} if content is None and not expected else content
     known = sorted(expected | options)
     if not isinstance(content, dict):
         what = where.removesuffix(".") or "the file"
@@ -151,11 +152,10 @@ def check_fields(
         )
     for field in sorted(expected - set(content)):
         raise ValueError(f"{where}{field} is missing; expected the fields {known}")
+    return dict(content)
 
 
 def free_fields(where: str, content: Any, expected: Set[str] = frozenset()) -> dict[str, Any]:
     """Return a mapping with names of any kind, of which some must be there; empty for None."""
-    content = {} if content is None else content
     names = {str(name) for name in content} if isinstance(content, dict) else set()
-    check_fields(where, content, expected if names else set(), names)
-    return dict(content)
+    return check_fields(where, content, expected if names else set(), names)

@@ -1,15 +1,26 @@
 """Load a data set: split it into train and test, name its columns by role, settle its labels."""
 
+import glob
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 
-from ravan_flwr.data.hub import load_data, no_bars
-from ravan_flwr.data.rows import found_columns
+from ravan_flwr.data.hub import (
+    TABLES,
+    as_files,
+    cache_of,
+    check_encoding,
+    every_split,
+    load_data,
+    no_bars,
+    telling,
+)
+from ravan_flwr.data.rows import IMAGES, found_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -20,30 +31,70 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
     if not any(name in splits for name, _ in spec.tests):
         splits = _hold_back(splits, spec, data)
-    differing: dict[int, str] = {}
-    for name, split in splits.items():
-        where = f"{data}, {name}"
-        splits[name], different = _by_number(by_role(split, spec, where), spec.labels, where)
-        differing |= different
-    _tell_of_names(differing, spec.labels, data)
-    return splits
+    return _called(splits, spec, data)
 
 
-def with_roles_and_labels(
-    examples: datasets.Dataset, spec: DataSpec, where: str
-) -> datasets.Dataset:
-    """Name the columns of other examples by role and settle their labels, as `load_splits`."""
-    found, differing = _by_number(by_role(examples, spec, where), spec.labels, where)
-    _tell_of_names(differing, spec.labels, where)
+def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
+    """Load labelled examples that a run has not seen, as `load_splits`, and say which splits.
+
+    Those are the splits that the spec names as tests, or else `test`, or else all.
+    """
+    data = f"data {spec.name}"
+    there = every_split(spec.name, spec.subset, spec.revision, other=True)
+    tests = [split for _, split in spec.tests]
+    whole = ["test"] if "test" in there else [*there]
+    chosen = tests if set(tests) <= set(there) else whole
+    examples = datasets.concatenate_datasets([there[split] for split in chosen])
+    check_encoding(examples, data)
+    name = "all examples" if [*there] == chosen == ["train"] else " and ".join(chosen)
+    found = _called(datasets.DatasetDict({name: examples}), spec, data)[name]
     feature = found.features.get("label")
-    whole = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
-    if whole and not any(str(value) in spec.labels for value in found["label"]):
+    whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
+    if whole_numbers and not any(str(value) in spec.labels for value in found["label"]):
         log.warning(
             "%s: its labels are numbers, taken as positions: 0 is %r, 1 is %r",
-            where,
+            data,
             *spec.labels[:2],
         )
-    return found
+    return found, name
+
+
+def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
+    """Read a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
+    folder = Path(path).expanduser()
+    where = f"node config: data-path = {path!r}"
+    if not folder.is_absolute() or not folder.exists():
+        raise ValueError(
+            f"{where}: found no such folder, expected the absolute path of one on this device; "
+            "correct it"
+        )
+    by_kind: dict[str, list[str]] = {}
+    files = sorted(filter(Path.is_file, folder.rglob("*"))) or [folder]
+    for file in files:
+        # `datasets` sees neither what is hidden nor folders such as `__MACOSX`.
+        seen = not any(name.startswith((".", "__")) for name in file.relative_to(folder).parts)
+        if seen and (kind := _KINDS.get(file.suffix.lower())):
+            by_kind.setdefault(kind, []).append(str(file))
+    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
+        by_kind = {"imagefolder": by_kind["imagefolder"]}
+    if len(by_kind) != 1:
+        got = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
+        raise ValueError(
+            f"{where}: got {got}, expected images, parquet, CSV or JSON lines, and one kind of "
+            "them; take the others out"
+        )
+    ((kind, names),) = by_kind.items()
+    source: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
+    if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
+        pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
+        source = {"data_files": pattern, "drop_labels": False}
+    with telling("data", path, at=where):
+        cache = str(cache_of(folder))
+        examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)
+    if not len(examples):
+        raise ValueError(f"{where}: got no example, expected some; fill it")
+    check_encoding(examples, where)
+    return by_role(as_files(examples), spec, where)
 
 
 def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
@@ -116,6 +167,7 @@ def _share_of_each_class(labels: np.ndarray, share: float) -> np.ndarray:
     return chosen
 
 
+_KINDS = TABLES | dict.fromkeys(IMAGES, "imagefolder")
 SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
@@ -133,24 +185,19 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*kept]).rename_columns(renamed)
 
 
-# A data set of the hub may spell a class otherwise than the preset: its number tells, then. Not so
-# for classes that `datasets` makes of the names of folders, and numbers as they are sorted.
-_BY_FOLDER = "imagefolder"
-
-
 def _by_number(
     examples: datasets.Dataset, labels: Sequence[str], where: str
 ) -> tuple[datasets.Dataset, Mapping[int, str]]:
     """Call numbered classes as in the preset; return the examples, and the names that differed.
 
     Where the preset knows all names there is nothing to do: names are looked up. A name that
-    both know must have one number.
+    both know must have one number. Classes that `datasets` makes of folders are sorted by their
+    names, so that their numbers say nothing: what is unknown of these is an error later on.
     """
     feature = examples.features.get("label") if labels else None
-    if not isinstance(feature, datasets.ClassLabel) or set(feature.names) <= set(labels):
+    by_folder = examples.info.builder_name == "imagefolder"
+    if not isinstance(feature, datasets.ClassLabel) or by_folder or {*feature.names} <= {*labels}:
         return examples, {}
-    if examples.info.builder_name == _BY_FOLDER:
-        return examples, {}  # as a device's own folders: what is unknown is an error later on
     names = dict(enumerate(feature.names))
     if len(names) != len(labels):
         raise ValueError(
@@ -168,16 +215,23 @@ def _by_number(
     return examples.cast_column("label", called), different
 
 
-def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: str) -> None:
-    pairs = [f"{number} {name!r}, {labels[number]!r} here" for number, name in differing.items()]
-    if pairs:
-        listed = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
+def _called(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datasets.DatasetDict:
+    """Name columns by role, and numbered classes as in the preset; warn of names that differ."""
+    differing: dict[int, str] = {}
+    for name, split in splits.items():
+        where = f"{data}, {name}"
+        splits[name], different = _by_number(by_role(split, spec, where), spec.labels, where)
+        differing |= different
+    if differing:
+        pairs = [f"{number} {name!r}, {spec.labels[number]!r} here"
+                 for number, name in differing.items()]  # fmt: skip
         log.warning(
             "%s: classes are identified by their numbers, since some have other names than in the "
             "preset: %s",
             data,
-            listed,
+            some_of(pairs),
         )
+    return splits
 
 
 def some_of(names: Sequence[object], most: int = 20) -> str:

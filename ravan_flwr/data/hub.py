@@ -32,6 +32,8 @@ from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
+TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+
 
 class NotHereError(ValueError):
     """Say that something of the hub is not here, and what can be done about it."""
@@ -55,17 +57,16 @@ _ANSWERS: dict[type[Exception], str] = {
     RepositoryNotFoundError: "the hub has no such {what}, or it is private; correct the id, or log "
     "in with `hf auth login`",
 }
-_ANSWERED = tuple(_ANSWERS)
 
 
 @contextmanager
-def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
+def telling(what: str, name: str, revision: str = "", at: str = "") -> Iterator[None]:
     """Turn errors of the hub into a ValueError that says what to do; hide progress bars."""
-    at = f"{what} {name}" + (f" at revision {revision}" if revision else "")
+    at = at or f"{what} {name}" + (f" at revision {revision}" if revision else "")
     try:
         with no_bars():
             yield
-    except _ANSWERED as error:  # the hub answers, but gives nothing
+    except tuple(_ANSWERS) as error:  # the hub answers, but gives nothing
         problem = next(text for kind, text in _ANSWERS.items() if isinstance(error, kind))
         raise ValueError(
             f"{at}: {problem.format(what=what, name=name)} ({_short(error)})"
@@ -81,7 +82,7 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
         ) from None
     except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         cause = error.__cause__ or error
-        if Path(name).is_dir():
+        if Path(name).exists():
             raise ValueError(
                 f"{at}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
                 "parquet or images, with the same columns and types in each; correct the files"
@@ -152,21 +153,7 @@ def check_encoding(examples: datasets.Dataset, where: str) -> None:
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, by the names that the preset gives them."""
-    folder = Path(spec.name)
-    if is_idx(folder):
-        return idx_splits(folder)
-    # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
-    plain = folder.is_dir() and not (folder / "README.md").is_file()
-    if plain and spec.subset and not (folder / spec.subset).is_dir():
-        raise ValueError(
-            f"data {spec.name}: it has no folder {spec.subset}, expected the preset's task in it, "
-            f"as {spec.subset}/train.parquet, say; for a task of your own write a preset, "
-            f"`ravan-flwr new NAME --data {spec.name} --model MODEL`"
-        )
-    there = (
-        every_split(str(folder / spec.subset), "", spec.revision) if plain
-        else every_split(spec.name, spec.subset, spec.revision)
-    )  # fmt: skip
+    there = every_split(spec.name, spec.subset, spec.revision)
     wanted = {"train": spec.train, **dict(spec.tests)}
     # Without a split `test`, some of `train` is held back.
     if lacking := [split for split in wanted.values() if split not in {*there, "test"}]:
@@ -180,18 +167,48 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     return datasets.DatasetDict(splits)
 
 
-def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
-    """Load all splits of a data set."""
-    folder = Path(name)
+def every_split(
+    name: str, subset: str, revision: str, *, other: bool = False
+) -> datasets.DatasetDict:
+    """Load all splits of a data set of the hub, a folder or a file.
+
+    Of `other` examples than a preset's a folder has no subsets, and images have the label of their
+    folder, be there one folder or many.
+    """
+    if is_idx(Path(name)):
+        return idx_splits(Path(name))
     with telling("data", name, revision):
-        splits = datasets.load_dataset(
-            name,
-            subset or None,
-            trust_remote_code=False,
-            **({"revision": revision} if revision else {}),
-            **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
-        )
+        source = _source(name, subset, revision, other)
+        if other and datasets.load_dataset_builder(**source).name == "imagefolder":
+            source["drop_labels"] = False
+        splits = datasets.load_dataset(**source)
         return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
+
+
+def _source(name: str, subset: str, revision: str, other: bool) -> dict[str, Any]:
+    """Describe a data set of the hub, a folder or a file to `datasets`."""
+    place = Path(name)
+    if not place.exists():
+        return {"path": name, "name": subset or None, "revision": revision or None}
+    if place.is_file():
+        if (kind := TABLES.get(place.suffix.lower())) is None:
+            raise ValueError(
+                f"data {place}: got a file of kind {place.suffix!r}, expected "
+                f"{', '.join(TABLES)}, or a folder; name another"
+            )
+        return {"path": kind, "data_files": str(place), "cache_dir": str(cache_of(place))}
+    # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
+    if subset and not (place / "README.md").is_file():
+        if (place / subset).is_dir():
+            place /= subset
+        elif not other:
+            raise ValueError(
+                f"data {place}: it has no folder {subset}, expected the preset's task in it, as "
+                f"{subset}/train.parquet, say; for a task of your own write a preset, "
+                f"`ravan-flwr new NAME --data {place} --model MODEL`"
+            )
+        subset = ""
+    return {"path": str(place), "name": subset or None, "cache_dir": str(cache_of(place))}
 
 
 def cache_of(path: Path) -> Path:

@@ -36,9 +36,7 @@ def made_folder(name: str) -> Path:
 
 def model_folder(spec: ModelSpec) -> Path:
     """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
-    folder = Path(spec.name)
-    if not _is_folder(folder):
-        folder = _snapshot(spec, FILES, lacks)
+    folder = _found(spec, FILES, lacks)
     if missing := lacks(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -57,16 +55,6 @@ def model_folder(spec: ModelSpec) -> Path:
     return folder
 
 
-def _is_folder(path: Path) -> bool:
-    """Tell a folder from an id of the hub; ValueError for a path where no folder is."""
-    if path.is_absolute() and not path.is_dir():
-        raise ValueError(
-            f"model {path}: found no such folder, expected config.json and weights as safetensors "
-            f"there; {_how_to_make(path)}, or name another one, model=/path"
-        )
-    return path.is_dir()
-
-
 def _how_to_make(folder: Path) -> str:
     if folder != made_folder(folder.name):
         return "save it with save_pretrained of transformers 5"
@@ -79,11 +67,7 @@ def _how_to_make(folder: Path) -> str:
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, without its weights if they are not there."""
-    folder = Path(spec.name)
-    if not _is_folder(folder):
-        folder = _snapshot(
-            spec, ["config.json"], lambda found: not (found / "config.json").exists()
-        )
+    folder = _found(spec, ["config.json"], lambda found: not (found / "config.json").exists())
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
@@ -155,19 +139,23 @@ def reading(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _snapshot(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
-    """Find files in the hub's cache, or download what it lacks."""
-    revision = spec.revision or None
-    with suppress(LocalEntryNotFoundError):
-        folder = Path(
-            snapshot_download(
-                spec.name, revision=revision, allow_patterns=files, local_files_only=True
-            )
+def _found(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
+    """Find a folder of the user's, or files in the hub's cache; download what that lacks."""
+    folder = Path(spec.name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        raise ValueError(
+            f"model {folder}: found no such folder, expected config.json and weights as "
+            f"safetensors there; {_how_to_make(folder)}, or name another one, model=/path"
         )
+    wanted: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
+    with suppress(LocalEntryNotFoundError):
+        folder = Path(snapshot_download(spec.name, local_files_only=True, **wanted))
         if not lacking(folder):
             return folder
     with telling("model", spec.name, spec.revision):
-        return Path(snapshot_download(spec.name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(spec.name, **wanted))
 
 
 def lacks(folder: Path) -> str:

@@ -83,25 +83,27 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
             f"file of texts with the columns {_listed(columns)}: {', '.join(_TABLES)}; name one"
         )
-    if not path.is_dir():
-        yield None
-        yield Row(1, {"image": path}, file=path.name)
-        return
-    number = 0
-    for parent, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        for name in sorted(files):
-            if name.lower().endswith(IMAGES) and not name.startswith("."):
-                number += 1
-                if number == 1:
-                    yield None
-                image = Path(parent, name)
-                yield Row(number, {"image": image}, file=str(image.relative_to(path)))
+    number, root = 0, path if path.is_dir() else path.parent
+    for number, image in enumerate(_images_below(path), start=1):
+        if number == 1:
+            yield None
+        yield Row(number, {"image": image}, file=str(image.relative_to(root)))
     if not number:
         raise ValueError(
             f"data = {str(path)!r}: found no image in this folder, expected files such as "
             f"{', '.join(IMAGES[:3])}; name another"
         )
+
+
+def _images_below(path: Path) -> Iterator[Path]:
+    """Find the images of a folder, but for hidden ones; or the one that it is."""
+    if not path.is_dir():
+        yield path
+    for parent, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        for name in sorted(files):
+            if name.lower().endswith(IMAGES) and not name.startswith("."):
+                yield Path(parent, name)
 
 
 def _csv(path: Path, columns: Mapping[str, str]) -> Rows:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ravan_flwr.config.presets import chosen_data
 from ravan_flwr.config.run_config import recorded_config
-from ravan_flwr.data.other_examples import other_examples
+from ravan_flwr.data.examples import other_examples
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors

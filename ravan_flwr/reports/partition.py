@@ -9,8 +9,7 @@ import numpy as np
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import BY_COLUMN, partition_rows, values_of
-from ravan_flwr.data.partitioning import numbered
+from ravan_flwr.data.partition import BY_COLUMN, numbered, partition_rows, values_of
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.checks import told_without_effect
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
@@ -35,7 +35,7 @@ def report_settings_without_effect(
     run_config: Mapping[str, Scalar], config: Config, grid: Grid
 ) -> None:
     """Say which of the settings change nothing."""
-    for told in told_without_effect(run_config):
+    for told in without_effect(run_config):
         log.warning("%s", told)
     if config.processes is not None and not in_process(grid):
         log.warning(

@@ -262,8 +262,8 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     """
     expected = _loaded(text)
     found = expected.get(RATE) or {}
-    if not isinstance(found, dict) or "by" in found or isinstance(found.get(method), dict):
-        raise ValueError(f"it has a {RATE} by other keys (`by:`), and keeps its numbers")
+    if not isinstance(found, dict) or any(isinstance(one, dict) for one in found.values()):
+        raise ValueError(f"it has a {RATE} by other keys, and keeps its numbers")
     expected[RATE] = found | {method: rate}
     edited = _edited(text, method, as_written(rate), notes)
     try:

@@ -42,6 +42,16 @@ class TaskInfo:
         """Return whether it writes as a language model does: its columns are free."""
         return bool(self.answers)
 
+    @property
+    def data_fields(self) -> set[str]:
+        """List the fields of a preset's data that not every task has."""
+        asked = {
+            "max_length": self.max_length,
+            "prompt": self.prompt or self.is_causal_lm,
+            "target_length": self.target_length,
+        }
+        return {*self.fields, *(name for name, there in asked.items() if there)}
+
 
 TASKS = {
     "vision": TaskInfo(("image", "label"), max_length=0),
@@ -53,7 +63,7 @@ TASKS = {
         max_length=512,
         target_length=128,
         answers=("completion",),
-        fields=("chat-template", "overlong", "loss-on", "questions"),
+        fields=("chat_template", "overlong", "loss_on"),
         packs=True,
         lower_is_better=("perplexity",),
     ),
@@ -63,7 +73,7 @@ TASKS = {
         max_length=512,
         target_length=128,
         answers=("chosen", "rejected"),
-        fields=("chat-template", "overlong"),
+        fields=("chat_template", "overlong"),
         unbounded=("margin",),
         texts=2,
         has_reference=True,

@@ -198,6 +198,12 @@ class Task(ABC):
         return Measures(("loss", self.metric))
 
 
+def as_rows(columns: Mapping[str, Sequence[Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a batch of columns as its examples, each by these roles."""
+    values = zip(*(columns[role] for role in roles), strict=True)
+    return [dict(zip(roles, each, strict=True)) for each in values]
+
+
 def mapped(
     examples: datasets.Dataset, function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     features: Mapping[str, Any], settings: Mapping[str, Any], keep: Sequence[str] = (),

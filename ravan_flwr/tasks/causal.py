@@ -9,17 +9,15 @@ divided once.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned, follows
 from ravan_flwr.tasks.extensions import ByExample, Packs
-from ravan_flwr.tasks.forms import Completions, Conversations, Row
+from ravan_flwr.tasks.forms import Row, conversation, messages_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
 from ravan_flwr.tasks.tokens import fitted, tokens_of
@@ -32,19 +30,14 @@ class Causal(Decoder, Packs, ByExample):
 
     metric = "perplexity"
     right = "completion"
-
-    def __init__(self, data: DataSpec, *rest: Any, **more: Any) -> None:
-        super().__init__(data, *rest, **more)
-        if data.questions is not None:  # tasks/multiple_choice.py
-            self.metric = "accuracy"
-
-    @cached_property
-    def form(self) -> Conversations | Completions:
-        talks = self.data.column("messages")
-        return Conversations(self.reader) if talks else Completions(self.data.prompts)
+    talk = "messages"
 
     def read(self, row: Row) -> Learned:
-        written, everything = self.form.whole(row), self.data.loss_on == "all"
+        everything = self.data.loss_on == "all"
+        if self.data.prompts:
+            written = self.form.answered(row, "completion")
+        else:
+            written = conversation(self.reader, messages_of(row["messages"]))
         whole = tokens_of(self.reader, written, everything=everything)
         tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
         return Learned([tokens], len(whole) > len(tokens), written.unlearned)

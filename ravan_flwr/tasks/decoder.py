@@ -10,9 +10,10 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -22,9 +23,9 @@ from transformers import GenerationConfig
 
 from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import Predicts, Sample
-from ravan_flwr.tasks.forms import Row, Written
+from ravan_flwr.tasks.forms import Form, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
 from ravan_flwr.tasks.tokens import (
@@ -49,16 +50,6 @@ class Learned:
     unlearned: int = 0  # earlier answers that are read alone
 
 
-class Form(Protocol):
-    """Write examples as texts; UnreadableError for one that it cannot write (forms.py)."""
-
-    def check(self) -> None: ...
-    def question(self, row: Row) -> Written: ...
-    def sample(self, row: Row) -> Sample: ...
-    def checked(self, role: str, value: Any) -> Any: ...
-    def end(self) -> str: ...
-
-
 class Decoder(Predicts):
     """Read texts with answers, of which an example has one or several."""
 
@@ -70,10 +61,12 @@ class Decoder(Predicts):
     masks = False  # padding is at the ends, where no token sees it
     texts: ClassVar[int] = 1  # that an example is
 
-    @property
-    @abstractmethod
+    talk: ClassVar[str]  # the column of whole conversations
+
+    @cached_property
     def form(self) -> Form:
-        """Choose what writes the examples."""
+        """Return what writes the examples."""
+        return Form(self.reader, self.data.prompts, self.talk)
 
     @abstractmethod
     def read(self, row: Row) -> Learned:
@@ -157,11 +150,10 @@ class Decoder(Predicts):
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a batch, with what is wrong with an example in place of its tokens."""
-        names = [role for role, _ in self.data.columns]
         read, problems = [], []
-        for values in zip(*(columns[name] for name in names), strict=True):
+        for row in as_rows(columns, [role for role, _ in self.data.columns]):
             try:
-                found, problem = self.read(dict(zip(names, values, strict=True))), ""
+                found, problem = self.read(row), ""
             except UnreadableError as error:
                 found, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
             read.append(found)
@@ -237,7 +229,7 @@ class Decoder(Predicts):
         found: list[Sample] = []
         for row in examples:
             with suppress(UnreadableError):
-                sample = self.form.sample(row)
+                sample = self.form.sample(row, self.right)
                 question_tokens(self.reader, self.form.question(sample.values), self.max_length)
                 found.append(sample)
             if len(found) == most:
@@ -250,13 +242,10 @@ class Decoder(Predicts):
         return min(self.data.target_length, self.max_length // 2)
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
-        names = [role for role, _ in self.data.columns if role in columns]
-        rows = [
-            dict(zip(names, values, strict=True))
-            for values in zip(*(columns[name] for name in names), strict=True)
-        ]
+        roles = [role for role, _ in self.data.columns if role in columns]
         most = self.max_length - self._answer_tokens
-        ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
+        questions = map(self.form.question, as_rows(columns, roles))
+        ids = [question_tokens(self.reader, question, most) for question in questions]
         lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
         return {"input_ids": padded(ids, most).astype(np.int32), "length": lengths}
 
@@ -268,7 +257,7 @@ class Decoder(Predicts):
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
         known = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
-        if after := self.form.end():
+        if after := end_of_turn(self.reader):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)

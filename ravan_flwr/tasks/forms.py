@@ -1,8 +1,9 @@
 """Write the examples of a language model, in the two forms that they have.
 
 - `messages`: a conversation, which the tokenizer's chat template writes;
-- a prompt, made of any columns, and the column `completion`. They stand side by side as they are,
-  between the tokenizer's token for the beginning, if it has one, and that for the end.
+- a prompt, made of any columns, and the column of an answer. They stand side by side as they are,
+  between the tokenizer's token for the beginning, if it has one, and that for the end; or they are
+  a conversation, too, where the column `prompt` has messages.
 
 A chat template is a program of Jinja in a model's folder, or in the preset. transformers runs it in
 Jinja's sandbox: it computes a text, and reaches neither files nor Python; its steps are counted.
@@ -18,7 +19,7 @@ aloud, move the system's message): such a turn is read by the model, but not lea
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
@@ -152,6 +153,8 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
 
 def end_of_turn(reader: Any) -> str:
     """Find what the template writes after an answer; "" if that cannot be told."""
+    if not reader.chat_template:
+        return ""
     answer = {"role": ASSISTANT, "content": "An answer."}
     try:
         text = render(reader, [{"role": "user", "content": "Hi"}, answer])
@@ -194,80 +197,90 @@ def counted() -> Iterator[None]:
 Row = Mapping[str, Any]  # an example's values by role
 
 
-class Conversations:
-    """Read the column `messages`.
+class Form:
+    """Write examples as texts; UnreadableError for one that cannot be written.
 
-    Like `Completions` it writes an example as a text; UnreadableError for one that it cannot write.
-    `whole` is the example with its answers, `question` what is before the answer, `sample` what is
-    asked last, what is right and what the model is given; `check` refuses a tokenizer that cannot
-    write this form, `checked` a value of an example, and `end` is what stands after an answer.
+    Without prompts the column `talk` has whole conversations. Else an answer stands behind a
+    prompt, the first all of whose columns have some text: both as they are, or by the chat template
+    where the column `prompt` has messages.
     """
 
-    def __init__(self, reader: Any) -> None:
-        self.reader = reader
+    def __init__(self, reader: Any, prompts: Sequence[str], talk: str) -> None:
+        self.reader, self.talk = reader, talk
+        self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
 
     def check(self) -> None:
-        if not self.reader.chat_template:
-            raise ValueError(
-                "the data have conversations, but the model's tokenizer has no chat template; "
-                "expected one, which writes a conversation as a text; choose an instruction-tuned "
-                "model, write chat-template into the preset's data (`new --chat-template FILE`), "
-                "or give prompts and answers as texts"
-            )
-        try:
-            render(self.reader, [{"role": "user", "content": "Hi"}])
-        except UnreadableError:  # it wants more than that; whether it is a template is known now
-            return
-
-    def whole(self, row: Row) -> Written:
-        return conversation(self.reader, messages_of(row["messages"]))
+        """Refuse a tokenizer that cannot write conversations, if there are only these."""
+        if not self.prompts:
+            check_template(self.reader)
 
     def question(self, row: Row) -> Written:
-        return question(self.reader, messages_of(row["messages"]))
+        """Write what is before the answer."""
+        asked = self._asked(row)
+        return Written(self._filled(row)) if asked is None else question(self.reader, asked)
 
-    def sample(self, row: Row) -> Sample:
-        messages = messages_of(row["messages"])
+    def answered(self, row: Row, role: str) -> Written:
+        """Write an example with the answer of that column; of a conversation, its last one."""
+        if self.prompts and self._asked(row) is None:
+            prompt = self._filled(row)
+            text = prompt + text_of(role, row[role])
+            return Written(text, ((len(prompt), len(text)),))
+        *asked, answer = messages = self._messages(row, role)
+        if not asked:
+            raise UnreadableError("its conversation asks for nothing")
+        if answer["role"] != ASSISTANT:
+            raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
+        if not answer["content"].strip():
+            raise UnreadableError(f"its {role} answer is empty")
+        text = render(self.reader, messages)
+        span = answer_in(self.reader, messages, len(asked), text)
+        if span is None:
+            raise UnreadableError("the chat template's text does not show where its answers are")
+        return Written(text, (span,), plain=False)
+
+    def sample(self, row: Row, role: str) -> Sample:
+        """Return what is asked last, what is right, and what the model is given."""
+        if self.prompts and self._asked(row) is None:
+            given = {name: row[name] for _, roles in self.prompts for name in roles}
+            return Sample(self._filled(row), text_of(role, row[role]), given)
+        messages = self._messages(row, role)
         while messages and not (messages[-1]["role"] == ASSISTANT and messages[-1]["content"]):
             messages.pop()
         if len(messages) < 2:
             raise UnreadableError("its conversation has no question and answer")
-        *given, right = messages
-        return Sample(given[-1]["content"], right["content"], {"messages": given})
+        *asked, right = messages
+        place = "prompt" if self.prompts else self.talk
+        return Sample(asked[-1]["content"], right["content"], {place: asked})
 
     def checked(self, role: str, value: Any) -> Any:
-        return messages_of(value)
+        """Check a value of an example."""
+        if value is None and not self.prompts:
+            raise UnreadableError(f"its {role} is missing")
+        if isinstance(value, list) or not self.prompts:
+            return messages_of(value)
+        sometimes = any(role not in roles for _, roles in self.prompts)
+        return "" if sometimes and value in (None, "") else text_of(role, value)
 
-    def end(self) -> str:
-        return end_of_turn(self.reader)
+    def _asked(self, row: Row) -> list[Message] | None:
+        """List the messages of a conversation, or of a prompt; None where there is a text."""
+        if not self.prompts:
+            return messages_of(row[self.talk])
+        if not isinstance(row.get("prompt"), list):
+            return None
+        check_template(self.reader)
+        return messages_of(row["prompt"])
 
-
-class Completions:
-    """Fill a prompt: the first all of whose columns have some text."""
-
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
-
-    def check(self) -> None:
-        """Any tokenizer will do."""
-
-    def end(self) -> str:
-        return ""  # but for the token for the end
-
-    def whole(self, row: Row) -> Written:
-        prompt = self._filled(row)
-        text = prompt + text_of("completion", row["completion"])
-        return Written(text, ((len(prompt), len(text)),))
-
-    def question(self, row: Row) -> Written:
-        return Written(self._filled(row))
-
-    def sample(self, row: Row) -> Sample:
-        right = text_of("completion", row["completion"])
-        return Sample(self._filled(row), right, self.given(row))
-
-    def given(self, row: Row) -> dict[str, Any]:
-        """List what a prompt is made of."""
-        return {role: row[role] for _, roles in self.prompts for role in roles}
+    def _messages(self, row: Row, role: str) -> list[Message]:
+        """List the messages of a conversation with the answer of that column."""
+        if not self.prompts:
+            return messages_of(row[role] if role in row else row[self.talk])
+        answer = row[role]
+        if not isinstance(answer, list):
+            answer = [{"role": ASSISTANT, "content": text_of(role, answer)}]
+        found = messages_of(answer)
+        if len(found) > 1:
+            raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
+        return [*messages_of(row["prompt"]), *found]
 
     def _filled(self, row: Row) -> str:
         def whole(roles: Sequence[str]) -> bool:
@@ -277,9 +290,18 @@ class Completions:
         prompt, roles = next(fitting, self.prompts[-1])  # of the last, what is missing is reported
         return prompt.format(**{role: text_of(role, row[role]) for role in roles})
 
-    def checked(self, role: str, value: Any) -> Any:
-        sometimes = any(role not in roles for _, roles in self.prompts)
-        return "" if sometimes and value in (None, "") else text_of(role, value)
+
+def check_template(reader: Any) -> None:
+    """Refuse a tokenizer that cannot write conversations."""
+    if not reader.chat_template:
+        raise ValueError(
+            "the data have conversations, but the model's tokenizer has no chat template; "
+            "expected one, which writes a conversation as a text; choose an instruction-tuned "
+            "model, write chat-template into the preset's data (`new --chat-template FILE`), "
+            "or give prompts and answers as texts"
+        )
+    with suppress(UnreadableError):  # it wants more than that; that it is a template is known now
+        render(reader, [{"role": "user", "content": "Hi"}])
 
 
 def roles_in(prompt: str) -> list[str]:

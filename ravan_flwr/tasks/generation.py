@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import ByExample, Predicts, Sample
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
@@ -64,7 +64,9 @@ class TextToText(Predicts, ByExample):
             "cut": "without an end",
         }  # fmt: skip
         encoded = encoded_as_it_is(mapped(with_target, self._encode_batch, features, settings))
-        if cut := self.cut(encoded):
+        # Targets that have no token for their end.
+        last = encoded.only("labels").take(np.arange(len(encoded)))["labels"][:, -1]
+        if cut := int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum()):
             log.warning(
                 "answers: %d of %d have more tokens than target-length = %d; expected at most so "
                 "many, the end included. They are cut for training, and scored whole; raise "
@@ -83,8 +85,7 @@ class TextToText(Predicts, ByExample):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
-        rows = zip(*(columns[role] for role in roles), strict=True)
-        prompts = [self.data.prompt.format(**dict(zip(roles, row, strict=True))) for row in rows]
+        prompts = [self.data.prompt.format(**row) for row in as_rows(columns, roles)]
         read = tokenize(self.reader, self.max_length, prompts)
         return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 
@@ -92,11 +93,6 @@ class TextToText(Predicts, ByExample):
         """Read the tokens of each text, with one for its end, however many they are."""
         read: list[list[int]] = self.reader(list(texts), verbose=False).input_ids
         return read
-
-    def cut(self, encoded: Encoded) -> int:
-        """Count the targets that have no token for their end."""
-        last = encoded.only("labels").take(np.arange(len(encoded)))["labels"][:, -1]
-        return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         # Without a mask: no text of a plan is padded.

@@ -13,7 +13,6 @@ Nothing drops out: policy and reference are to differ by what is learned alone.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters import without_adapters
-from ravan_flwr.data.rows import UnreadableError, text_of
+from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned
-from ravan_flwr.tasks.extensions import Sample
-from ravan_flwr.tasks.forms import (
-    ASSISTANT,
-    Completions,
-    Conversations,
-    Message,
-    Row,
-    Written,
-    answer_in,
-    end_of_turn,
-    messages_of,
-    question,
-    render,
-)  # fmt: skip
+from ravan_flwr.tasks.forms import Row, messages_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import losses_of_texts
 from ravan_flwr.tasks.tokens import Tokens, tokens_of
@@ -52,11 +38,8 @@ class Preference(Decoder):
 
     metric = "accuracy"
     right = "chosen"
+    talk = "chosen"
     texts = 2
-
-    @cached_property
-    def form(self) -> "Pairs":
-        return Pairs(self.reader, self.data.prompts)
 
     @property
     def given(self) -> list[str]:
@@ -64,7 +47,11 @@ class Preference(Decoder):
         return asked or ["chosen"]
 
     def read(self, row: Row) -> Learned:
-        whole = [tokens_of(self.reader, written) for written in self.form.pair(row)]
+        if not self.data.prompts:
+            asked, other = (messages_of(row[role])[:-1] for role in PAIR)
+            if asked != other:
+                raise UnreadableError("its conversations differ before their last answers")
+        whole = [tokens_of(self.reader, self.form.answered(row, role)) for role in PAIR]
         if whole[0].ids == whole[1].ids:
             raise UnreadableError("its chosen and rejected answers are the same")
         fitting = _fitted(whole, self.max_length, self.data.overlong)
@@ -135,91 +122,3 @@ def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
             raise UnreadableError("its longer answer leaves no room for a prompt within max-length")
         cut.append(tokens.without_front(over))
     return cut
-
-
-class Pairs:
-    """Write both answers of an example behind their prompt.
-
-    A conversation is written by the chat template, texts stand side by side as they are.
-    """
-
-    def __init__(self, reader: Any, prompts: Sequence[str]) -> None:
-        self.reader, self.talks = reader, Conversations(reader)
-        self.completions = Completions(prompts) if prompts else None
-
-    def check(self) -> None:
-        if self.completions is None:
-            self.talks.check()
-
-    def pair(self, row: Row) -> list[Written]:
-        """Write the chosen answer and the rejected one; UnreadableError if one cannot be."""
-        asked = self._asked(row)
-        if asked is not None:
-            return [self._turn(asked, self._answer(role, row)) for role in PAIR]
-        prompt, answers = self.question(row).text, [text_of(role, row[role]) for role in PAIR]
-        return [
-            Written(prompt + text, ((len(prompt), len(prompt) + len(text)),)) for text in answers
-        ]
-
-    def _asked(self, row: Row) -> list[Message] | None:
-        """List the messages before the answers; None where there is a text."""
-        if self.completions is None:
-            asked, other = (messages_of(row[role])[:-1] for role in PAIR)
-            if asked != other:
-                raise UnreadableError("its conversations differ before their last answers")
-        elif isinstance(row.get("prompt"), list):
-            asked = messages_of(row["prompt"])
-        else:
-            return None
-        if not asked:
-            raise UnreadableError("its conversation asks for nothing")
-        return asked
-
-    def _answer(self, role: str, row: Row) -> Message:
-        """Read an answer of a conversation: its last message, or one alone, or its text."""
-        value = row[role]
-        if not isinstance(value, list):
-            return {"role": ASSISTANT, "content": text_of(role, value)}
-        *before, last = messages_of(value)
-        if last["role"] != ASSISTANT or (before and self.completions is not None):
-            raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
-        if not last["content"].strip():
-            raise UnreadableError(f"its {role} answer is empty")
-        return last
-
-    def _turn(self, asked: Sequence[Message], answer: Message) -> Written:
-        self.talks.check()
-        messages = [*asked, answer]
-        text = render(self.reader, messages)
-        span = answer_in(self.reader, messages, len(asked), text)
-        if span is None:
-            raise UnreadableError("the chat template's text does not show where its answers are")
-        return Written(text, (span,), plain=False)
-
-    def question(self, row: Row) -> Written:
-        if self.completions is None:
-            return question(self.reader, messages_of(row["chosen"]))
-        if isinstance(row.get("prompt"), list):
-            self.talks.check()
-            return question(self.reader, messages_of(row["prompt"]))
-        return self.completions.question(row)
-
-    def sample(self, row: Row) -> Sample:
-        asked = self._asked(row)
-        if asked is not None:
-            right = self._answer("chosen", row)["content"]
-            role = "chosen" if self.completions is None else "prompt"
-            return Sample(asked[-1]["content"], right, {role: asked})
-        assert self.completions is not None
-        given = self.completions.given(row)
-        return Sample(self.question(row).text, text_of("chosen", row["chosen"]), given)
-
-    def checked(self, role: str, value: Any) -> Any:
-        if value is None:
-            raise UnreadableError(f"its {role} is missing")
-        if self.completions is None or isinstance(value, list):
-            return messages_of(value)
-        return self.completions.checked(role, value)
-
-    def end(self) -> str:
-        return end_of_turn(self.reader) if self.reader.chat_template else ""

@@ -54,17 +54,14 @@ def losses_at(
     """
     hidden = hidden_states(network, input_ids, **where).flatten(0, 1).index_select(0, positions)
     rows = block_rows(network.config)
-    if len(targets) <= rows:
-        return [_block(network, hidden, targets, reduction)]
+    again = torch.is_grad_enabled() and len(targets) > rows
     blocks = []
     for some, right in zip(hidden.split(rows), targets.split(rows), strict=True):
-        if torch.is_grad_enabled():
-            loss = checkpoint(
-                _block, network, some, right, reduction, use_reentrant=False,
-                preserve_rng_state=False,
-            )  # fmt: skip
-        else:
-            loss = _block(network, some, right, reduction)
+        given = (network, some, right, reduction)
+        loss = (
+            checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False) if again
+            else _block(*given)
+        )  # fmt: skip
         blocks.append(cast(Tensor, loss))
     return blocks
 
@@ -131,31 +128,23 @@ def block_bytes(config: Any, positions: int) -> int:
     return 0 if positions <= rows else 3 * 4 * rows * int(config.get_text_config().vocab_size)
 
 
-class Rows:
-    """Fill rows of one length with texts, each into the first that has room."""
+def _laid_into_rows(lengths: np.ndarray) -> tuple[np.ndarray, int]:
+    """Lay texts into rows as long as the longest, each into the first that has room.
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.room: list[int] = []  # tokens that are left of each row
-
-    def find(self, tokens: int) -> int | None:
-        """Find the first row with room for so many tokens."""
-        return next((row for row, room in enumerate(self.room) if room >= tokens), None)
-
-    def place(self, tokens: int) -> tuple[int, int]:
-        """Lay a text into a row, a new one if none has room; return the row, and where in it."""
-        row = self.find(tokens)
-        if row is None:
-            self.room.append(self.length)
-            row = len(self.room) - 1
-        start = self.length - self.room[row]
-        self.room[row] -= tokens
-        return row, start
-
-
-def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Order texts as they are laid out: few rows remain half empty so."""
-    return np.argsort(-lengths, kind="stable")
+    Return where each begins, counted through all rows, and the number of rows. Long texts come
+    first, so that few rows remain half empty.
+    """
+    length = int(lengths.max())
+    filled: list[int] = []  # tokens in each row
+    starts = np.zeros(len(lengths), dtype=np.int64)
+    for text in np.argsort(-lengths, kind="stable"):
+        tokens = int(lengths[text])
+        row = next((n for n, used in enumerate(filled) if used + tokens <= length), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        starts[text] = row * length + filled[row]
+        filled[row] += tokens
+    return starts, len(filled)
 
 
 def packed(batch: Batch, follows: Tensor) -> Batch | None:
@@ -164,18 +153,15 @@ def packed(batch: Batch, follows: Tensor) -> Batch | None:
     `follows`, (texts, tokens), says after which tokens one comes that is learned.
     """
     lengths = batch["length"].numpy()
-    rows, starts = Rows(int(lengths.max())), np.zeros(len(lengths), dtype=np.int64)
-    for text in longest_first(lengths):
-        row, start = rows.place(int(lengths[text]))
-        starts[text] = row * rows.length + start
-    if len(rows.room) == len(lengths):
+    starts, rows = _laid_into_rows(lengths)
+    if rows == len(lengths):
         return None
-    length = rows.length
+    length = int(lengths.max())
     ids, follows = batch["input_ids"][:, :length].long(), follows[:, :length]
     within = torch.arange(length).expand(ids.shape)
     texts = within < batch["length"].long()[:, None]  # no padding
     places = torch.from_numpy(starts)[:, None] + within
-    shape = (len(rows.room), length)
+    shape = (rows, length)
     return {
         "input_ids": _laid_out(ids[texts], places[texts], shape),
         # A token of padding begins anew, too, and so is a text of its own.

@@ -113,12 +113,7 @@ def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False
 # Examples that cannot be learned, or not whole.
 
 
-def report_skipped_examples(
-    problems: Sequence[str],
-    what: str = "examples",
-    done: str = "learned",
-    needed: str = "a question and an answer",
-) -> None:
+def report_skipped_examples(problems: Sequence[str]) -> None:
     """Count the examples that are left out, by what is wrong with them; "" is nothing."""
     by_kind: dict[str, list[int]] = {}
     for number, problem in enumerate(problems, start=1):
@@ -133,18 +128,18 @@ def report_skipped_examples(
     number = sum(map(len, by_kind.values()))
     if number == len(problems):
         raise ValueError(
-            f"{what}: none of {number} can be {done}: {reasons or 'there are none'}; "
-            f"expected {needed} in each; correct them, or the preset's data"
+            f"examples: none of {number} can be learned: {reasons or 'there are none'}; expected "
+            "a question and an answer in each; correct them, or the preset's data"
         )
     if number:
-        log.warning("%s: %d of %d are left out: %s", what, number, len(problems), reasons)
+        log.warning("examples: %d of %d are left out: %s", number, len(problems), reasons)
 
 
-def report_cut_examples(cut: int, number: int, max_length: int, what: str = "examples") -> None:
+def report_cut_examples(cut: int, number: int, max_length: int) -> None:
     """Count the examples that are read without their fronts."""
     if cut:
         log.warning(
-            "%s: %d of %d have more tokens than max-length = %d and are cut from the front; "
+            "examples: %d of %d have more tokens than max-length = %d and are cut from the front; "
             "`overlong: drop` in the preset's data leaves them out, a larger max-length "
-            "keeps them whole", what, cut, number, max_length,
+            "keeps them whole", cut, number, max_length,
         )  # fmt: skip

@@ -7,7 +7,7 @@ channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,15 +110,13 @@ class Vision(Classification):
     @property
     def _sides(self) -> tuple[int, int, int]:
         """Find the channels, height and width that the model takes."""
-        side = self.model_config["image_size"]
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        return int(self.model_config.get("num_channels", 3)), int(height), int(width)
+        height, width = _square(self.model_config["image_size"])
+        return int(self.model_config.get("num_channels", 3)), height, width
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
         if self.reader is None:
-            whole = np.stack([_bytes(image, self._sides) for image in images])
-            return {"pixel_values": _centred(whole.astype(np.float32) / 255).numpy()}
+            return {"pixel_values": np.stack([_bytes(image, self._sides) for image in images])}
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
@@ -135,10 +133,9 @@ class Vision(Classification):
         return cast(np.ndarray, read["pixel_values"])
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        side = config.image_size
-        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
+        sides = (config.num_channels, *_square(config.image_size))
         return {
-            "pixel_values": ((batch_size, config.num_channels, *sides), torch.float32),
+            "pixel_values": ((batch_size, *sides), torch.float32),
             "labels": ((batch_size,), torch.int64),
         }
 
@@ -147,21 +144,26 @@ class Vision(Classification):
         if pixels.dtype == torch.uint8 and self.reader is None:
             pixels = (pixels.float() / 255 * 2).sub_(1)
         elif pixels.dtype == torch.uint8:  # as they left the processor
-            scale, shift = _affine(*self._affine, pixels.device)
+            scale, shift = self._affine(pixels.device)
             pixels = torch.addcmul(shift, pixels.float(), scale)
         return cast(Tensor, network(pixel_values=pixels).logits)
 
-    @cached_property
-    def _affine(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-        """Find what the processor does after resizing: its factor, and means and deviations."""
+    def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and shift by channel, which are what the processor does after resizing."""
         reader = self.reader
         factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
-        if not reader.do_normalize:
-            return factor, (0.0,), (1.0,)
-        return factor, tuple(reader.image_mean), tuple(reader.image_std)
+        mean, std = (reader.image_mean, reader.image_std) if reader.do_normalize else ([0.0], [1.0])
+        return _affine(factor, tuple(mean), tuple(std), device)
 
 
 TASK = Vision
+
+
+def _square(side: Any) -> tuple[int, int]:
+    """Return height and width, of which a model may have one number."""
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return int(height), int(width)
+
 
 _LONGEST = 4096  # pixels of a side that a processor makes
 

@@ -6,7 +6,7 @@ who meets whom is then no longer chance alone: a shuffled pass is cut into pools
 a pool is sorted and cut into batches, and these are shuffled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import tee
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.privacy.mechanism import drawn
-from ravan_flwr.tasks.token_loss import Rows, longest_first
 
 POOL = 8  # batches: with more there is less padding, and less chance in who meets whom
 
@@ -53,46 +52,16 @@ def poisson_batches(number: int, rate: float) -> Iterator[np.ndarray]:
 
 
 def in_parts(
-    batches: Iterator[np.ndarray],
-    size: int,
-    cut: Callable[[np.ndarray], list[np.ndarray]] | None = None,
+    batches: Iterator[np.ndarray], size: int
 ) -> tuple[Iterator[np.ndarray], Iterator[int]]:
-    """Cut batches into parts of so many rows at most; yield these, and how many each batch has.
-
-    `cut` cuts such a part further.
-    """
+    """Cut batches into parts of so many rows at most; yield these, and how many each batch has."""
 
     def parts_of(rows: np.ndarray) -> list[np.ndarray]:
-        if not len(rows):  # as a Poisson draw may be
-            return []
-        parts = np.array_split(rows, -(-len(rows) // size))
-        return [piece for part in parts for piece in cut(part)] if cut else parts
+        # A Poisson draw may be empty.
+        return np.array_split(rows, -(-len(rows) // size)) if len(rows) else []
 
     first, second = tee(map(parts_of, batches))
     return (part for parts in first for part in parts), map(len, second)
-
-
-def parts_by_tokens(
-    rows: np.ndarray, lengths: np.ndarray, most: int, *, packing: bool
-) -> list[np.ndarray]:
-    """Cut a batch into parts of at most so many tokens, padding included; a text alone may be more.
-
-    Like lengths come together, the longest first. With packing a part is counted as it is laid out.
-    """
-    parts: list[list[int]] = []
-    laid = Rows(0)
-    for row in rows[longest_first(lengths[rows])]:
-        tokens = int(lengths[row])
-        fits = packing and laid.find(tokens) is not None
-        if not parts or not (fits or (len(laid.room) + 1) * laid.length <= most):
-            parts.append([])
-            laid = Rows(tokens)
-        parts[-1].append(row)
-        if packing:
-            laid.place(tokens)
-        else:
-            laid.room.append(0)
-    return [np.asarray(part) for part in parts]
 
 
 def _alike(

@@ -12,8 +12,12 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
     said = config.num_clients if asked is None else asked
     if config.division == "natural":
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
-        from ravan_flwr.data.partition import check_column, column_of, values_of  # noqa: PLC0415
-        from ravan_flwr.data.partitioning import check_natural  # noqa: PLC0415
+        from ravan_flwr.data.partition import (  # noqa: PLC0415
+            check_column,
+            check_natural,
+            column_of,
+            values_of,
+        )
 
         train, column = load_splits(config.data)["train"], column_of(config.data)
         check_column(config.data, train)

@@ -30,7 +30,6 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.secure.fixed_point import WIDTH, NoiseShares
 from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around
 from ravan_flwr.seeding import generator
-from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.local_steps import PRECISIONS
@@ -187,7 +186,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
-    at_a_time, task = examples_at_a_time(config), built.task
+    at_a_time, task = config.micro_batch_size or config.batch_size, built.task
     with attention_of(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
         kept = kept_for_backward(network, task, at_a_time, by_example)
@@ -217,7 +216,7 @@ def step_operations(config: Config, share: float) -> tuple[float, float]:
     share = share if method.can_train(share) else 1.0
     method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
     method.choose(built.adapters, share, generator(0), lambda: None)
-    number = examples_at_a_time(config)
+    number = config.micro_batch_size or config.batch_size
     batch = meta_batch(network, task, number)
     network.train()
     passes = config.batch_size / number
@@ -228,19 +227,6 @@ def step_operations(config: Config, share: float) -> tuple[float, float]:
         if loss.requires_grad:
             loss.backward()
     return passes * forward, passes * counted.get_total_flops()
-
-
-def examples_at_a_time(config: Config) -> int:
-    """Count the longest examples that a step works on at a time.
-
-    Shorter ones may be more under `batching=random:TOKENS`, but have no more tokens, and with
-    packing as many examples have no more rows.
-    """
-    number = config.micro_batch_size or config.batch_size
-    if config.micro_batch_tokens is None:
-        return number
-    longest = TASKS[config.task].texts * config.max_length
-    return min(number, -(-config.micro_batch_tokens // longest))
 
 
 def cast_weights(config: Config, network: nn.Module) -> int:

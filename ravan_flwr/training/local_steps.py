@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,9 @@ from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Task
 from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
-from ravan_flwr.tasks.multiple_choice import Questions
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.batching import (
-    evaluation_batches,
-    in_parts,
-    parts_by_tokens,
-    training_batches,
-)
+from ravan_flwr.training.batching import evaluation_batches, in_parts, training_batches
 
 
 def rate_in_round(config: Config, number: int) -> float:
@@ -57,7 +50,6 @@ class LocalSteps:
     proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
     batching: str = "random"
     micro_batch_size: int | None = None  # examples at a time; None: the whole batch
-    micro_batch_tokens: int | None = None  # tokens at a time, padding included; None: any number
     packing: bool = False  # short texts side by side
     weight_decay: float = 0.0
     max_gradient_norm: float = 0.0  # 0: none
@@ -136,17 +128,9 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
-        by_length, cut = steps.batching.startswith("length"), None
-        lengths = task.lengths(examples) if by_length or steps.micro_batch_tokens else None
-        if lengths is not None and steps.micro_batch_tokens:
-            cut = partial(
-                parts_by_tokens,
-                lengths=lengths,
-                most=steps.micro_batch_tokens,
-                packing=steps.packing,
-            )
-        order = self.order_of(len(examples), lengths if by_length else None, work)
-        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
+        lengths = task.lengths(examples) if steps.batching == "length" else None
+        order = self.order_of(len(examples), lengths, work)
+        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size)
         lay_out = (
             task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
         )
@@ -385,9 +369,3 @@ def predictions(
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
     with _asking(model.network, precision):
         return task_with(Predicts, task, "predict").predict(model.network, tensors)
-
-
-def accuracy(model: AdaptedModel, questions: Questions, precision: str) -> float:
-    """Compute the share of multiple-choice questions that are answered right."""
-    with _asking(model.network, precision):
-        return questions.accuracy(model.network, model.device)

@@ -19,9 +19,8 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import load_splits, settled, some_of
+from ravan_flwr.data.examples import load_splits, own_examples, settled, some_of
 from ravan_flwr.data.model_folder import model_folder
-from ravan_flwr.data.other_examples import load_questions, own_examples
 from ravan_flwr.data.partition import (
     BY_COLUMN,
     Partition,
@@ -35,11 +34,10 @@ from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device, suitable_threads
-from ravan_flwr.training.local_steps import accuracy, evaluate_all
+from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
     DTYPES,
@@ -66,8 +64,6 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
 def make_task(config: Config) -> Task:
     """Make the configuration's task; it asks the model's folder for a reader when it needs one."""
     spec, data = config.model, settle(config).data
-    if config.evaluate_on == "clients":  # which answer no questions
-        data = dataclasses.replace(data, questions=None)
 
     def folder() -> Path | None:
         return None if spec.source == "bundled" else model_folder(spec)
@@ -174,16 +170,6 @@ class ModelAndData:
         names = dict(self.config.data.tests)
         return {name: self.task.encode(self.splits[name]) for name in names}
 
-    @cached_property
-    def questions(self) -> Questions | None:
-        """Read the multiple-choice questions that a language model is scored on, if there are."""
-        data, task = self.task.data, self.task
-        if data.questions is None:
-            return None
-        return questions_of(
-            load_questions(data), data.questions, task.reader, task.max_length, data.overlong
-        )
-
     def evaluate(
         self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
@@ -201,8 +187,6 @@ class ModelAndData:
         del copies
         for device in further if self.shares_device else ():
             give_back_memory(device)
-        if sets is None and self.questions is not None:
-            found["accuracy"] = accuracy(self.model, self.questions, precision)
         return found
 
     @cached_property

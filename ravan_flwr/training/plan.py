@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ravan_flwr.config.checks import told_without_effect
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGETS, SHARES, affordable
@@ -50,7 +50,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
     told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := told_without_effect(settings):
+    if idle := without_effect(settings):
         told += ["", *idle]
     return "\n".join(told)
 
@@ -239,8 +239,6 @@ def _assumed(config: Config) -> str:
     """Say what the numbers assume."""
     batch = [f"{config.batch_size}"]
     batch += [f"{config.micro_batch_size} at a time"] if config.micro_batch_size else []
-    tokens = config.micro_batch_tokens
-    batch += [f"{tokens:,} tokens at a time"] if tokens else []
     return f"Assumed: batches of {', '.join(batch)}, Adam; docs/gpu.md has what is counted"
 
 

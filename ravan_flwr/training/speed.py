@@ -24,7 +24,7 @@ from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Shapes
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.cost import Skeleton, examples_at_a_time, meta_batch
+from ravan_flwr.training.cost import Skeleton, meta_batch
 from ravan_flwr.training.device import computing_with, most_workers, suitable_threads
 from ravan_flwr.training.network import DTYPES, likely_device
 
@@ -63,7 +63,7 @@ def pace_of(config: Config) -> Pace:
     built = Skeleton.build(config)
     network, method, task = built.network, built.largest_round(), built.task
     method.choose(built.adapters, 1.0, generator(0), lambda: None)
-    number = examples_at_a_time(config)
+    number = config.micro_batch_size or config.batch_size
     shapes = task.shapes(network.config, number)
     batch = meta_batch(network, task, number)
     network.train()

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
@@ -17,10 +16,9 @@ from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
-from ravan_flwr.tasks.multiple_choice import Question, Questions
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
-from testing.tiny import DECODER, save_data, save_model
+from testing.tiny import save_data, save_model
 from tests.methods import calibration_sums
 from tests.pretend import PretendTensor, register
 
@@ -238,16 +236,6 @@ def test_an_example_in_company_is_compared_on_a_device_without_float64(accelerat
     check_apart(alone, [torch.cat([alone[0], alone[0]])])  # does not raise
     with pytest.raises(ValueError, match="depends on the other examples"):
         check_apart(alone, [torch.cat([2 * alone[0], alone[0]])])
-
-
-def test_questions_are_scored_on_a_device_without_float64(accelerator):
-    config = transformers.LlamaConfig(**DECODER)
-    network = transformers.LlamaForCausalLM(config).eval()
-    questions = Questions([Question((1, 5, 6), ((7, 8), (9,)), 0, (2, 1))], "tokens")
-    with torch.inference_mode():
-        (expected,) = questions.likelihoods(network, torch.device("cpu"))
-        (got,) = questions.likelihoods(network.to(accelerator), accelerator)
-    assert got == pytest.approx(expected, rel=1e-4)
 
 
 # The accelerator refuses what CUDA refuses.

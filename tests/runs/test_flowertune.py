@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.tasks.forms import Completions
+from ravan_flwr.tasks.forms import Form
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.local_steps import rate_in_round
 from testing.tiny import FLOWERTUNE, save_data, save_speaker
@@ -52,6 +52,7 @@ def test_prompts_are_those_of_its_apps(preset):
     row = {"instruction": "Do it.", "input": "This.", "output": "Done."}
     asked = {"general-nlp": "Do it.", "medical": "This."}.get(preset, "Do it. This.")
     data = read_config({"preset": preset}).data
+    form = Form(None, data.prompts, "messages")
     roles = {role: row[column] for role, column in data.columns}
 
     def theirs(instruction):
@@ -60,9 +61,9 @@ def test_prompts_are_those_of_its_apps(preset):
             f"completes the request.\n### Instruction:\n{instruction}\n### Response: Done."
         )
 
-    assert Completions(data.prompts).whole(roles).text == theirs(asked)
+    assert form.answered(roles, "completion").text == theirs(asked)
     if preset == "code":
-        assert Completions(data.prompts).whole(roles | {"input": ""}).text == theirs("Do it. ")
+        assert form.answered(roles | {"input": ""}, "completion").text == theirs("Do it. ")
 
 
 @pytest.mark.parametrize("model", SHAPES)

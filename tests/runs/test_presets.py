@@ -283,7 +283,6 @@ def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
         ({"data__glue_tasks__rte__columns": {"text": "a"}}, "rte.columns.label is missing"),
         ({"parameter_budgets__lower__ravan": 0}, "rank = 0: expected a whole number"),
         ({"parameter_budgets__lower__x": 1}, "parameter-budgets.lower.x is unknown"),
-        ({"learning_rate__by": ["seed"]}, "learning-rate.by 'seed' is unknown"),
         ({"learning_rate__ravan": {"x": 1.0}}, "expected a number, or numbers by the values of"),
         ({"model__shape": {"hidden_size": 1}}, "model.shape.model_type is missing"),
     ],

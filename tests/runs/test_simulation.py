@@ -386,12 +386,12 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=2", *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
-        "warning: no effect, and no client is protected: delta=1e-06, epsilon=8; expected "
-        "privacy=client or privacy=example beside it"
+        "warning: no effect, and no client is protected, without privacy=client or "
+        "privacy=example: delta=1e-06, epsilon=8"
     )
     assert lines[2] == (
-        "warning: no effect, and no client is protected: secure-minimum=5; expected "
-        "secure-aggregation=true beside it"
+        "warning: no effect, and no client is protected, without secure-aggregation=true: "
+        "secure-minimum=5"
     )
     assert lines[3] == "warning: no effect with method=fedit: heads=8"
     assert sum("warning" in line for line in lines) == 3

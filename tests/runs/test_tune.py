@@ -204,7 +204,7 @@ def test_a_link_stays_a_link(tmp_path):
     [
         ({}, "  ravan: 3.0e-3\n", 0o444, "the file is read-only"),
         ({"targets": "query"}, "  ravan: 3.0e-3\n", 0o644, "chosen with targets=query, which"),
-        ({}, "  by: [classifier]\n  ravan: 3.0e-3\n", 0o644, "keeps its numbers"),
+        ({}, "  ravan: {frozen: 3.0e-3, trained: 1.0e-3}\n", 0o644, "keeps its numbers"),
     ],
 )
 def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path):

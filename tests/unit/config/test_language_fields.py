@@ -49,7 +49,7 @@ def test_prompts_over_columns(tmp_path):
         ({"overlong": "keep"}, "data.overlong 'keep' is unknown"),
         ({"loss-on": "answer"}, "did you mean 'answers'"),
         ({"chat-template": ["x"]}, "expected a text"),
-        ({"target-length": 0}, "expected 1 at least"),
+        ({"target-length": 0}, "expected a whole number at least 1"),
         ({"labels": ["a", "b"]}, "expected the names of the classes"),
     ],
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_columns_of_preferences(tmp_path):
     made = {"columns": pair | {"instruction": "i"}, "prompt": "{instruction}: "}
     assert read(tmp_path, made, "preference").data.prompts == ("{instruction}: ",)
     for data, told in (
-        ({"columns": {"prompt": "p", "chosen": "c"}}, "expected chosen and rejected, beside a"),
+        ({"columns": {"prompt": "p", "chosen": "c"}}, "expected a prompt with chosen and rejected"),
         ({"columns": pair, "prompt": "{chosen}"}, "has chosen and rejected.* leave it out"),
         ({"columns": pair | {"messages": "m"}}, "expected braces around {messages} alone"),
         ({"columns": {"chosen": "a", "rejected": "a"}}, "a column of its own for each role"),

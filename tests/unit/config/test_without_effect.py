@@ -30,19 +30,27 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("given", "idle"),
     [
-        ({}, []),
-        ({"method": "fedit", "heads": 8, "scoring": "weight"}, ["heads=8", "scoring=weight"]),
-        ({"method": "fedit", "heads": "auto", "rank": 4, "lora-scale": 2.0}, []),
-        ({"heads": 8, "scoring": "weight"}, []),
-        ({"lora-scale": 2.0}, ["lora-scale=2.0"]),
-        ({"method": "full", "rank": 3}, ["rank=3"]),
-        ({"batching": "packed", "micro-batch-size": 1}, ["batching=packed"]),
-        ({"batching": "packed", "micro-batch-size": 2}, []),
+        ({}, ""),
+        (
+            {"method": "fedit", "heads": 8, "scoring": "weight"},
+            "with method=fedit: heads=8, scoring=weight",
+        ),
+        ({"method": "fedit", "heads": "auto", "rank": 4, "lora-scale": 2.0}, ""),
+        ({"heads": 8, "scoring": "weight"}, ""),
+        ({"lora-scale": 2.0}, "with method=ravan: lora-scale=2.0"),
+        ({"method": "full", "rank": 3}, "with method=full: rank=3"),
+        (
+            {"batching": "packed", "micro-batch-size": 1},
+            "with one example at a time: batching=packed",
+        ),
+        ({"concurrency": 5}, "with aggregation=sync: concurrency=5"),
+        ({"batching": "packed", "micro-batch-size": 2}, ""),
     ],
 )
 def test_keys_without_effect(given, idle):
-    assert without_effect(given) == idle
-    assert without_effect({name: key.default for name, key in KEYS.items()} | given) == idle
+    told = [f"no effect {idle}"] if idle else []
+    assert without_effect(given) == told
+    assert without_effect({name: key.default for name, key in KEYS.items()} | given) == told
 
 
 @pytest.mark.parametrize(("method", "key"), IGNORED)

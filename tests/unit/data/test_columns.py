@@ -7,8 +7,14 @@ import datasets
 import numpy as np
 import pytest
 
-from ravan_flwr.data.partition import Partition, column_of, partition_rows, values_of
-from ravan_flwr.data.partitioning import numbered, rows_by_number
+from ravan_flwr.data.partition import (
+    Partition,
+    column_of,
+    numbered,
+    partition_rows,
+    rows_by_number,
+    values_of,
+)
 from ravan_flwr.specs import DataSpec
 
 

@@ -9,8 +9,7 @@ from flwr.app import Context, RecordDict
 
 from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.other_examples import own_examples
+from ravan_flwr.data.examples import label_numbers, own_examples
 from testing.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
@@ -129,7 +128,7 @@ def test_columns(content, told, tmp_path):
     [
         ([], "got 1 files of other kinds, expected images, parquet, CSV or JSON lines"),
         (["a.csv", "b.parquet"], "got csv and parquet, expected images"),
-        (["broken.parquet"], "it cannot be read as parquet"),
+        (["broken.parquet"], "its files cannot be read .ArrowInvalid: Parquet magic bytes"),
     ],
 )
 def test_files(names, told, tmp_path):

@@ -14,9 +14,8 @@ from sklearn.datasets import load_digits
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import idx
-from ravan_flwr.data.examples import label_numbers, load_splits
+from ravan_flwr.data.examples import label_numbers, load_splits, other_examples
 from ravan_flwr.data.idx import idx_splits, is_idx
-from ravan_flwr.data.other_examples import other_examples
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
 from ravan_flwr.specs import Scalar

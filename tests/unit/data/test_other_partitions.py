@@ -1,4 +1,4 @@
-"""Partitions by value, by shards, by few classes and by size, against those of flwr-datasets."""
+"""Partitions by value, by shards and by few classes, against those of flwr-datasets."""
 
 import datasets
 import numpy as np
@@ -7,8 +7,7 @@ from flwr_datasets import partitioner as theirs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partitioning import (
-    partition_by_size,
+from ravan_flwr.data.partition import (
     partition_few_classes,
     partition_naturally,
     partition_shards,
@@ -51,38 +50,6 @@ def test_a_client_for_each_value_is_as_in_flwr_datasets(texts):
     ours = partition_naturally(values, 12, "by")
     assert as_lists(ours) == rows_of(theirs.NaturalIdPartitioner("by"), values, 12)
     assert [{values[row] for row in rows} for rows in ours] == [{v} for v in sorted(set(values))]
-
-
-SIZES = {
-    "linear": theirs.LinearPartitioner,
-    "square": theirs.SquarePartitioner,
-    "exponential": theirs.ExponentialPartitioner,
-}
-
-
-@pytest.mark.parametrize("kind", SIZES)
-@pytest.mark.parametrize("clients", [1, 2, 7, 40])
-def test_sizes_are_those_of_flwr_datasets_or_refused_as_there(kind, clients):
-    number, seed = 1438, 3
-    order = np.random.default_rng(seed).permutation(number).tolist()
-    try:
-        rows = rows_of(SIZES[kind](clients), order, clients)
-    except ValueError:
-        with pytest.raises(ValueError, match=f"partition = '{kind}': .* use at most") as error:
-            partition_by_size(kind, number, clients, np.random.default_rng(seed))
-        most = int(str(error.value).split()[-2])
-        partition_by_size(kind, number, most, np.random.default_rng(seed))
-        with pytest.raises(ValueError, match="get none"):
-            partition_by_size(kind, number, most + 1, np.random.default_rng(seed))
-    else:
-        shuffled = [sorted(order[row] for row in mine) for mine in rows]
-        ours = partition_by_size(kind, number, clients, np.random.default_rng(seed))
-        assert as_lists(ours) == shuffled
-
-
-def test_sizes_that_no_computer_can_count_are_refused():
-    with pytest.raises(ValueError, match="4999 of 5000 clients get none .* at most 7 clients"):
-        partition_by_size("exponential", 1438, 5000, np.random.default_rng(0))
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 4), st.integers(0, 99))

@@ -9,13 +9,13 @@ from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partition import Partition, partition_rows
-from ravan_flwr.data.partitioning import (
+from ravan_flwr.data.partition import (
+    PARTITIONERS,
+    Partition,
     counts_by_client,
-    equal_shares,
     partition_by_class,
     partition_by_client,
-    partition_evenly,
+    partition_rows,
 )
 
 CLASSES = 10
@@ -82,10 +82,6 @@ def test_a_class_that_nobody_drew_is_dealt_out_all_the_same():
     assert counts.sum(1).tolist() == [5, 5]
 
 
-def test_shares_differ_by_one_at_most():
-    assert equal_shares(11, 4).tolist() == [3, 3, 3, 2]
-
-
 def dealt_by(partitioner, rows, clients):
     partitioner.dataset = rows
     return [partitioner.load_partition(number)["row"][:] for number in range(clients)]
@@ -95,7 +91,8 @@ def dealt_by(partitioner, rows, clients):
 def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clients):
     rows = datasets.Dataset.from_dict({"row": np.arange(number)}).shuffle(seed=5)
     theirs = dealt_by(IidPartitioner(clients), rows, clients)
-    ours = partition_evenly(number, clients, np.random.default_rng(5))
+    iid = Partition("iid", 0, clients, 0)
+    ours = PARTITIONERS["iid"](range(number), iid, np.random.default_rng(5), "")
     assert [mine.tolist() for mine in ours] == theirs
 
 

@@ -303,3 +303,16 @@ def test_a_tokenizer_without_a_template_or_of_another_model_is_refused(folder, t
         task(TALKS, small).check()
     with pytest.raises(ValueError, match="max-length = 1: expected 2 at least"):
         task(TALKS, plain, 1).check_sizes()
+
+
+def test_a_prompt_of_messages_is_written_as_a_conversation(folder):
+    """What is read is the whole conversation; what is learned, its last answer."""
+    where = folder("llama")
+    apart = {"prompt": [talk[:-1] for talk in MESSAGES], "completion": [t[-1:] for t in MESSAGES]}
+    batch = whole_batch(
+        one := task(COMPLETES, where), one.encode(datasets.Dataset.from_dict(apart))
+    )
+    whole = whole_batch(other := task(TALKS, where), other.encode(talks()))
+    assert torch.equal(batch["input_ids"], whole["input_ids"])
+    learned = [set(found["positions"].tolist()) for found in (batch, whole)]
+    assert learned[0] < learned[1]

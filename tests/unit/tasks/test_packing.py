@@ -1,7 +1,6 @@
 """Texts side by side in a row: nothing differs from each text alone, but the padding."""
 
 import dataclasses
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.token_loss import Rows, check_packing, hidden_states, longest_first
-from ravan_flwr.training.batching import parts_by_tokens
+from ravan_flwr.tasks.token_loss import check_packing, hidden_states
 from testing.tiny import SPEAKERS, save_speaker
 from tests.unit.tasks.test_causal import MESSAGES, TALKS, TEXTS, by_trl, gradients, talks
 
@@ -158,29 +156,6 @@ def test_every_token_is_laid_out_once(lengths):
         assert sorted(starts.tolist()) == sorted(ids[:, 0].tolist())
 
 
-@given(LENGTHS, st.integers(40, 200), st.booleans())
-def test_parts_have_no_more_tokens_than_they_may(lengths, most, packing):
-    counts = np.array(lengths)
-    rows = np.random.default_rng(0).permutation(len(counts))
-    parts = parts_by_tokens(rows, counts, most, packing=packing)
-    assert sorted(np.concatenate(parts)) == sorted(rows)
-    for part in parts:
-        laid = Rows(int(counts[part].max()))
-        for row in part[longest_first(counts[part])]:
-            laid.place(int(counts[row]))
-        number = len(laid.room) if packing else len(part)
-        assert number * laid.length <= most
-    if not packing:  # no two neighbours would have fitted together
-        for one, other in pairwise(parts):
-            assert (len(one) + 1) * counts[one].max() > most
-            assert counts[one].min() >= counts[other].max()
-
-
-def test_a_text_longer_than_a_part_may_be_is_a_part_of_its_own():
-    parts = parts_by_tokens(np.arange(3), np.array([5, 50, 5]), 10, packing=False)
-    assert [part.tolist() for part in parts] == [[1], [0, 2]]
-
-
 # With weights as large as trained ones, through which what is carried along shows.
 _SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5,
@@ -234,7 +209,3 @@ def test_keys_that_do_not_go_with_the_preset_are_refused():
         read_config({"batching": "packed"})
     with pytest.raises(ValueError, match=r"batching = 'packed': .*glue-llama.yaml has task"):
         read_config({"preset": "glue-llama", "batching": "packed"})
-    with pytest.raises(ValueError, match=r"batching = 'random:64': .*digits-vit.yaml has no text"):
-        read_config({"batching": "random:64"})
-    with pytest.raises(ValueError, match="batching = 'random:64': got max-length = 128"):
-        read_config({"preset": "glue-llama", "max-length": 128, "batching": "random:64"})

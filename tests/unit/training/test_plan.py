@@ -88,8 +88,8 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
 
 def test_a_plan_says_what_looks_like_protection_and_is_none():
     told = plan_of({"epsilon": 8.0, "secure-minimum": 5})
-    assert "no client is protected: epsilon=8.0; expected privacy=client or" in told
-    assert "no client is protected: secure-minimum=5; expected secure-aggregation=true" in told
+    assert "is protected, without privacy=client or privacy=example: epsilon=8.0" in told
+    assert "is protected, without secure-aggregation=true: secure-minimum=5" in told
     protected: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0, "noise-multiplier": 1.0}
     assert "is protected" not in plan_of(protected)  # with this noise, none is looked for
 
