@@ -52,6 +52,7 @@ _ONLY: dict[str, tuple[Only, ...]] = {
         ("over-sample", 1.0, "a reply that came and is not used would still have to be unmasked"),
         ("wire", "float32", "masked numbers have a form of their own, of 3 bytes each"),
         ("sparsity", "1:1", "which numbers of a client are largest would tell of its examples"),
+        ("privacy", "none", "the server clips and counts updates, and masks hide each of them"),
         _ON_SERVER,
     ),
 }
@@ -339,11 +340,6 @@ def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
     for key, only, why in _ONLY[kind]:
         check(key, values[key] == only or key == free, repr(only), why)
     if kind == "secure":
-        clip = values["privacy"] != "example"
-        check("privacy", clip, "'none' or 'client'", "private steps are not masked yet")
-        cohort = "clients add the noise that protects themselves, and no other federation's"
-        own = values["privacy"] != "client" or values["noise-cohort"] == AUTO
-        check("noise-cohort", own, repr(AUTO), cohort)
         least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
         room = "a sum of fewer reveals too much of each, and one of more does not fit into 3 bytes"
         some = f"{least} (secure-minimum) to {MOST_CLIENTS}"

@@ -43,7 +43,7 @@ LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 # part, or how many, and no account covers that.
 PUBLISHED = (
     "method", "preset", "seed", "num-clients", "rounds", "rank", "trainable-parameters", "metrics",
-    "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort", "epsilon-to-server-bound",
+    "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort",
 )  # fmt: skip
 
 

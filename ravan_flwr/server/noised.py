@@ -63,7 +63,6 @@ class Noised(Release):
         able = (member for member in everyone if round_.method.can_train(member.share))
         self.members = sorted(able, key=lambda member: member.partition_id)
         self.noise = self.account.noise(len(self.members))
-        self._is_counted = False
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         """Draw each member by itself, and return those that can be asked; the log has the others.
@@ -76,13 +75,6 @@ class Noised(Release):
         resting = {
             one for one in here if registry.nodes[one].rests(MessageType.TRAIN, self.round.number)
         }
-        if self.run.config.secure_aggregation:
-            # Whether a round is held follows from who is here, never from who is drawn.
-            responsive = here - resting
-            number = sum(member.node_id in responsive for member in self.members)
-            if why := self.account.why_not_masked(number):
-                self.round.without_effect = why
-                return []
         asked = []
         for member in (member for member in self.members if happens(self.account.rate)):
             if member.node_id not in here:
@@ -122,14 +114,9 @@ class Noised(Release):
         self.next_norm = sums.next_norm(self.noise)
         return sums.release(self.noise, self.expected)
 
-    def spend(self, asked: list[int], shown: float) -> None:
-        self.account.spend(asked, shown)
-        self._is_counted = True
-
     def close(self) -> None:
         """Spend what the release takes, then take the next state."""
-        if not self._is_counted:
-            self.spend([], 0.0)
+        self.account.spend()
         spent = self.account.told() | {"clip-norm": self.norm}
         self.round.round_log.private = cast(Spent, spent)
         try:

@@ -108,7 +108,7 @@ class Release:
             message, member, number, run.state.derived, wire_of_round(run.config.wire, number),
             most, sparsity[1], personal=run.method.personal is not None,
             with_loss=run.config.privacy == "none",
-            with_seconds=not run.config.noised_on_devices,
+            with_seconds=run.config.privacy != "example",
         )  # fmt: skip
         if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
             state = run.flight.versions.get(number, run.state.tensors)
@@ -144,9 +144,6 @@ class Release:
         sums = self.sums
         del self.sums  # those of a robust round hold every reply
         return sums.close()
-
-    def spend(self, asked: list[int], shown: float) -> None:
-        """Write down what the round costs, before a sum over these partitions is made."""
 
     def close(self) -> None:
         """Take the next state; ValueError, and no change, if the round has no effect."""

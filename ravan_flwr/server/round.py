@@ -56,7 +56,6 @@ class Round:
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.asked: set[int] = set()  # nodes
-        self.without_effect = ""  # why its sums will not be closed, as far as is known
         self.collector = self._open_collector()
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.release = release(self)
