@@ -21,12 +21,14 @@ from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import PartOfRanks
+from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.tensors import check_form, check_names, pack_bits, unpack_bits
 
 
-class FedPLora(NormLimits, PartOfRanks):
+class FedPLora(NormLimits, LoraMethod):
     """Keep the state {"B", "A"}."""
+
+    by_ranks = True
 
     def upload_bytes(self, share: float) -> int:
         return super().upload_bytes(share) + math.ceil(self.rank / 8)

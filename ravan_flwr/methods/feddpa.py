@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.extensions import Personal
-from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.lora import BOTH, LoraMethod
 from ravan_flwr.methods.tensors import flatten
 
 LAMBDA = 0.5
@@ -35,7 +35,6 @@ LAMBDA = 0.5
 class FedDPA(LoraMethod):
     """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
 
-    frozen_tensors: tuple[str, ...] = ()
     period = 2
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -45,20 +44,17 @@ class FedDPA(LoraMethod):
                 f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
                 "expected 2 at least; raise lora-rank or set rank"
             )
-        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank).items()}
+        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
         shapes = own | {"mean-input": (sum(self.ins),)}
         self.personal = Personal(shapes, self.collect, self.put)
 
     def in_round(self, number: int) -> "FedDPA":
         method = copy.copy(self)
-        method.frozen_tensors = () if number % 2 else ("B", "A")
+        method.sent, method.frozen_tensors = (BOTH, ()) if number % 2 else ((), BOTH)
         return method
 
     def parameters_a_rank(self) -> int:
         return 2 * super().parameters_a_rank()
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return {} if self.frozen_tensors else super().upload_shapes(share)
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> "DualLoRALinear":
         lora = super().adapt(layer, linear)
@@ -79,9 +75,6 @@ class FedDPA(LoraMethod):
     ) -> None:  # fmt: skip
         for adapter in dual(adapters):
             adapter.train_own(own=bool(self.frozen_tensors))
-
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {} if self.frozen_tensors else super().upload(adapters)
 
     def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
         """Copy a client's own factors, and the mean of what it trained them on."""

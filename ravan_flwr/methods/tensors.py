@@ -19,20 +19,18 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter."""
-    return whole_checksum(tensors)[:16]
+def checksum(tensors: Mapping[str, Tensor], digits: int = 16) -> str:
+    """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter.
 
-
-def whole_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors to so many digits that nobody finds others with the same."""
+    Of 64 digits nobody finds other tensors with the same.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous()
         dtype = str(flat.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {tuple(flat.shape)}".encode())
         digest.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:digits]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -29,9 +29,7 @@ class LoraArrays:
 
     method: LoraMethod
 
-    def __init__(
-        self, arrays: Tensors, method: str, *, seed: int, server_round: int, fixed: str = ""
-    ) -> None:
+    def __init__(self, arrays: Tensors, method: str, *, seed: int, server_round: int) -> None:
         ending = ".lora_A.weight"
         self.layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
         if not self.layers:
@@ -56,13 +54,14 @@ class LoraArrays:
         made = get_method(method)(Settings(seed=seed, rank=rank), sides, 0).in_round(server_round)
         assert isinstance(made, LoraMethod)
         self.method = made
-        self.trained = [name for name in "BA" if name in made.upload_shapes(1.0)]
+        self.trained = made.sent
+        fixed = set("BA") - set(made.in_state)  # travel, and are never trained
         parts = ("lora_A.weight", "lora_B.weight", *RESIDUAL)
         of_layers = {f"{layer}.{part}" for layer in self.layers for part in parts}
         self.names = frozenset({*of_layers, RESIDUAL_RANK})
         self.fixed = frozenset(f"{layer}.lora_{n}.weight" for layer in self.layers for n in fixed)
         self._factors = made.pack(Bs, As)
-        self.state = {name: flat for name, flat in self._factors.items() if name not in fixed}
+        self.state = {name: self._factors[name] for name in made.in_state}
         if isinstance(made, ResidualLora):
             self.state |= self._residual(made, arrays)
 
@@ -138,12 +137,8 @@ class LoraStrategy(MethodStrategy):
         **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
     """
 
-    fixed: ClassVar[str] = ""  # the factor that travels and is never trained
-
     def translate(self, arrays: Tensors, server_round: int) -> LoraArrays:
-        return LoraArrays(
-            arrays, self.method, seed=self.seed, server_round=server_round, fixed=self.fixed
-        )
+        return LoraArrays(arrays, self.method, seed=self.seed, server_round=server_round)
 
 
 class FedExLoraStrategy(LoraStrategy):
@@ -162,7 +157,6 @@ class FFALoraStrategy(LoraStrategy):
     """
 
     method: ClassVar[str] = "ffa-lora"
-    fixed: ClassVar[str] = "A"
 
 
 class HetLoraStrategy(LoraStrategy):

@@ -17,7 +17,7 @@ from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
-from ravan_flwr.methods.tensors import whole_checksum
+from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
@@ -62,7 +62,7 @@ def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
     which nothing moves, the sum would be one client's change (Pasquini et al., 2022).
     """
     settings = {k: v for k, v in config.as_dict().items() if k not in NOT_OF_RESULT}
-    text = json.dumps([settings, whole_checksum(state)], sort_keys=True)
+    text = json.dumps([settings, checksum(state, digits=64)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

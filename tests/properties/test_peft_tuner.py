@@ -470,20 +470,12 @@ def test_what_is_no_regular_expression_is_said(name):
         replace(RavanConfig(), **cast(Any, {name: "*.query"}))
 
 
-def test_blocks_that_are_not_there_are_named():
-    config = RavanConfig(r=2, target_modules=["query"], layers_to_transform=[9])
-    with pytest.raises(ValueError, match=r"layers_to_transform = \[9\], .* blocks that the model"):
-        get_peft_model(build("bert"), config)
-
-
-def test_a_target_that_matches_nothing_is_named_with_what_is_there():
-    with pytest.raises(ValueError, match=r"no layer of this BertForSequenceClassification") as end:
+def test_a_target_that_matches_nothing_is_named():
+    with pytest.raises(ValueError, match=r"Target modules {'q_proj'} not found in the base model"):
         get_peft_model(build("bert"), RavanConfig(r=2, target_modules=["q_proj"]))
-    assert "got target_modules = ['q_proj'], expected" in str(end.value)
-    assert "query, key, value, dense, classifier" in str(end.value)
-    with pytest.raises(ValueError, match="exclude_modules = 'bert.*'"):
+    with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         get_peft_model(build("bert"), RavanConfig(target_modules=["key"], exclude_modules="bert.*"))
-    with pytest.raises(ValueError, match="layers_to_transform = 7"):
+    with pytest.raises(ValueError, match="'layers_to_transform': 7"):
         get_peft_model(build("bert"), RavanConfig(target_modules=["key"], layers_to_transform=7))
 
 
