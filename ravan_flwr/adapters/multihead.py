@@ -76,9 +76,6 @@ class MultiHeadLinear(nn.Module):
     def _heads(self) -> "Heads":
         return Heads(self.B_stack, self.A_stack, self.H, self.s, self.subset)
 
-    def _merges(self, x: Tensor) -> bool:
-        return merges(x, self.base.weight, self.base.bias, self._heads(), self.form)
-
     def delta_weight(self) -> Tensor:
         """Compute sum_i s_i B_i H_i A_i, (out, in), as the layer is now."""
         return self._heads().delta_weight()

@@ -1,7 +1,7 @@
 """Answer the phases of a secure round in which nothing is trained, and keep what is between them.
 
 Like client_app.py this imports no torch. A phase begins with the client's state in its node's, as
-one text, and ends with that. The server never sees a node's state.
+one record, and ends with that. The server never sees a node's state.
 """
 
 import json
@@ -68,10 +68,9 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
 
     Also after an error: a phase that failed is over.
     """
-    kept = context.state.config_records.get(SECURE, ConfigRecord())
-    state: State = json.loads(str(kept.get("state", "{}")))
+    state: State = dict(context.state.config_records.get(SECURE, ConfigRecord()))
     keys = node_keys(node)
     try:
         yield SecureClient(state, context.run_id, node.partition_id, keys)
     finally:
-        context.state[SECURE] = ConfigRecord({"state": json.dumps(state)})
+        context.state[SECURE] = ConfigRecord(state)

@@ -80,8 +80,14 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             layer_name: the layer's name in the model.
             config: the adapter's configuration.
         """
-        self._check_sizes(layer_name, config)
         heads, rank = config.num_heads, config.r
+        most = self.out_features * self.in_features // rank**2
+        if most and heads > most:  # make_bases refuses a rank beyond the layer's sides
+            raise ValueError(
+                f"num_heads = {heads}: heads of r = {rank} would have more numbers than layer "
+                f"{layer_name}, expected at most {most}; lower num_heads or r, or name the layer "
+                "in exclude_modules"
+            )
         B, A = make_bases(
             config.init,
             heads=heads,
@@ -103,21 +109,6 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.constant_scales[adapter_name] = not config.trainable_scales
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def _check_sizes(self, layer_name: str, config: RavanConfig) -> None:
-        out, in_ = self.out_features, self.in_features
-        told = f"layer {layer_name} is {out} x {in_}"
-        if config.r > min(out, in_):
-            raise ValueError(
-                f"r = {config.r}: {told}, so expected at most {min(out, in_)}; lower r, or name "
-                "the layer in exclude_modules"
-            )
-        if config.num_heads * config.r**2 > out * in_:
-            raise ValueError(
-                f"num_heads = {config.num_heads}: heads of r = {config.r} would have more numbers "
-                f"than {told} has, so expected at most {out * in_ // config.r**2}; lower num_heads "
-                "or r, or name the layer in exclude_modules"
-            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer's output.

@@ -15,7 +15,7 @@ import math
 import numbers
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 from typing import Any, ClassVar, Protocol
 
@@ -212,6 +212,32 @@ def _tensor(name: str, array: Array) -> Tensor:
     return torch.from_numpy(value if value.dtype.kind != "f" else value.astype(np.float32))
 
 
+def checked(
+    arrays: Tensors, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the array of that name; ValueError if there is none, or one of another form."""
+    if name not in arrays:
+        raise ValueError(f"array {name!r} is missing")
+    tensor = arrays[name]
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
+        raise ValueError(
+            f"array {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} "
+            f"{tuple(shape)}"
+        )
+    return tensor
+
+
+def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
+    """List the layers that have an array with that ending; ValueError if none has."""
+    layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
+    if not layers:
+        raise ValueError(
+            f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected those "
+            f"of a model with {made_with}; pass ArrayRecord(get_peft_model_state_dict(model))"
+        )
+    return layers
+
+
 def _layout(reply: Message) -> tuple[str, ...]:
     """Describe the metrics of a reply: their names, and how many values lists have."""
     return tuple(
@@ -229,16 +255,8 @@ def _read(reply: Message, own: Arrays, others: Mapping[str, Tensor]) -> tuple[Te
     if len(records) != 1:
         raise ValueError(f"it has {len(records)} ArrayRecords, expected 1")
     tensors = {name: _tensor(name, array) for name, array in records[0].items()}
-    rest = {}
-    for name, tensor in others.items():
-        if name not in tensors:
-            raise ValueError(f"array {name!r} is missing")
-        rest[name] = tensors.pop(name)
-        if rest[name].shape != tensor.shape:
-            raise ValueError(
-                f"array {name!r} has shape {tuple(rest[name].shape)}, expected "
-                f"{tuple(tensor.shape)}"
-            )
+    rest = {name: checked(tensors, name, old.shape, old.dtype) for name, old in others.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in rest}
     unknown = sorted(tensors.keys() - own.names)
     if unknown:
         raise ValueError(f"array {shown(unknown[0])} is unknown, expected names that were sent")

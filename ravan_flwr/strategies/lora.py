@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
-from ravan_flwr.strategies.base import MethodStrategy
+from ravan_flwr.strategies.base import MethodStrategy, checked, layers_in
 
 RESIDUAL_RANK = "residual_rank"  # of all that was added so far
 RESIDUAL = ("residual_B", "residual_A", "residual")
@@ -30,14 +29,7 @@ class LoraArrays:
     method: LoraMethod
 
     def __init__(self, arrays: Tensors, method: str, *, seed: int, server_round: int) -> None:
-        ending = ".lora_A.weight"
-        self.layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
-        if not self.layers:
-            raise ValueError(
-                f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected "
-                "those of a model with LoraConfig; pass "
-                "ArrayRecord(get_peft_model_state_dict(model))"
-            )
+        self.layers = layers_in(arrays, ".lora_A.weight", "LoraConfig")
         Bs, As = ([_factor(arrays, layer, name) for layer in self.layers] for name in "BA")
         rank = self.rank = len(As[0])
         for layer, B, A in zip(self.layers, Bs, As, strict=True):
@@ -87,13 +79,7 @@ class LoraArrays:
         for layer in self.method.layers:
             sides = {"B": (layer.out_features, rank), "A": (rank, layer.in_features)}
             for name, factors in parts.items():
-                factor = _factor(upload, layer.name, name)
-                if factor.dtype != torch.float32 or factor.shape != sides[name]:
-                    raise ValueError(
-                        f"array '{layer.name}.lora_{name}.weight' is {factor.dtype} "
-                        f"{tuple(factor.shape)}, expected torch.float32 {sides[name]}"
-                    )
-                factors.append(factor)
+                factors.append(checked(upload, f"{layer.name}.lora_{name}.weight", sides[name]))
         extra = sorted(upload.keys() - {f"{x}.lora_{n}.weight" for x in self.layers for n in parts})
         if extra:
             raise ValueError(

@@ -383,7 +383,7 @@ WRONG = {
     "complex": (having(H, of((2, 2, 2), dtype=np.complex64)), "dtype complex64"),
     "no layer": (without(H), "ravan_H' is missing"),
     "no classifier": (without(CLASSIFIER), "classifier.weight' is missing"),
-    "another classifier": (having(CLASSIFIER, of((3, 2))), r"\(3, 2\), expected \(2, 3\)"),
+    "another classifier": (having(CLASSIFIER, of((3, 2))), r"\(3, 2\), expected torch.float32 \(2"),
     "an unknown array": (having("other", of(1)), "'other' is unknown"),
     "NaN in the classifier": (having(CLASSIFIER, of((2, 3), np.nan)), "not finite"),
 }
