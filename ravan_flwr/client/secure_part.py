@@ -1,7 +1,7 @@
 """Answer the phases of a secure round in which nothing is trained, and keep what is between them.
 
 Like client_app.py this imports no torch. A phase begins with the client's state in its node's, as
-one record, and ends with that. The server never sees a node's state.
+one text, and ends with that. The server never sees a node's state.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
@@ -68,9 +69,17 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
 
     Also after an error: a phase that failed is over.
     """
-    state: State = dict(context.state.config_records.get(SECURE, ConfigRecord()))
+    kept = context.state.config_records.get(SECURE, ConfigRecord())
+    state: State = json.loads(str(kept.get("state", "{}")), object_hook=_with_bytes)
     keys = node_keys(node)
     try:
         yield SecureClient(state, context.run_id, node.partition_id, keys)
     finally:
-        context.state[SECURE] = ConfigRecord(state)
+        context.state[SECURE] = ConfigRecord(
+            {"state": json.dumps(state, default=lambda data: {"hex": data.hex()})}
+        )
+
+
+def _with_bytes(found: dict[str, Any]) -> Any:
+    """Read bytes where they were written, as {"hex": ...}."""
+    return bytes.fromhex(found["hex"]) if "hex" in found else found

@@ -20,6 +20,7 @@ not know it, and subtracts what is not there.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,37 +70,35 @@ class FedALT(Ravan):
 
     # The client's half.
 
-    def load(self, adapters: Sequence[MultiHeadLinear], tensors: Mapping[str, Tensor]) -> None:
+    def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         clients = int(check_tensor(tensors, "clients", (1,), torch.int32))
         nothing = {"H": torch.zeros(self._shape, device=tensors["H"].device)}
         super().load(adapters, nothing)
         H = check_tensor(tensors, "H", self._shape, torch.float32)
-        for adapter, shared in zip(mixed(adapters), H, strict=True):
+        for adapter, shared in zip(adapters, H, strict=True):
             adapter.begin(shared, clients)
 
-    def upload(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
+    def upload(self, adapters: Sequence[Any]) -> Tensors:
         bits = super().upload(adapters)["heads"]
-        changed = [a.shared + a.cores() - a.counted for a in mixed(adapters)]
+        changed = [a.shared + a.cores() - a.counted for a in adapters]
         chosen = unpack_bits(bits, len(adapters) * self.heads)
         return {"H": torch.cat(changed).detach().cpu()[chosen], "heads": bits}
 
-    def collect(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
+    def collect(self, adapters: Sequence[Any]) -> Tensors:
         """Copy what the client computes R of next time, and its gates."""
-        found = mixed(adapters)
-        parts = zip(*[(a.cores(), a.counted, a.in_sum, a.shared) for a in found], strict=True)
+        parts = zip(*[(a.cores(), a.counted, a.in_sum, a.shared) for a in adapters], strict=True)
         own = {n: torch.stack(p).detach().cpu() for n, p in zip(OWN, parts, strict=True)}
-        return own | {"gate": flatten([adapter.gate for adapter in found])}
+        return own | {"gate": flatten([adapter.gate for adapter in adapters])}
 
-    def put(self, adapters: Sequence[MultiHeadLinear], own: Mapping[str, Tensor]) -> None:
+    def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
         """Take the client's own products out of the mean, and put them beside the rest."""
-        found = mixed(adapters)
-        P, before, Q, seen = (own[name].to(found[0].H.device) for name in OWN)
-        if torch.equal(seen, torch.stack([adapter.shared for adapter in found])):
+        P, before, Q, seen = (own[name].to(adapters[0].H.device) for name in OWN)
+        if torch.equal(seen, torch.stack([adapter.shared for adapter in adapters])):
             P = before  # the round had no effect
-        elif found[0].clients:
-            Q = Q + (P - before) / found[0].clients
-        gates = own["gate"].split([adapter.gate.numel() for adapter in found])
-        for adapter, *mine in zip(found, P, Q, gates, strict=True):
+        elif adapters[0].clients:
+            Q = Q + (P - before) / adapters[0].clients
+        gates = own["gate"].split([adapter.gate.numel() for adapter in adapters])
+        for adapter, *mine in zip(adapters, P, Q, gates, strict=True):
             adapter.put(*mine)
 
     def lora_factors(self, adapter: MultiHeadLinear) -> None:  # type: ignore[override]
@@ -111,7 +110,7 @@ class CohortMean(HeadMeans):
 
     def __init__(self, method: FedALT, state: Tensors) -> None:
         super().__init__(state["H"], mean_over_cohort=True)
-        self.method, self.state = method, state
+        self.method = method
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add products of some heads."""
@@ -119,8 +118,6 @@ class CohortMean(HeadMeans):
 
     def close(self) -> Tensors:
         """Make the next state."""
-        if not self.total:
-            return dict(self.state)
         return self.method.counted(super().close(), int(self.total))
 
 
@@ -176,11 +173,6 @@ class MixedHeads(MultiHeadLinear):
     def delta_weight(self) -> Tensor:
         """Compute what is added, (out, in), where both count the same."""
         return (super().delta_weight() + self._of_others().delta_weight()) / 2
-
-
-def mixed(adapters: Sequence[MultiHeadLinear]) -> list[MixedHeads]:
-    """Return adapters as what `adapt` made."""
-    return [adapter for adapter in adapters if isinstance(adapter, MixedHeads)]
 
 
 METHOD = FedALT

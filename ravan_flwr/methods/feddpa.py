@@ -18,6 +18,7 @@ layers. Here no example is kept, and nothing is computed twice.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,74 +33,16 @@ from ravan_flwr.methods.tensors import flatten
 LAMBDA = 0.5
 
 
-class FedDPA(LoraMethod):
-    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
-
-    period = 2
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        if self.rank < 1:
-            raise ValueError(
-                f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
-                "expected 2 at least; raise lora-rank or set rank"
-            )
-        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
-        shapes = own | {"mean-input": (sum(self.ins),)}
-        self.personal = Personal(shapes, self.collect, self.put)
-
-    def in_round(self, number: int) -> "FedDPA":
-        method = copy.copy(self)
-        method.sent, method.frozen_tensors = (BOTH, ()) if number % 2 else ((), BOTH)
-        return method
-
-    def parameters_a_rank(self) -> int:
-        return 2 * super().parameters_a_rank()
-
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "DualLoRALinear":
-        lora = super().adapt(layer, linear)
-        adapter = DualLoRALinear(linear, lora.B, lora.A, lora.scale)
-        adapter.set_own(lora.B, lora.A, torch.zeros(layer.in_features))
-        return adapter
-
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        super().load(adapters, tensors)
-        drawn = [torch.zeros(out, self.rank) for out in self.outs], self.drawn_A
-        means = [torch.zeros(side) for side in self.ins]
-        for adapter, B, A, mean in zip(dual(adapters), *drawn, means, strict=True):
-            adapter.set_own(B, A, mean)
-
-    def choose(
-        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
-        backward: Callable[..., object],
-    ) -> None:  # fmt: skip
-        for adapter in dual(adapters):
-            adapter.train_own(own=bool(self.frozen_tensors))
-
-    def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        """Copy a client's own factors, and the mean of what it trained them on."""
-        found = dual(adapters)
-        own = self.pack([a.own_B for a in found], [a.own_A for a in found])
-        means = flatten([adapter.mean_input() for adapter in found])
-        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
-
-    def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
-        """Put a client's own factors beside those of all."""
-        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
-        means = own["mean-input"].split(self.ins)
-        for adapter, B, A, mean in zip(dual(adapters), *factors, means, strict=True):
-            adapter.set_own(B, A, mean)
-
-    def lora_factors(self, adapter: LoRALinear) -> None:
-        return None  # no product of two factors mixes by input
-
-
 class DualLoRALinear(LoRALinear):
     """Add two LoRAs to a frozen linear layer, of which the second is the client's own."""
 
     own_share: float | None = None  # a while one of the two is trained; by input if None
     mean: Tensor
     total: Tensor
+
+    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
+        super().__init__(base, B, A, scale)
+        self.set_own(B, A, torch.zeros(base.in_features))
 
     def set_own(self, B: Tensor, A: Tensor, mean: Tensor) -> None:
         """Take copies of a client's own factors, and the mean input that they were trained on."""
@@ -147,9 +90,60 @@ class DualLoRALinear(LoRALinear):
         return (1 - share) * super().delta_weight() + share * own
 
 
-def dual(adapters: Sequence[LoRALinear]) -> list[DualLoRALinear]:
-    """Return adapters as what `adapt` made."""
-    return [adapter for adapter in adapters if isinstance(adapter, DualLoRALinear)]
+class FedDPA(LoraMethod):
+    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
+
+    layer_class = DualLoRALinear
+    period = 2
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        if self.rank < 1:
+            raise ValueError(
+                f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
+                "expected 2 at least; raise lora-rank or set rank"
+            )
+        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
+        shapes = own | {"mean-input": (sum(self.ins),)}
+        self.personal = Personal(shapes, self.collect, self.put)
+
+    def in_round(self, number: int) -> "FedDPA":
+        method = copy.copy(self)
+        method.sent, method.frozen_tensors = (BOTH, ()) if number % 2 else ((), BOTH)
+        return method
+
+    def parameters_a_rank(self) -> int:
+        return 2 * super().parameters_a_rank()
+
+    def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, tensors)
+        drawn = self.split(self.first_factors(BOTH))
+        means = [torch.zeros(side) for side in self.ins]
+        for adapter, B, A, mean in zip(adapters, *drawn, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def choose(
+        self, adapters: Sequence[Any], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
+        for adapter in adapters:
+            adapter.train_own(own=bool(self.frozen_tensors))
+
+    def collect(self, adapters: Sequence[Any]) -> Tensors:
+        """Copy a client's own factors, and the mean of what it trained them on."""
+        own = self.pack([a.own_B for a in adapters], [a.own_A for a in adapters])
+        means = flatten([adapter.mean_input() for adapter in adapters])
+        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
+
+    def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
+        """Put a client's own factors beside those of all."""
+        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
+        means = own["mean-input"].split(self.ins)
+        for adapter, B, A, mean in zip(adapters, *factors, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def lora_factors(self, adapter: LoRALinear) -> None:
+        return None  # no product of two factors mixes by input
 
 
 METHOD = FedDPA

@@ -60,8 +60,6 @@ class Refactored:
 
     def close(self) -> Tensors:
         """Make the next state."""
-        if not self.mean.weight:
-            return dict(self.state)
         means = self.state | {"B": self.mean.sum / self.mean.weight}
         Bs, As = [], []
         for B, A in zip(*self.method.split(means), strict=True):

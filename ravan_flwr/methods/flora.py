@@ -75,8 +75,6 @@ class Stacked(ProductSums):
 
     def close(self) -> Tensors:
         """Make the next state."""
-        if not self.weight:
-            return dict(self.state)
         factor = self.method.settings.lora_scale / self.weight
         added = self.method.add_products(self.state, self.sums, factor, self.rank)
         return added | {"rounds": self.state["rounds"] + 1}

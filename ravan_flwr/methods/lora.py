@@ -15,6 +15,7 @@ matrix from then on."""
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class LoraMethod(Method[LoRALinear]):
     trained: tuple[str, ...] = BOTH  # which the budget pays for; the other is frozen
     in_state: tuple[str, ...] = BOTH  # which the server has and sends; the other is as drawn
     sent: tuple[str, ...] = BOTH  # which clients send in this round
+    layer_class: type[LoRALinear] = LoRALinear  # what takes the place of a layer
     by_ranks = False  # May a client train floor(share * r) ranks, at least one?
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -84,7 +86,7 @@ class LoraMethod(Method[LoRALinear]):
     def adapt(self, layer: Layer, linear: nn.Linear) -> LoRALinear:
         A = self.drawn_A[self.layers.index(layer)]
         B = torch.zeros(layer.out_features, self.rank)
-        return LoRALinear(linear, B, A, self.settings.lora_scale)
+        return self.layer_class(linear, B, A, self.settings.lora_scale)
 
     def pack(self, Bs: Sequence[Tensor], As: Sequence[Tensor]) -> Tensors:
         """Flatten these factors into two tensors, in float32 on the CPU."""
@@ -207,12 +209,31 @@ class CoMoments(ProductSums):
         self.weight += weight
 
 
+class ResidualLoRALinear(LoRALinear):
+    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
+
+    pretrained: Tensor
+
+    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
+        super().__init__(base, B, A, scale)
+        self.register_buffer("pretrained", base.weight.detach(), persistent=False)
+
+    def set_residual(self, residual: Tensor | None) -> None:
+        """Make the base's weight the pretrained one plus this."""
+        weight = self.pretrained
+        if residual is not None:
+            weight = weight + residual.to(weight.device, weight.dtype)
+        self.base.weight.data = weight
+
+    def delta_weight(self) -> Tensor:
+        """Compute scale B A and the residual, (out, in)."""
+        return super().delta_weight() + (self.base.weight - self.pretrained)
+
+
 class ResidualLora(LoraMethod):
     """Keep {"residual", "residual-rank"} in the state, and add it to the pretrained weights."""
 
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "ResidualLoRALinear":
-        lora = super().adapt(layer, linear)
-        return ResidualLoRALinear(linear, lora.B, lora.A, lora.scale)
+    layer_class = ResidualLoRALinear
 
     def no_residual(self) -> Tensors:
         """Make the part of the state that says what was added: nothing yet."""
@@ -222,10 +243,9 @@ class ResidualLora(LoraMethod):
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
         return super().broadcast_bytes(initial, share) + 4 * matrices
 
-    def load_residual(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+    def load_residual(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         """Make every layer's weight the pretrained one plus the residual."""
         for adapter, residual in zip(adapters, self.residuals(tensors), strict=True):
-            assert isinstance(adapter, ResidualLoRALinear)  # `adapt` made it
             adapter.set_residual(residual.dense())
 
     def lora_factors(self, adapter: LoRALinear) -> None:
@@ -299,24 +319,3 @@ class Residual:
         dense = self.dense()
         total = factor * moment.dense()
         return Residual(self.layer, rank, (total if dense is None else total + dense,))
-
-
-class ResidualLoRALinear(LoRALinear):
-    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
-
-    pretrained: Tensor
-
-    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
-        super().__init__(base, B, A, scale)
-        self.register_buffer("pretrained", base.weight.detach(), persistent=False)
-
-    def set_residual(self, residual: Tensor | None) -> None:
-        """Make the base's weight the pretrained one plus this."""
-        weight = self.pretrained
-        if residual is not None:
-            weight = weight + residual.to(weight.device, weight.dtype)
-        self.base.weight.data = weight
-
-    def delta_weight(self) -> Tensor:
-        """Compute scale B A and the residual, (out, in)."""
-        return super().delta_weight() + (self.base.weight - self.pretrained)

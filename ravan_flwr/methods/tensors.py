@@ -107,7 +107,7 @@ class Sums(Protocol):
         """Add one checked upload to the sums."""
 
     def close(self) -> Tensors:
-        """Make the next global state."""
+        """Make the next global state, where an upload was added."""
 
 
 def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:

@@ -118,14 +118,6 @@ class ClippedSum:
         return self.norm * math.exp(-RATE * (share - QUANTILE))
 
 
-def reached(norm: float, rounds: int) -> float:
-    """Return the largest clip norm that one which adapts can have in the last of so many rounds."""
-    try:
-        return norm * math.exp(RATE * (1 - QUANTILE) * (rounds - 1))
-    except OverflowError:
-        return math.inf
-
-
 def expected_clients(
     method: Method, state: Mapping[str, Tensor], clients: Mapping[float, float], rate: float
 ) -> dict[str, Tensor]:

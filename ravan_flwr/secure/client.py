@@ -1,9 +1,9 @@
 """Hold a client's half of a secure round, phase by phase.
 
-What a client knows between phases is its *state*, whose values a record of Flower can hold. It has
-the secrets of one round, and goes on by one phase at a time: whoever asks for a phase again, for
-another round, or out of order, is refused. So a client masks once, signs one list and tells one set
-of shares, and forgets its secrets before it tells them.
+What a client knows between phases is its *state*, plain values and bytes. It has the secrets of one
+round, and goes on by one phase at a time: whoever asks for a phase again, for another round, or out
+of order, is refused. So a client masks once, signs one list and tells one set of shares, and
+forgets its secrets before it tells them.
 """
 
 import secrets

@@ -14,7 +14,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGETS, SHARES, affordable
 from ravan_flwr.privacy.account import StepNoise, epsilon_of, multiplier_for
 from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -254,12 +254,6 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
         f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
         f"{norm:g}" + ("" if config.clip_norm else " at first"),
     ]
-    if config.clip_norm is None:
-        held = _rounds_held(config, spent, z, rate, 1)
-        most = reached(norm, held)
-        lines.append(
-            f"                it adapts, to at most {most:.3g} in the last of {held} rounds"
-        )
     if config.noise_cohort:
         lines.append(
             f"                a study: as {config.noise_cohort:,} clients a round would have"
