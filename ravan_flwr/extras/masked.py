@@ -136,9 +136,8 @@ class Masked(Plain):
 
     def _skip(self, partition: int) -> None:
         """Skip a client for many rounds: with it they would have no effect either."""
-        for member in self.run.registry.members.values():
-            if member.partition_id == partition:
-                node = self.run.registry.nodes[member.node_id]
+        for node in self.run.registry.nodes.values():
+            if node.member is not None and node.member.partition_id == partition:
                 node.asleep[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
 
     # Training.

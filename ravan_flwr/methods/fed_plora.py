@@ -23,7 +23,7 @@ from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import check_form, check_names, pack_bits, unpack_bits
+from ravan_flwr.methods.tensors import check_form, pack_bits, unpack_bits
 
 
 class ParallelLoRALinear(LoRALinear):
@@ -42,11 +42,9 @@ class ParallelLoRALinear(LoRALinear):
 
     def fold_all_but(self, chosen: Tensor) -> None:
         """Train the chosen modules alone."""
-        B, A, kept = self.B.detach(), self.A.detach(), chosen.to(self.B.device)
-        if B.is_meta:  # a plan has shapes, and no weights
-            kept = chosen
-        super().set_factors(B[:, kept], A[kept])
-        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~kept], A[~kept]
+        B, A = self.B.detach(), self.A.detach()
+        super().set_factors(B[:, chosen], A[chosen])
+        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~chosen], A[~chosen]
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -74,8 +72,7 @@ class FedPLora(NormLimits, LoraMethod):
     # The server's half.
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
-        shapes = self.upload_shapes(share)
-        check_names(upload, [*shapes, "modules"])
+        super().check({n: tensor for n, tensor in upload.items() if n != "modules"}, share)
         packed = check_form(upload, "modules", [math.ceil(self.rank / 8)], torch.uint8)
         chosen, number = unpack_bits(packed), affordable(share, self.rank)
         if chosen[self.rank :].any() or int(chosen.sum()) != number:
@@ -83,8 +80,6 @@ class FedPLora(NormLimits, LoraMethod):
                 f"modules marks {chosen.nonzero().flatten().tolist()}, expected {number} of the "
                 f"first {self.rank}"
             )
-        for name, shape in shapes.items():
-            check_form(upload, name, shape, torch.float32)
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}

@@ -61,9 +61,5 @@ class FedSB(MultiHeadMethod):
     def upload(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return {"H": torch.cat([adapter.H.detach() for adapter in adapters]).cpu()}
 
-    def lora_factors(self, adapter: MultiHeadLinear) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return adapter.B[0] @ adapter.H[0], adapter.A[0]
-
 
 METHOD = FedSB

@@ -9,7 +9,7 @@ Weighted float32 tensors are summed in float64: their order hardly leaves a trac
 import hashlib
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -133,11 +133,6 @@ class Mean:
         add_to(self.sum, tensor, weight)
         self.weight += weight
 
-    def merge(self, other: "Mean") -> None:
-        """Add all that another mean has."""
-        self.sum.add_(other.sum)
-        self.weight += other.weight
-
     def close(self) -> Tensor:
         """Compute the mean, or what was there before if nothing came."""
         return (self.sum / self.weight).float() if self.weight else self.old.clone()
@@ -188,7 +183,8 @@ class MeansBySize:
         most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
         for exponent in sorted(key for key in self.classes if key <= most):
             for name, mean in self.classes[exponent].means.items():
-                total.means[name].merge(mean)
+                total.means[name].sum += mean.sum
+                total.means[name].weight += mean.weight
         return total.close()
 
 
@@ -222,10 +218,8 @@ class HeadMeans:
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add products of some heads, where the bits say."""
         chosen = unpack_bits(upload["heads"], len(self.weight))
-        at = 0
-        for start, number in _runs(chosen):
-            add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
-            at += number
+        where = chosen.nonzero().flatten()
+        self.sum.index_add_(0, where, upload["H"].double(), alpha=weight)
         self.weight[chosen] += weight
         self.total += weight
 
@@ -239,11 +233,3 @@ class HeadMeans:
             mean = torch.lerp(H[trained].double(), mean, fractions)
         H[trained] = mean.float()
         return {"H": H.view_as(self.old)}
-
-
-def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
-    """Find where consecutive ones begin, and how many they are."""
-    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
-    edges = padded.diff().nonzero().flatten().tolist()
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        yield start, end - start

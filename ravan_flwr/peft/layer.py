@@ -6,10 +6,10 @@ The arithmetic, and the choice between its two forms, is that of `MultiHeadLinea
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -102,8 +102,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             device = B.device  # they are no part of what is loaded later
         # B_i side by side, as the forward pass takes them, seen as (heads, out, r).
         B = side_by_side(B).to(device).view(-1, heads, rank).transpose(0, 1)
-        self.ravan_B.put(adapter_name, B, saved=config.save_bases)
-        self.ravan_A.put(adapter_name, A.to(device), saved=config.save_bases)
+        for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
+            bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
         self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
         self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
         self.constant_scales[adapter_name] = not config.trainable_scales
@@ -126,10 +126,18 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             y: Tensor = self.base_layer(x)
             return y
         form = "auto" if self._is_plain() else "factored"
-        adapters = [self._heads(name) for name in active]
+        adapters = [self.heads(name) for name in active]
         return multihead_linear(x, self.base_layer, self._weight(), adapters, form)
 
-    def _heads(self, adapter: str) -> Heads:
+    def heads(self, adapter: str) -> Heads:
+        """Collect what an adapter's heads compute with.
+
+        Args:
+            adapter: the adapter's name.
+
+        Returns:
+            Its bases side by side, its cores and its scales.
+        """
         return Heads(
             side_by_side(self.ravan_B[adapter]),
             self.ravan_A[adapter].flatten(0, 1),
@@ -163,7 +171,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 f"adapter {adapter!r}: expected one of {', '.join(self.ravan_H)}; add it first"
             )
         with torch.no_grad():
-            B, A, H, s, _ = self._heads(adapter)
+            B, A, H, s, _ = self.heads(adapter)
             delta = Heads(B.float(), A.float(), H.float(), s.float()).delta_weight()
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
 
@@ -232,27 +240,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         return "ravan." + super().__repr__()
 
 
-class _Frozen(nn.Module):
+class _Frozen(BufferDict):
     """Hold frozen tensors by adapter, saved with it or not."""
-
-    def put(self, adapter: str, tensor: Tensor, *, saved: bool) -> None:
-        if adapter in self._buffers:
-            del self[adapter]
-        self.register_buffer(adapter, tensor, persistent=saved)
-
-    def keys(self) -> Iterator[str]:
-        return iter(self._buffers)
-
-    def __contains__(self, adapter: object) -> bool:
-        return adapter in self._buffers
-
-    def __getitem__(self, adapter: str) -> Tensor:
-        tensor = self._buffers[adapter]
-        assert tensor is not None
-        return tensor
-
-    def __delitem__(self, adapter: str) -> None:
-        delattr(self, adapter)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -21,7 +21,6 @@ sensitivity 1/2, are together one Gaussian mechanism of multiplier z where
 
 import math
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -171,11 +170,6 @@ def gaussian(shape: Sequence[int], scale: float) -> Tensor:
         total = sum(_normals(len(part)) for _ in range(DRAWS))
         part.copy_(torch.from_numpy(np.asarray(total) * (scale / math.sqrt(DRAWS))))
     return flat.view(*shape)
-
-
-def happens(probability: float) -> bool:
-    """Tell, independently of all else, whether something of that probability happens."""
-    return secrets.randbits(_BITS) < probability * float(1 << _BITS)
 
 
 def drawn(number: int, probability: float) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
-from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, happens
+from ravan_flwr.privacy.mechanism import ClippedSum, drawn, expected_clients
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import ClientBudget
@@ -76,7 +76,7 @@ class Noised(Release):
             one for one in here if registry.nodes[one].rests(MessageType.TRAIN, self.round.number)
         }
         asked = []
-        for member in (member for member in self.members if happens(self.account.rate)):
+        for member in (self.members[i] for i in drawn(len(self.members), self.account.rate)):
             if member.node_id not in here:
                 round_log.reject(member, "it is not connected; its change counts as zero")
             elif member.node_id in resting:

@@ -22,10 +22,7 @@ from torch import Tensor
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import (
-    epsilon_of,
-    multiplier_for,
-)
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
@@ -187,12 +184,11 @@ class PrivacyBudget(ABC):
         )
 
 
-def positive(before: Mapping[str, Any], *keys: str) -> Iterator[str]:
-    """List the values of these keys that are no finite numbers above 0."""
-    for key in keys:
-        value = before.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            yield f"{key} = {value!r}"
+def positive(before: Mapping[str, Any], key: str) -> Iterator[str]:
+    """List the value of that key if it is no finite number above 0."""
+    value = before.get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        yield f"{key} = {value!r}"
 
 
 def agree(found: object, expected: float) -> bool:

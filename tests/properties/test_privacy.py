@@ -22,9 +22,9 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import (
     ClippedSum,
     Noise,
+    drawn,
     expected_clients,
     gaussian,
-    happens,
     noise_norm,
 )
 from ravan_flwr.seeding import generator
@@ -179,9 +179,9 @@ def test_noise_is_fresh_whatever_the_seed():
 
 
 def test_a_cohort_is_drawn_with_its_rate():
-    assert all(happens(1.0) for _ in range(100))
-    assert not any(happens(0.0) for _ in range(100))
-    assert sum(happens(0.15) for _ in range(4000)) == pytest.approx(600, abs=120)
+    assert drawn(100, 1.0).tolist() == list(range(100))
+    assert not len(drawn(100, 0.0))
+    assert len(drawn(4000, 0.15)) == pytest.approx(600, abs=120)
 
 
 # A clip norm that adapts.
