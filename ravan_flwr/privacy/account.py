@@ -7,7 +7,7 @@ and rounded up: what comes out is an upper bound, and tighter than Renyi's.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and takes ten times as long
 LEAST, MOST = 0.1, 1000.0  # noise multipliers
@@ -37,15 +37,25 @@ def epsilon_of(multiplier: float, rate: float, delta: float, releases: int) -> f
 
 @lru_cache(maxsize=4096)
 def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
-    """Return the epsilon of releases of several kinds together."""
+    """Return the epsilon of releases of several kinds together.
+
+    ValueError that names the library if it is not there: it is in an extra.
+    """
     made = [one for one in releases if one.number]
     if not made:
         return 0.0
-    library = _library()
-    account = library.pld.PLDAccountant(value_discretization_interval=INTERVAL)
+    try:
+        import dp_accounting  # noqa: PLC0415 (two seconds, and only private runs need it)
+        import dp_accounting.pld  # noqa: PLC0415
+    except ImportError:
+        raise ValueError(
+            "privacy: the library dp-accounting is not installed, which accounts for "
+            "what a run reveals; pip install 'ravan-flwr[privacy]'"
+        ) from None
+    account = dp_accounting.pld.PLDAccountant(value_discretization_interval=INTERVAL)
     for one in made:
-        gaussian = library.GaussianDpEvent(one.multiplier)
-        account.compose(library.PoissonSampledDpEvent(one.rate, gaussian), one.number)
+        gaussian = dp_accounting.GaussianDpEvent(one.multiplier)
+        account.compose(dp_accounting.PoissonSampledDpEvent(one.rate, gaussian), one.number)
     return float(account.get_epsilon(delta))
 
 
@@ -68,16 +78,3 @@ def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> 
         else:
             low = middle
     return high
-
-
-def _library() -> Any:
-    """Import the library, which is in an extra; ValueError that names it if it is not there."""
-    try:
-        import dp_accounting  # noqa: PLC0415 (two seconds, and only private runs need it)
-        import dp_accounting.pld  # noqa: PLC0415
-    except ImportError:
-        raise ValueError(
-            "privacy: the library dp-accounting is not installed, which accounts for "
-            "what a run reveals; pip install 'ravan-flwr[privacy]'"
-        ) from None
-    return dp_accounting

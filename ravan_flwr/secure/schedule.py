@@ -150,13 +150,9 @@ def threshold_of(clients: int) -> int:
 
 
 def make_schedule(
-    run: int,
-    round_: int,
-    minimum: int,
-    parts: Sequence[Part],
-    wanted: Mapping[int, Bits],
+    run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits],
     given: str = "",
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
         raise ValueError(

@@ -152,8 +152,10 @@ class PrivacyBudget(ABC):
 
     def told(self) -> dict[str, Any]:
         """Say what was spent, as the records and the summary have it."""
+        cohort = self.config.noise_cohort
         return {
             "epsilon": self.epsilon, "delta": self.delta, "noise-multiplier": self.multiplier,
+            **({} if cohort is None else {"noise-cohort": cohort}),
         }  # fmt: skip
 
     def exceeds(self, epsilon: float) -> bool:
@@ -261,12 +263,6 @@ class ClientBudget(PrivacyBudget):
         """Count one release more, on disk when this returns."""
         self.releases += 1
         self._write(self.told() | {"releases": self.releases, "sampling-rate": self.rate})
-
-    def told(self) -> dict[str, Any]:
-        told = super().told()
-        if self.config.noise_cohort is not None:
-            told["noise-cohort"] = self.config.noise_cohort
-        return told
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
