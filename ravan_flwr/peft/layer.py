@@ -6,10 +6,10 @@ The arithmetic, and the choice between its two forms, is that of `MultiHeadLinea
 
 import copy
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -240,8 +240,23 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         return "ravan." + super().__repr__()
 
 
-class _Frozen(BufferDict):
-    """Hold frozen tensors by adapter, saved with it or not."""
+class _Frozen(nn.Module):
+    """Hold frozen tensors by adapter, saved with it or not.
+
+    PEFT's own `BufferDict` would be rounded to the dtype of the frozen weight.
+    """
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __contains__(self, adapter: object) -> bool:
+        return adapter in self._buffers
+
+    def __getitem__(self, adapter: str) -> Tensor:
+        return cast(Tensor, self._buffers[adapter])
+
+    def __delitem__(self, adapter: str) -> None:
+        delattr(self, adapter)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
