@@ -16,7 +16,6 @@ network's last hidden state of an input with that of five of the client's exampl
 layers. Here no example is kept, and nothing is computed twice.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +93,7 @@ class FedDPA(LoraMethod):
     """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
 
     layer_class = DualLoRALinear
-    period = 2
+    rounds = ({"sent": BOTH, "frozen_tensors": ()}, {"sent": (), "frozen_tensors": BOTH})
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -106,11 +105,6 @@ class FedDPA(LoraMethod):
         own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
         shapes = own | {"mean-input": (sum(self.ins),)}
         self.personal = Personal(shapes, self.collect, self.put)
-
-    def in_round(self, number: int) -> "FedDPA":
-        method = copy.copy(self)
-        method.sent, method.frozen_tensors = (BOTH, ()) if number % 2 else ((), BOTH)
-        return method
 
     def parameters_a_rank(self) -> int:
         return 2 * super().parameters_a_rank()

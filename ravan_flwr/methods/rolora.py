@@ -8,7 +8,6 @@ round, mean(B_c) A = mean(B_c A), and both are learned. B comes first: while it 
 gradient. A client may have missed any round, so it is sent both.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,13 +20,10 @@ class RoLora(LoraMethod):
     """Keep the state {"B", "A"}; an upload is {"B"} or {"A"}."""
 
     sent, frozen_tensors = ("B",), ("A",)
-    period = 2
-
-    def in_round(self, number: int) -> "RoLora":
-        method = copy.copy(self)
-        turns = ("B",), ("A",)
-        method.sent, method.frozen_tensors = turns if number % 2 else turns[::-1]
-        return method
+    rounds = (
+        {"sent": ("B",), "frozen_tensors": ("A",)},
+        {"sent": ("A",), "frozen_tensors": ("B",)},
+    )
 
     def choose(
         self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
