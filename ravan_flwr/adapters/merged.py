@@ -32,18 +32,6 @@ from ravan_flwr.adapters.stored import autocasts
 ENOUGH_BITS = 32  # of a weight in which no small update is lost
 
 
-def merged_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, B: Tensor, C: Tensor, A: Tensor,
-    trained: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute y as above, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
-
-    C's gradient is that of the heads `trained`, all of them if None, and zero for the others.
-    """
-    y: Tensor = _Merged.apply(x, weight, bias, B, C, A, trained)  # type: ignore[no-untyped-call]
-    return y
-
-
 def loses_nothing(weight: Tensor, x: Tensor) -> bool:
     """Tell whether a weight, widened and merged, keeps small updates: by the products' bits."""
     if not weight.is_floating_point() or torch.finfo(x.dtype).bits < ENOUGH_BITS:
@@ -51,7 +39,12 @@ def loses_nothing(weight: Tensor, x: Tensor) -> bool:
     return not autocasts(x)
 
 
-class _Merged(torch.autograd.Function):
+class MergedLinear(torch.autograd.Function):
+    """Compute y as above, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
+
+    C's gradient is that of the heads `trained`, all of them if None, and zero for the others.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, B: Tensor, C: Tensor, A: Tensor,

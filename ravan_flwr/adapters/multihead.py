@@ -12,13 +12,13 @@ is less work, by its shapes, the number of tokens, and how many heads are traine
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost, merged_linear
+from ravan_flwr.adapters.merged import MergedLinear, factored_cost, loses_nothing, merged_cost
 from ravan_flwr.adapters.stored import autocasts, cast_once
 
 
@@ -75,9 +75,6 @@ class MultiHeadLinear(nn.Module):
 
     def _heads(self) -> "Heads":
         return Heads(self.B_stack, self.A_stack, self.H, self.s, self.subset)
-
-    def _merges(self, x: Tensor) -> bool:
-        return merges(x, self.base.weight, self.base.bias, self._heads(), self.form)
 
     def delta_weight(self) -> Tensor:
         """Compute sum_i s_i B_i H_i A_i, (out, in), as the layer is now."""
@@ -179,7 +176,8 @@ def multihead_linear(
         B, A, subset = adapters[0].B_stack, adapters[0].A_stack, adapters[0].subset
         trained = None if subset is None else subset.index
         weight = weight.to(x.dtype)  # it may be kept in 16 bits
-        return merged_linear(x, weight, bias, B, adapters[0].cores(), A, trained)
+        given = x, weight, bias, B, adapters[0].cores(), A, trained
+        return cast(Tensor, MergedLinear.apply(*given))  # type: ignore[no-untyped-call]
     y: Tensor = base(x)
     for heads in adapters:
         y = y + heads.apply(x).to(y.dtype)

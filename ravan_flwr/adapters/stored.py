@@ -15,7 +15,6 @@ and computes in the precision of the run. Adapters stay in float32."""
 
 import copy
 from collections.abc import Collection
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -144,10 +143,16 @@ def quantize(
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> None:  # fmt: skip
     """Replace the linear layers, one by one onto the device; they compute in `dtype`."""
-    library = _library()
+    try:
+        import bitsandbytes  # noqa: PLC0415 (an extra that few need)
+    except ImportError as error:
+        raise ValueError(
+            f"quantize: bitsandbytes cannot be imported ({error}); install it, "
+            "pip install 'ravan-flwr[quantize]', or set backbone-dtype=float32"
+        ) from None
     for name, linear in quantizable(network, classifier).items():
         to = linear.weight.device if device is None else device
-        network.set_submodule(name, _replacement(library, how, linear, dtype, to))
+        network.set_submodule(name, _replacement(bitsandbytes, how, linear, dtype, to))
 
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
@@ -162,7 +167,7 @@ def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dic
 
 
 def _replacement(
-    library: ModuleType, how: str, linear: nn.Linear, dtype: torch.dtype, device: torch.device
+    library: Any, how: str, linear: nn.Linear, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     sides = linear.in_features, linear.out_features
     weight = linear.weight.detach().float().cpu()  # which may be kept in 16 bits
@@ -231,15 +236,3 @@ def requantize(layer: nn.Module, weight: Tensor) -> None:
             quant_storage=old.quant_storage,
         )
     known.weight = new.to(old.device)
-
-
-def _library() -> ModuleType:
-    try:
-        import bitsandbytes  # noqa: PLC0415 (an extra that few need)
-    except ImportError as error:
-        raise ValueError(
-            f"quantize: bitsandbytes cannot be imported ({error}); install it, "
-            "pip install 'ravan-flwr[quantize]', or set backbone-dtype=float32"
-        ) from None
-    library: Any = bitsandbytes
-    return cast(ModuleType, library)

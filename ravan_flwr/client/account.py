@@ -24,17 +24,15 @@ from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.on_device import append, is_on_a_device, kept_folder, locked_file
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.messages.records import SEEN
-from ravan_flwr.privacy.account import LEAST, Releases, StepNoise, epsilon_of_all, epsilon_seen
+from ravan_flwr.privacy.account import LEAST, Releases, StepNoise, epsilon_of_all
 
 if TYPE_CHECKING:
     from ravan_flwr.config.run_config import Config
 
 log = getLogger(__name__)
 
-EXAMPLES, NOISE = "privacy-account", "noise-account"  # the records in a node's state
+EXAMPLES = "privacy-account"  # the record in a node's state
 MOST_ROUNDS = 1_000_000  # that a run has
-_CLOSE = 1e-9  # two accounts of the same rounds
 
 Entry = Mapping[str, Any]
 
@@ -42,13 +40,13 @@ Entry = Mapping[str, Any]
 class AccountBook:
     """Hold the entries that there are of a run's account, as nobody else can change them now."""
 
-    def __init__(self, state: RecordDict, name: str, run: str, file: BinaryIO | None) -> None:
-        self._state, self._name, self._run, self._file = state, name, run, file
+    def __init__(self, state: RecordDict, run: str, file: BinaryIO | None) -> None:
+        self._state, self._run, self._file = state, run, file
 
     @property
     def entries(self) -> list[Entry]:
         """Return the last entry of each place: either may have missed some that the other has."""
-        kept = self._state.get(self._name)
+        kept = self._state.get(EXAMPLES)
         entries: list[Entry] = [kept] if isinstance(kept, ConfigRecord) else []
         if self._file is not None:
             self._file.seek(0)
@@ -58,23 +56,21 @@ class AccountBook:
     def enter(self, **entry: Any) -> None:
         """Put an entry into both places; it is on disk when this returns."""
         entry["run"] = self._run
-        self._state[self._name] = ConfigRecord(entry)
+        self._state[EXAMPLES] = ConfigRecord(entry)
         if self._file is not None:
             # A line of its own, also after one that was not written whole.
             append(self._file, b"\n" + json.dumps(entry).encode() + b"\n")
 
 
 @contextmanager
-def opened_book(
-    state: RecordDict, name: str, run: str | int, partition: int
-) -> Iterator[AccountBook]:
+def opened_book(state: RecordDict, run: str, partition: int) -> Iterator[AccountBook]:
     """Lend the book of an account, of one run on one node, to one process at a time."""
     if not is_on_a_device():
-        yield AccountBook(state, name, str(run), None)
+        yield AccountBook(state, run, None)
         return
-    place = hashlib.sha256(json.dumps([run, partition, name]).encode()).hexdigest()[:32]
+    place = hashlib.sha256(json.dumps([run, partition, EXAMPLES]).encode()).hexdigest()[:32]
     with locked_file(f"account-{place}") as file:
-        yield AccountBook(state, name, str(run), file)
+        yield AccountBook(state, run, file)
 
 
 def _last_of(lines: list[bytes]) -> list[Entry]:
@@ -96,68 +92,6 @@ def check_kept(node: Node) -> None:
             f"max-epsilon = {node.max_epsilon:g}: this device cannot keep what it spends, expected "
             "a folder ravan-flwr of its user alone in $FLWR_HOME, and no link; make that writable"
         )
-
-
-class NoiseAccount:
-    """Hold what the server may have seen of this device in a run with noise in shares.
-
-    Each round is a Gaussian mechanism whose noise is what two thirds of the clients have added.
-    Several are one: the account is the sum of 1 / z^2.
-    """
-
-    def __init__(self, state: RecordDict, run: int, partition: int) -> None:
-        self._place = state, NOISE, run, partition
-
-    @contextmanager
-    def _opened(self) -> Iterator[tuple[AccountBook, float, float]]:
-        """Lend the book, with the most that any place has, and the last round of that."""
-        with opened_book(*self._place) as book:
-            found = ((_number(one, "seen"), _number(one, "last")) for one in book.entries)
-            yield book, *max(found, default=(0.0, 0.0))
-
-    @property
-    def seen(self) -> float:
-        """Return the sum of 1 / z^2 of the rounds so far."""
-        with self._opened() as (_, seen, _last):
-            return seen
-
-    def check(self, node: Node, more: float | None = None, *, spend: bool = False) -> None:
-        """Raise ValueError if one round more is beyond its limit; by default one as the last."""
-        with self._opened() as (book, seen, last):
-            further = last if more is None else more
-            most, delta = node.max_epsilon, node.max_delta
-            if most is not None and (then := epsilon_seen(seen + further, delta)) > most:
-                book.enter(seen=seen, last=further)  # the next round is refused before it begins
-                raise ValueError(
-                    f"max-epsilon = {most:g}: the server has seen {epsilon_seen(seen, delta):.4g} "
-                    "of this device in this run, and one more round would take that to "
-                    f"{then:.4g}; it takes part no further"
-                )
-            if spend:
-                book.enter(seen=seen + further, last=further)
-
-    def spend(self, node: Node, more: float) -> None:
-        """Count a round, before what it has masked leaves; ValueError if that is too much."""
-        self.check(node, more, spend=True)
-
-    def believe(self, told: object) -> None:
-        """Take the server's own account where it has more; ValueError if that is none."""
-        if type(told) is not float or not 0 <= told < math.inf:
-            raise ValueError(
-                f"{SEEN} = {told!r} in the message: expected what the server has seen of this "
-                "client, a finite number from 0; start server and clients with one version"
-            )
-        with self._opened() as (book, seen, last):
-            if told > seen * (1 + _CLOSE):
-                log.info(
-                    "this client's account has fewer rounds than the server's, as after a restart"
-                )
-                book.enter(seen=told, last=last)
-
-
-def _number(entry: Entry, name: str) -> float:
-    value = entry.get(name)
-    return value if type(value) is float and 0 <= value < math.inf else 0.0
 
 
 class SpentError(ValueError):
@@ -229,7 +163,7 @@ def take_part(
             "at most; start server and clients with one version"
         )
     each = Releases(multiplier, rate, config.local_steps or 0)
-    with opened_book(state, EXAMPLES, mark, partition) as book:
+    with opened_book(state, mark, partition) as book:
         account = ExampleAccount.of(book)
         missing = max(0, told - account.rounds)
         if missing:

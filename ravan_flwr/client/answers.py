@@ -81,7 +81,7 @@ def _query(client: ClientRequest) -> RecordDict:
         share=share,
         device=str(bench.model.device),
         # How much examples take is not told where the server is not trusted.
-        free_memory=0 if client.config.noised_on_devices else client.free_memory,
+        free_memory=0 if client.config.privacy == "example" else client.free_memory,
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),

@@ -83,7 +83,7 @@ class ClientRequest:
         try:
             yield
         except Exception:
-            if not self.config.noised_on_devices:
+            if self.config.privacy != "example":
                 raise
             log.exception("the server learns that this device failed, and not why")
             raise RuntimeError(KEPT) from None
@@ -153,7 +153,7 @@ class ClientRequest:
     def told(self) -> dict[str, Any]:
         """Say what every upload tells of itself, and how long it has taken if that may be told."""
         told = {"round": self.round, "derived": self.bench.model.derived}
-        if self.config.noised_on_devices:  # seconds would tell of the examples
+        if self.config.privacy == "example":  # seconds would tell of the examples
             return told
         return told | {"seconds": time.perf_counter() - self.started}
 

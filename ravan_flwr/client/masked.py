@@ -1,12 +1,10 @@
-"""Train in a secure round, where what is uploaded is masked, and may have noise in it."""
+"""Train in a secure round, where what is uploaded is masked."""
 
 from dataclasses import replace
-from logging import getLogger
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.client.client_request import ClientRequest, keep_own
 from ravan_flwr.client.secure_part import pieces_in, secure_part
 from ravan_flwr.config.key import AUTO
@@ -21,15 +19,10 @@ from ravan_flwr.training.masked import (
     check_given,
     check_parts,
     check_rows,
-    noise_in,
-    noised_parts,
     parts_of,
     rows_wanted,
-    to_noised,
     to_numbers,
 )
-
-log = getLogger(__name__)
 
 
 def train_masked(client: ClientRequest) -> RecordDict:
@@ -40,38 +33,18 @@ def train_masked(client: ClientRequest) -> RecordDict:
     sent, method = client.broadcast, client.bench.model.method
     check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
     random = np.random.default_rng(client.turn.derive("rounding"))
-    if client.config.privacy == "client":
-        noise = noise_in(client.config, schedule)
-        check_parts(noised_parts(method, sent, noise), schedule)
-        node, context = client.node, client.context
-        account = NoiseAccount(context.state, context.run_id, node.partition_id)
-        account.spend(node, schedule.shown)
-        numbers = to_noised(method, sent, _trained(client), schedule, random)
-    else:
-        _check_schedule(client, sent, schedule)
-        chosen, own = by_tensor(schedule.parts, rows), client.find_own()
-        result = train_locally(
-            *client.work, client.granted, client.steps, client.turn, own=own, rows=chosen
-        )
-        if result.own:
-            keep_own(client.context.state, result.own)
-        numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
+    _check_schedule(client, sent, schedule)
+    chosen, own = by_tensor(schedule.parts, rows), client.find_own()
+    result = train_locally(
+        *client.work, client.granted, client.steps, client.turn, own=own, rows=chosen
+    )
+    if result.own:
+        keep_own(client.context.state, result.own)
+    numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with secure_part(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.told)})
-
-
-def _trained(client: ClientRequest) -> Tensors | None:
-    """Train, and return the upload; None after a failure, which may follow from an example.
-
-    A client that dropped out would tell the server of it: it sends noise alone.
-    """
-    try:
-        return train_locally(*client.work, client.granted, client.steps, client.turn).upload
-    except Exception:
-        log.exception("this device could not train, and sends noise alone")
-        return None
 
 
 def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:

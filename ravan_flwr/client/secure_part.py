@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.messages.records import DISTRUSTS, PIECES, SEEN, read_pieces, to_pieces
+from ravan_flwr.messages.records import DISTRUSTS, PIECES, read_pieces, to_pieces
 from ravan_flwr.secure.agreement import Parts
 from ravan_flwr.secure.client import DistrustError, SecureClient, State
 from ravan_flwr.secure.node_keys import NodeKeys
-from ravan_flwr.secure.schedule import read_schedule
 
 log = getLogger(__name__)
 
@@ -40,13 +39,6 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
     if type(number) is not int:
         raise ValueError(f"got round {number!r}, expected a whole number")
     parts = read_pieces(pieces_in(content), names)
-    # A round that would show too much of this node is refused before others reckon with it.
-    account = NoiseAccount(context.state, context.run_id, node.partition_id)
-    if kind == "keys":
-        account.believe(content.config_records["config"].get(SEEN, 0.0))
-        account.check(node)
-    elif kind == "shares" and (shown := read_schedule(parts["schedule"]).shown):
-        account.check(node, shown)
     try:
         with secure_part(context, node) as client:
             told = phase(client, number, parts)
@@ -78,9 +70,16 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
     Also after an error: a phase that failed is over.
     """
     kept = context.state.config_records.get(SECURE, ConfigRecord())
-    state: State = json.loads(str(kept.get("state", "{}")))
+    state: State = json.loads(str(kept.get("state", "{}")), object_hook=_with_bytes)
     keys = node_keys(node)
     try:
         yield SecureClient(state, context.run_id, node.partition_id, keys)
     finally:
-        context.state[SECURE] = ConfigRecord({"state": json.dumps(state)})
+        context.state[SECURE] = ConfigRecord(
+            {"state": json.dumps(state, default=lambda data: {"hex": data.hex()})}
+        )
+
+
+def _with_bytes(found: dict[str, Any]) -> Any:
+    """Read bytes where they were written, as {"hex": ...}."""
+    return bytes.fromhex(found["hex"]) if "hex" in found else found

@@ -264,10 +264,7 @@ def _masked(values: Values) -> Iterator[Rule]:
     yield only("wire", "float32", "masked numbers have a form of their own, of 3 bytes each")
     yield only("sparsity", "1:1", "which numbers are largest would tell of a client's examples")
     yield only("evaluate-on", "server", _REPORTS)
-    unmasked = "private steps are not masked yet"
-    yield "privacy", values["privacy"] != "example", "'none' or 'client'", unmasked
-    if values["privacy"] == "client":
-        yield only("noise-cohort", AUTO, "clients add this federation's noise, and no other's")
+    yield only("privacy", "none", "the server clips and counts updates, which masks hide")
     least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
     room = "a sum of fewer reveals too much of each, and one of more does not fit into 3 bytes"
     some = f"{least} (secure-minimum) to {MOST_CLIENTS}"

@@ -308,11 +308,6 @@ class Config:
         """Return the first word of `partition`."""
         return self.partition.partition(":")[0]
 
-    @property
-    def noised_on_devices(self) -> bool:
-        """Return whether devices add the noise, since they do not trust the server."""
-        return self.privacy == "example" or (self.privacy == "client" and self.secure_aggregation)
-
     def steps_of(self, examples: int) -> int:
         """Count the optimiser steps of a client with so many examples, in each round.
 

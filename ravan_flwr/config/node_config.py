@@ -128,11 +128,7 @@ def check_node_requirements(node: Node, config: "Config") -> None:
             f"noise-cohort = {config.noise_cohort}, whose epsilon is that of a larger federation; "
             "this device takes part in runs without it alone"
         )
-    elif (
-        config.privacy == "client"
-        and not config.secure_aggregation  # the server alone adds the noise, and promises it
-        and (config.epsilon is None or config.epsilon > most)
-    ):
+    elif config.privacy == "client" and (config.epsilon is None or config.epsilon > most):
         got = (
             f"privacy = 'client' and epsilon = {config.epsilon or 'auto'}, expected epsilon = "
             f"{most:g} at most, which the server then keeps to"

@@ -7,6 +7,7 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from logging import getLogger
 
 from flwr.app import Message, MessageType
@@ -43,7 +44,7 @@ LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 # part, or how many, and no account covers that.
 PUBLISHED = (
     "method", "preset", "seed", "num-clients", "rounds", "rank", "trainable-parameters", "metrics",
-    "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort", "epsilon-to-server-bound",
+    "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort",
 )  # fmt: skip
 
 
@@ -65,21 +66,17 @@ def make_parcel(
     )
 
 
+@dataclass
 class DeliverAtEnd(Callback):
-    """Deliver the result of a run when it has ended; `state` is that without a further round."""
+    """Deliver the result of a run when it has ended."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        config: Config,
-        registry: ClientRegistry,
-        mail: MessageBuilder,
-        status: Status,
-        directory: RunDirectory,
-        state: Tensors,
-    ) -> None:
-        self.grid, self.config, self.registry = grid, config, registry
-        self.mail, self.status, self.directory, self.state = mail, status, directory, state
+    grid: Grid
+    config: Config
+    registry: ClientRegistry
+    mail: MessageBuilder
+    status: Status
+    directory: RunDirectory
+    state: Tensors  # that of the last round, or of a run without a further one
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self.state = dict(state)

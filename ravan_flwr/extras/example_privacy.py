@@ -11,6 +11,7 @@ The noise is one for all. Without `noise-multiplier` it is the least with which 
 examples stays within epsilon, were it to train in every round.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -32,7 +33,6 @@ from ravan_flwr.server.privacy_budget import (
     MOST_RELEASES,
     PrivacyBudget,
     Records,
-    times_used,
 )
 from ravan_flwr.server.replies import Update, refusal_in, within
 from ravan_flwr.specs import Scalar
@@ -165,8 +165,9 @@ class ExampleBudget(PrivacyBudget):
         for partition, one in asked.items():
             if not (partition.isdecimal() and _is_asked(one)):
                 yield f"asked has {one!r} of partition {partition!r}"
-        times = times_used(records)
-        for client in (client for record in records for client in record["clients"]):
+        used = [client for record in records for client in record["clients"]]
+        times = Counter(client["partition-id"] for client in used)
+        for client in used:
             of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
             counted = TimesAsked(*asked.get(str(of), NEVER))
             if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:

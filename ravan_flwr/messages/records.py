@@ -11,7 +11,6 @@ from ravan_flwr.messages.plain_text import shown
 
 STYPE = "ravan-flwr.bytes/1"
 PIECES = "secure"  # the record of a message
-SEEN = "seen"  # in the settings of a phase: what the server has seen of a client (extras/masked.py)
 DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose keys are not theirs
 
 

@@ -47,20 +47,21 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def fingerprint(self, adapters):
             return probe([(adapter.A,) for adapter in adapters])
 
-docs/extending.md adds another one, step by step. A method whose rounds are not all alike says so
-in `in_round`: both sides ask it for the method of the round, and the others never see the number.
-What only some options ask of a method stands in extensions.py: sums of changes, limits of norms, a
-round before the first, a part of the model that stays with each client.
+docs/extending.md adds another one, step by step. A method whose rounds are not all alike lists them
+in `rounds`: both sides ask it for the method of the round (`in_round`), and the others never see
+the number. What only some options ask of a method stands in extensions.py: sums of changes, limits
+of norms, a round before the first, a part of the model that stays with each client.
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, cast
+from typing import Any, Generic, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,8 @@ class Method(ABC, Generic[Adapter]):
     # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
     parts: int | None = None
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
-    period: int = 1  # after how many rounds `in_round` gives the same again
+    # Where rounds are not all alike: the attributes of each, in turn.
+    rounds: tuple[Mapping[str, Any], ...] = ()
     frozen_tensors: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
     personal: Personal[Adapter] | None = None  # what stays with each client, if something does
 
@@ -125,9 +127,17 @@ class Method(ABC, Generic[Adapter]):
             layer.out_features + layer.in_features for layer in layers
         )
 
-    def in_round(self, number: int) -> "Method[Adapter]":
+    def in_round(self, number: int) -> Self:
         """Give the method as it is in a training round, where its rounds differ."""
-        return self
+        if not self.rounds:
+            return self
+        method = copy.copy(self)
+        vars(method).update(self.rounds[(number - 1) % len(self.rounds)])
+        return method
+
+    def different_rounds(self) -> list[Self]:
+        """List the method as it is in each of its rounds, until they are the same again."""
+        return [self.in_round(1 + turn) for turn in range(max(1, len(self.rounds)))]
 
     # What it costs.
 
@@ -150,7 +160,7 @@ class Method(ABC, Generic[Adapter]):
 
     def trained_tensors(self) -> set[str]:
         """Name the tensors that clients train, in whichever round."""
-        rounds = (self.in_round(1 + turn) for turn in range(self.period))
+        rounds = self.different_rounds()
         return {name for method in rounds for name in method.upload_shapes(1.0)}
 
     def can_train(self, share: float) -> bool:

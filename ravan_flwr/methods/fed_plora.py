@@ -12,34 +12,67 @@ An upload is {"B", "A"} of the chosen modules, and {"modules": packed bits} that
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import PartOfRanks
-from ravan_flwr.methods.tensors import check_form, check_names, pack_bits, unpack_bits
+from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.tensors import check_form, pack_bits, unpack_bits
 
 
-class FedPLora(NormLimits, PartOfRanks):
+class ParallelLoRALinear(LoRALinear):
+    """Train some modules of a LoRA layer; the others are constants beside the frozen weight."""
+
+    chosen: Tensor  # for each module, whether it is trained
+    folded_columns: Tensor | None  # of B
+    folded_rows: Tensor | None  # of A
+
+    def set_factors(self, B: Tensor, A: Tensor) -> None:
+        """Take copies of these as B and A, all modules of which are trained then."""
+        super().set_factors(B, A)
+        self.chosen = torch.ones(len(A), dtype=torch.bool)
+        self.register_buffer("folded_columns", None, persistent=False)
+        self.register_buffer("folded_rows", None, persistent=False)
+
+    def fold_all_but(self, chosen: Tensor) -> None:
+        """Train the chosen modules alone."""
+        B, A = self.B.detach(), self.A.detach()
+        super().set_factors(B[:, chosen], A[chosen])
+        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~chosen], A[~chosen]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.folded_columns is None or self.folded_rows is None:
+            return y
+        return y + self.scale * F.linear(F.linear(x, self.folded_rows), self.folded_columns)
+
+    def delta_weight(self) -> Tensor:
+        """Compute scale B A of all modules, (out, in)."""
+        delta = super().delta_weight()
+        if self.folded_columns is None or self.folded_rows is None:
+            return delta
+        return delta + self.scale * self.folded_columns @ self.folded_rows
+
+
+class FedPLora(NormLimits, LoraMethod):
     """Keep the state {"B", "A"}."""
+
+    layer_class = ParallelLoRALinear
+    by_ranks = True
 
     def upload_bytes(self, share: float) -> int:
         return super().upload_bytes(share) + math.ceil(self.rank / 8)
 
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "ParallelLoRALinear":
-        lora = super().adapt(layer, linear)
-        return ParallelLoRALinear(linear, lora.B, lora.A, lora.scale)
-
     # The server's half.
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
-        shapes = self.upload_shapes(share)
-        check_names(upload, [*shapes, "modules"])
+        super().check({n: tensor for n, tensor in upload.items() if n != "modules"}, share)
         packed = check_form(upload, "modules", [math.ceil(self.rank / 8)], torch.uint8)
         chosen, number = unpack_bits(packed), affordable(share, self.rank)
         if chosen[self.rank :].any() or int(chosen.sum()) != number:
@@ -47,8 +80,6 @@ class FedPLora(NormLimits, PartOfRanks):
                 f"modules marks {chosen.nonzero().flatten().tolist()}, expected {number} of the "
                 f"first {self.rank}"
             )
-        for name, shape in shapes.items():
-            check_form(upload, name, shape, torch.float32)
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
@@ -71,7 +102,7 @@ class FedPLora(NormLimits, PartOfRanks):
     # The client's half.
 
     def choose(
-        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        self, adapters: Sequence[Any], share: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
         number = affordable(share, self.rank)
@@ -80,11 +111,9 @@ class FedPLora(NormLimits, PartOfRanks):
         chosen = torch.zeros(self.rank, dtype=torch.bool)
         chosen[torch.randperm(self.rank, generator=random)[:number]] = True
         for adapter in adapters:
-            assert isinstance(adapter, ParallelLoRALinear)  # `adapt` made it
             adapter.fold_all_but(chosen)
 
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        assert isinstance(adapters[0], ParallelLoRALinear)
+    def upload(self, adapters: Sequence[Any]) -> Tensors:
         return super().upload(adapters) | {"modules": pack_bits(adapters[0].chosen)}
 
 
@@ -108,42 +137,6 @@ class ModuleMeans:
         """Make the next state."""
         means = {name: (total / self.weights[name]).float() for name, total in self.sums.items()}
         return {n: torch.where(w > 0, means[n], self.state[n]) for n, w in self.weights.items()}
-
-
-class ParallelLoRALinear(LoRALinear):
-    """Train some modules of a LoRA layer; the others are constants beside the frozen weight."""
-
-    chosen: Tensor  # for each module, whether it is trained
-    folded_columns: Tensor | None  # of B
-    folded_rows: Tensor | None  # of A
-
-    def set_factors(self, B: Tensor, A: Tensor) -> None:
-        """Take copies of these as B and A, all modules of which are trained then."""
-        super().set_factors(B, A)
-        self.chosen = torch.ones(len(A), dtype=torch.bool)
-        self.register_buffer("folded_columns", None, persistent=False)
-        self.register_buffer("folded_rows", None, persistent=False)
-
-    def fold_all_but(self, chosen: Tensor) -> None:
-        """Train the chosen modules alone."""
-        B, A, kept = self.B.detach(), self.A.detach(), chosen.to(self.B.device)
-        if B.is_meta:  # a plan has shapes, and no weights
-            kept = chosen
-        super().set_factors(B[:, kept], A[kept])
-        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~kept], A[~kept]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if self.folded_columns is None or self.folded_rows is None:
-            return y
-        return y + self.scale * F.linear(F.linear(x, self.folded_rows), self.folded_columns)
-
-    def delta_weight(self) -> Tensor:
-        """Compute scale B A of all modules, (out, in)."""
-        delta = super().delta_weight()
-        if self.folded_columns is None or self.folded_rows is None:
-            return delta
-        return delta + self.scale * self.folded_columns @ self.folded_rows
 
 
 METHOD = FedPLora

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.methods.base import Settings, Tensors
@@ -35,6 +35,7 @@ class FedSB(MultiHeadMethod):
         super().__init__(settings, layers, size)
         self.rank = settings.rank or min(self.side, math.isqrt(self.budget // len(self.layers)))
         self.shape = (len(self.layers), self.rank, self.rank)
+        # The real bases come from that round; until then any do, since H is zero.
         self.calibration = FirstRound(settings, self.layers, 1, self.rank, self.shape)
 
     def trainable_parameters(self) -> int:
@@ -43,12 +44,6 @@ class FedSB(MultiHeadMethod):
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {"H": self.shape}
 
-    def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
-        # The real bases come from the first round; until then any do, since H is zero.
-        adapter = super().adapt(layer, linear)
-        adapter.s.requires_grad_(False)
-        return adapter
-
     def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return {"H": torch.zeros(self.shape)}
 
@@ -56,14 +51,11 @@ class FedSB(MultiHeadMethod):
         H = check_tensor(tensors, "H", self.shape, torch.float32)
         with torch.no_grad():
             for adapter, layer_H in zip(adapters, H, strict=True):
+                adapter.s.requires_grad_(False)
                 adapter.H.requires_grad_(True).copy_(layer_H[None])
 
     def upload(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return {"H": torch.cat([adapter.H.detach() for adapter in adapters]).cpu()}
-
-    def lora_factors(self, adapter: MultiHeadLinear) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return adapter.B[0] @ adapter.H[0], adapter.A[0]
 
 
 METHOD = FedSB

@@ -20,6 +20,7 @@ not know it, and subtracts what is not there.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,95 +34,6 @@ from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.methods.tensors import HeadMeans, check_tensor, flatten, unpack_bits
 
 OWN = ("own", "counted", "in-sum", "seen")  # P, P before, Q, and H at the last training
-
-
-class FedALT(Ravan):
-    """Keep the state {"H", "clients"}; an upload is {"H": products, "heads": packed bits}."""
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        if settings.init == "first-round":
-            raise ValueError(
-                "init = 'first-round': got method 'fedalt', whose heads begin at zero, expected "
-                "another init; choose one"
-            )
-        self.mean_over_cohort = True
-        shapes = dict.fromkeys(OWN, self._shape)
-        self.personal = Personal(shapes | {"gate": (self._beside_heads(),)}, self.collect, self.put)
-
-    def _beside_heads(self) -> int:
-        return 2 * sum(layer.in_features for layer in self.layers)
-
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "MixedHeads":
-        made = super().adapt(layer, linear)
-        return MixedHeads(linear, made.B, made.A, self.settings.layer_form)
-
-    # The server's half.
-
-    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
-        return super().initial_state(adapters) | {"clients": torch.zeros(1, dtype=torch.int32)}
-
-    def counted(self, state: Tensors, clients: int) -> Tensors:
-        return state | {"clients": torch.tensor([clients], dtype=torch.int32)}
-
-    def open_round(self, state: Tensors) -> "CohortMean":
-        return CohortMean(self, state)
-
-    # The client's half.
-
-    def load(self, adapters: Sequence[MultiHeadLinear], tensors: Mapping[str, Tensor]) -> None:
-        clients = int(check_tensor(tensors, "clients", (1,), torch.int32))
-        nothing = {"H": torch.zeros(self._shape, device=tensors["H"].device)}
-        super().load(adapters, nothing)
-        H = check_tensor(tensors, "H", self._shape, torch.float32)
-        for adapter, shared in zip(mixed(adapters), H, strict=True):
-            adapter.begin(shared, clients)
-
-    def upload(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
-        bits = super().upload(adapters)["heads"]
-        changed = [a.shared + a.cores() - a.counted for a in mixed(adapters)]
-        chosen = unpack_bits(bits, len(adapters) * self.heads)
-        return {"H": torch.cat(changed).detach().cpu()[chosen], "heads": bits}
-
-    def collect(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
-        """Copy what the client computes R of next time, and its gates."""
-        found = mixed(adapters)
-        parts = zip(*[(a.cores(), a.counted, a.in_sum, a.shared) for a in found], strict=True)
-        own = {n: torch.stack(p).detach().cpu() for n, p in zip(OWN, parts, strict=True)}
-        return own | {"gate": flatten([adapter.gate for adapter in found])}
-
-    def put(self, adapters: Sequence[MultiHeadLinear], own: Mapping[str, Tensor]) -> None:
-        """Take the client's own products out of the mean, and put them beside the rest."""
-        found = mixed(adapters)
-        P, before, Q, seen = (own[name].to(found[0].H.device) for name in OWN)
-        if torch.equal(seen, torch.stack([adapter.shared for adapter in found])):
-            P = before  # the round had no effect
-        elif found[0].clients:
-            Q = Q + (P - before) / found[0].clients
-        gates = own["gate"].split([adapter.gate.numel() for adapter in found])
-        for adapter, *mine in zip(found, P, Q, gates, strict=True):
-            adapter.put(*mine)
-
-    def lora_factors(self, adapter: MultiHeadLinear) -> None:  # type: ignore[override]
-        return None  # no product of two factors mixes by input
-
-
-class CohortMean(HeadMeans):
-    """Take the mean over all clients of the round, each of which counts the same."""
-
-    def __init__(self, method: FedALT, state: Tensors) -> None:
-        super().__init__(state["H"], mean_over_cohort=True)
-        self.method, self.state = method, state
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add products of some heads."""
-        super().add(upload, 1.0)
-
-    def close(self) -> Tensors:
-        """Make the next state."""
-        if not self.total:
-            return dict(self.state)
-        return self.method.counted(super().close(), int(self.total))
 
 
 class MixedHeads(MultiHeadLinear):
@@ -178,9 +90,87 @@ class MixedHeads(MultiHeadLinear):
         return (super().delta_weight() + self._of_others().delta_weight()) / 2
 
 
-def mixed(adapters: Sequence[MultiHeadLinear]) -> list[MixedHeads]:
-    """Return adapters as what `adapt` made."""
-    return [adapter for adapter in adapters if isinstance(adapter, MixedHeads)]
+class FedALT(Ravan):
+    """Keep the state {"H", "clients"}; an upload is {"H": products, "heads": packed bits}."""
+
+    layer_class = MixedHeads
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        if settings.init == "first-round":
+            raise ValueError(
+                "init = 'first-round': got method 'fedalt', whose heads begin at zero, expected "
+                "another init; choose one"
+            )
+        self.mean_over_cohort = True
+        shapes = dict.fromkeys(OWN, self._shape)
+        self.personal = Personal(shapes | {"gate": (self._beside_heads(),)}, self.collect, self.put)
+
+    def _beside_heads(self) -> int:
+        return 2 * sum(layer.in_features for layer in self.layers)
+
+    # The server's half.
+
+    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
+        return super().initial_state(adapters) | {"clients": torch.zeros(1, dtype=torch.int32)}
+
+    def counted(self, state: Tensors, clients: int) -> Tensors:
+        return state | {"clients": torch.tensor([clients], dtype=torch.int32)}
+
+    def open_round(self, state: Tensors) -> "CohortMean":
+        return CohortMean(self, state)
+
+    # The client's half.
+
+    def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+        clients = int(check_tensor(tensors, "clients", (1,), torch.int32))
+        nothing = {"H": torch.zeros(self._shape, device=tensors["H"].device)}
+        super().load(adapters, nothing)
+        H = check_tensor(tensors, "H", self._shape, torch.float32)
+        for adapter, shared in zip(adapters, H, strict=True):
+            adapter.begin(shared, clients)
+
+    def upload(self, adapters: Sequence[Any]) -> Tensors:
+        bits = super().upload(adapters)["heads"]
+        changed = [a.shared + a.cores() - a.counted for a in adapters]
+        chosen = unpack_bits(bits, len(adapters) * self.heads)
+        return {"H": torch.cat(changed).detach().cpu()[chosen], "heads": bits}
+
+    def collect(self, adapters: Sequence[Any]) -> Tensors:
+        """Copy what the client computes R of next time, and its gates."""
+        parts = zip(*[(a.cores(), a.counted, a.in_sum, a.shared) for a in adapters], strict=True)
+        own = {n: torch.stack(p).detach().cpu() for n, p in zip(OWN, parts, strict=True)}
+        return own | {"gate": flatten([adapter.gate for adapter in adapters])}
+
+    def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
+        """Take the client's own products out of the mean, and put them beside the rest."""
+        P, before, Q, seen = (own[name].to(adapters[0].H.device) for name in OWN)
+        if torch.equal(seen, torch.stack([adapter.shared for adapter in adapters])):
+            P = before  # the round had no effect
+        elif adapters[0].clients:
+            Q = Q + (P - before) / adapters[0].clients
+        gates = own["gate"].split([adapter.gate.numel() for adapter in adapters])
+        for adapter, *mine in zip(adapters, P, Q, gates, strict=True):
+            adapter.put(*mine)
+
+    def lora_factors(self, adapter: MultiHeadLinear) -> None:
+        return None  # no product of two factors mixes by input
+
+
+class CohortMean(HeadMeans):
+    """Take the mean over all clients of the round, each of which counts the same."""
+
+    def __init__(self, method: FedALT, state: Tensors) -> None:
+        super().__init__(state["H"], mean_over_cohort=True)
+        self.method = method
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add products of some heads."""
+        super().add(upload, 1.0)
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        return self.method.counted(super().close(), int(self.total))
 
 
 METHOD = FedALT

@@ -16,8 +16,8 @@ network's last hidden state of an input with that of five of the client's exampl
 layers. Here no example is kept, and nothing is computed twice.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,79 +26,10 @@ from torch.nn import functional as F
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.extensions import Personal
-from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.lora import BOTH, LoraMethod
 from ravan_flwr.methods.tensors import flatten
 
 LAMBDA = 0.5
-
-
-class FedDPA(LoraMethod):
-    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
-
-    frozen_tensors: tuple[str, ...] = ()
-    period = 2
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        if self.rank < 1:
-            raise ValueError(
-                f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
-                "expected 2 at least; raise lora-rank or set rank"
-            )
-        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank).items()}
-        shapes = own | {"mean-input": (sum(self.ins),)}
-        self.personal = Personal(shapes, self.collect, self.put)
-
-    def in_round(self, number: int) -> "FedDPA":
-        method = copy.copy(self)
-        method.frozen_tensors = () if number % 2 else ("B", "A")
-        return method
-
-    def parameters_a_rank(self) -> int:
-        return 2 * super().parameters_a_rank()
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return {} if self.frozen_tensors else super().upload_shapes(share)
-
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "DualLoRALinear":
-        lora = super().adapt(layer, linear)
-        adapter = DualLoRALinear(linear, lora.B, lora.A, lora.scale)
-        adapter.set_own(lora.B, lora.A, torch.zeros(layer.in_features))
-        return adapter
-
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        super().load(adapters, tensors)
-        drawn = [torch.zeros(out, self.rank) for out in self.outs], self.drawn_A
-        means = [torch.zeros(side) for side in self.ins]
-        for adapter, B, A, mean in zip(dual(adapters), *drawn, means, strict=True):
-            adapter.set_own(B, A, mean)
-
-    def choose(
-        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
-        backward: Callable[..., object],
-    ) -> None:  # fmt: skip
-        for adapter in dual(adapters):
-            adapter.train_own(own=bool(self.frozen_tensors))
-
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {} if self.frozen_tensors else super().upload(adapters)
-
-    def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        """Copy a client's own factors, and the mean of what it trained them on."""
-        found = dual(adapters)
-        own = self.pack([a.own_B for a in found], [a.own_A for a in found])
-        means = flatten([adapter.mean_input() for adapter in found])
-        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
-
-    def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
-        """Put a client's own factors beside those of all."""
-        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
-        means = own["mean-input"].split(self.ins)
-        for adapter, B, A, mean in zip(dual(adapters), *factors, means, strict=True):
-            adapter.set_own(B, A, mean)
-
-    def lora_factors(self, adapter: LoRALinear) -> None:
-        return None  # no product of two factors mixes by input
 
 
 class DualLoRALinear(LoRALinear):
@@ -107,6 +38,10 @@ class DualLoRALinear(LoRALinear):
     own_share: float | None = None  # a while one of the two is trained; by input if None
     mean: Tensor
     total: Tensor
+
+    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
+        super().__init__(base, B, A, scale)
+        self.set_own(B, A, torch.zeros(base.in_features))
 
     def set_own(self, B: Tensor, A: Tensor, mean: Tensor) -> None:
         """Take copies of a client's own factors, and the mean input that they were trained on."""
@@ -154,9 +89,55 @@ class DualLoRALinear(LoRALinear):
         return (1 - share) * super().delta_weight() + share * own
 
 
-def dual(adapters: Sequence[LoRALinear]) -> list[DualLoRALinear]:
-    """Return adapters as what `adapt` made."""
-    return [adapter for adapter in adapters if isinstance(adapter, DualLoRALinear)]
+class FedDPA(LoraMethod):
+    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
+
+    layer_class = DualLoRALinear
+    rounds = ({"sent": BOTH, "frozen_tensors": ()}, {"sent": (), "frozen_tensors": BOTH})
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        if self.rank < 1:
+            raise ValueError(
+                f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
+                "expected 2 at least; raise lora-rank or set rank"
+            )
+        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
+        shapes = own | {"mean-input": (sum(self.ins),)}
+        self.personal = Personal(shapes, self.collect, self.put)
+
+    def parameters_a_rank(self) -> int:
+        return 2 * super().parameters_a_rank()
+
+    def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, tensors)
+        drawn = self.split(self.first_factors(BOTH))
+        means = [torch.zeros(side) for side in self.ins]
+        for adapter, B, A, mean in zip(adapters, *drawn, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def choose(
+        self, adapters: Sequence[Any], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
+        for adapter in adapters:
+            adapter.train_own(own=bool(self.frozen_tensors))
+
+    def collect(self, adapters: Sequence[Any]) -> Tensors:
+        """Copy a client's own factors, and the mean of what it trained them on."""
+        own = self.pack([a.own_B for a in adapters], [a.own_A for a in adapters])
+        means = flatten([adapter.mean_input() for adapter in adapters])
+        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
+
+    def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
+        """Put a client's own factors beside those of all."""
+        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
+        means = own["mean-input"].split(self.ins)
+        for adapter, B, A, mean in zip(adapters, *factors, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def lora_factors(self, adapter: LoRALinear) -> None:
+        return None  # no product of two factors mixes by input
 
 
 METHOD = FedDPA

@@ -13,7 +13,6 @@ whole orthogonal factor, reflections included. It is not exact. The turn needs t
 last state alone, so the server makes it, after a reply was checked as the client trained it.
 """
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -30,13 +29,8 @@ _NOTHING = 1e-6  # of a matrix's norm: directions below it are left unturned
 class FedRotLora(LoraMethod):
     """Keep the state {"B", "A"}; an upload is the same."""
 
-    period = 2
     aligned = "A"  # the factor that is turned to that of the state
-
-    def in_round(self, number: int) -> "FedRotLora":
-        method = copy.copy(self)
-        method.aligned = "A" if number % 2 else "B"
-        return method
+    rounds = ({"aligned": "A"}, {"aligned": "B"})
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         """Turn an upload's factors towards those of the state."""

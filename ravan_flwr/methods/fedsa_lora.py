@@ -17,7 +17,7 @@ from ravan_flwr.methods.lora import PersonalLora
 class FedSALora(PersonalLora):
     """Keep the state {"A"}; an upload has the same, and {"B"} is a client's own."""
 
-    travels = ("A",)
+    in_state = sent = ("A",)
 
 
 METHOD = FedSALora

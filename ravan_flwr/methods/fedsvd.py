@@ -11,13 +11,12 @@ has no rows outside of what the rows of A span: that is drawn from the seed once
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.adapters.lora import ProductSum, complete_rows
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
@@ -29,8 +28,7 @@ from ravan_flwr.seeding import generator
 class FedSVD(NormLimits, LoraMethod):
     """Keep the state {"B", "A"}, which is sent whole; an upload is {"B"}."""
 
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        return {"B": super().shapes(rank)["B"]}
+    trained = sent = ("B",)
 
     @cached_property
     def drawn_A(self) -> list[Tensor]:
@@ -41,11 +39,6 @@ class FedSVD(NormLimits, LoraMethod):
             nothing = torch.zeros(0, layer.in_features, dtype=torch.float64)
             drawn.append(complete_rows(nothing, self.rank, random).float())
         return drawn
-
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        super().load(adapters, tensors)
-        for adapter in adapters:
-            adapter.A.requires_grad_(False)
 
     def open_round(self, state: Tensors) -> "Refactored":
         return Refactored(self, state)
@@ -67,8 +60,6 @@ class Refactored:
 
     def close(self) -> Tensors:
         """Make the next state."""
-        if not self.mean.weight:
-            return dict(self.state)
         means = self.state | {"B": self.mean.sum / self.mean.weight}
         Bs, As = [], []
         for B, A in zip(*self.method.split(means), strict=True):

@@ -21,12 +21,14 @@ from ravan_flwr.adapters.lora import product_norm
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import PartOfRanks, ProductSums, ResidualLora
+from ravan_flwr.methods.lora import ProductSums, ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
 
 
-class Flora(NormLimits, PartOfRanks, ResidualLora):
+class Flora(NormLimits, ResidualLora):
     """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
+
+    by_ranks = True
 
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
@@ -73,8 +75,6 @@ class Stacked(ProductSums):
 
     def close(self) -> Tensors:
         """Make the next state."""
-        if not self.weight:
-            return dict(self.state)
         factor = self.method.settings.lora_scale / self.weight
         added = self.method.add_products(self.state, self.sums, factor, self.rank)
         return added | {"rounds": self.state["rounds"] + 1}

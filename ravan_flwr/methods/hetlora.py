@@ -12,12 +12,13 @@ A layer in which every reply's delta-weight is zero keeps what it was. With
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ravan_flwr.adapters.lora import product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import RankedLora
+from ravan_flwr.methods.tensors import Mean
 
 
 class HetLora(RankedLora):
@@ -28,32 +29,24 @@ class HetLora(RankedLora):
 
 
 class NormWeighted:
-    """Sum up S_c B_c and S_c A_c, padded, and S_c, per layer."""
+    """Keep the means of B and A of every layer, padded, each reply weighted by its S_c there."""
 
     def __init__(self, method: HetLora, state: Tensors) -> None:
         self.method = method
-        self.old = method.split(state)
-        Bs, As = self.old
-        self.Bs = [torch.zeros_like(B, dtype=torch.float64) for B in Bs]
-        self.As = [torch.zeros_like(A, dtype=torch.float64) for A in As]
-        self.norms = [0.0] * len(Bs)
+        Bs, As = method.split(state)
+        self.Bs, self.As = [Mean(B) for B in Bs], [Mean(A) for A in As]
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's B and A, of its own rank."""
-        Bs, As = self.method.split(upload)
-        for layer, (B, A) in enumerate(zip(Bs, As, strict=True)):
-            norm, rank = weight * product_norm(B, A), len(A)
-            self.Bs[layer][:, :rank].add_(B, alpha=norm)
-            self.As[layer][:rank].add_(A, alpha=norm)
-            self.norms[layer] += norm
+        factors = self.method.split(upload)
+        for mean_B, mean_A, B, A in zip(self.Bs, self.As, *factors, strict=True):
+            norm, missing = weight * product_norm(B, A), self.method.rank - len(A)
+            mean_B.add(F.pad(B, (0, missing)), norm)
+            mean_A.add(F.pad(A, (0, 0, 0, missing)), norm)
 
     def close(self) -> Tensors:
         """Make the next state."""
-        Bs, As = (
-            [total / norm if norm else old for total, norm, old in zip(*parts, strict=True)]
-            for parts in ((self.Bs, self.norms, self.old[0]), (self.As, self.norms, self.old[1]))
-        )
-        return self.method.pack(Bs, As)
+        return self.method.pack([B.close() for B in self.Bs], [A.close() for A in self.As])
 
 
 METHOD = HetLora

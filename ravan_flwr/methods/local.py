@@ -10,7 +10,7 @@ from ravan_flwr.methods.lora import PersonalLora
 class Local(PersonalLora):
     """Keep an empty state; {"B", "A"} are a client's own."""
 
-    travels = ()
+    in_state = sent = ()
 
 
 METHOD = Local

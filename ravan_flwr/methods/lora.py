@@ -14,8 +14,8 @@ matrix from then on."""
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import ClassVar, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,21 @@ from ravan_flwr.methods.extensions import Personal
 from ravan_flwr.methods.tensors import Mean, check_tensor, flatten, probe
 from ravan_flwr.seeding import generator
 
-Value = TypeVar("Value")
+BOTH = ("B", "A")
 
 
 class LoraMethod(Method[LoRALinear]):
-    """Send B and A both ways; the next state is the mean of each."""
+    """Send B and A both ways; the next state is the mean of each.
+
+    Where a method treats one of the two otherwise, it says so by these names.
+    """
 
     rank: int
+    trained: tuple[str, ...] = BOTH  # which the budget pays for; the other is frozen
+    in_state: tuple[str, ...] = BOTH  # which the server has and sends; the other is as drawn
+    sent: tuple[str, ...] = BOTH  # which clients send in this round
+    layer_class: type[LoRALinear] = LoRALinear  # what takes the place of a layer
+    by_ranks = False  # May a client train floor(share * r) ranks, at least one?
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -43,20 +51,23 @@ class LoraMethod(Method[LoRALinear]):
         self.side = min(*self.outs, *self.ins)
         self.rank = settings.rank or min(self.side, self.budget // self.parameters_a_rank())
         check_rank(self.rank, self.side)
+        self.parts = self.rank if self.by_ranks else None
 
     def parameters_a_rank(self) -> int:
         """Count the parameters of one more rank."""
-        return sum(math.prod(shape) for shape in self.shapes(1).values())
+        return sum(math.prod(shape) for shape in self.shapes(1, self.trained).values())
 
     def trainable_parameters(self) -> int:
         return self.rank * self.parameters_a_rank()
 
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Name the tensors of that rank that travel, with their shapes."""
-        return {"B": (rank * sum(self.outs),), "A": (rank * sum(self.ins),)}
+    def shapes(self, rank: int, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the flat tensors of these names, of that rank."""
+        sides = {"B": sum(self.outs), "A": sum(self.ins)}
+        return {name: (rank * sides[name],) for name in names}
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self.shapes(self.rank)
+        rank = self.rank if self.parts is None else affordable(share, self.rank)
+        return self.shapes(rank, self.sent)
 
     @cached_property
     def drawn_A(self) -> list[Tensor]:
@@ -75,7 +86,7 @@ class LoraMethod(Method[LoRALinear]):
     def adapt(self, layer: Layer, linear: nn.Linear) -> LoRALinear:
         A = self.drawn_A[self.layers.index(layer)]
         B = torch.zeros(layer.out_features, self.rank)
-        return LoRALinear(linear, B, A, self.settings.lora_scale)
+        return self.layer_class(linear, B, A, self.settings.lora_scale)
 
     def pack(self, Bs: Sequence[Tensor], As: Sequence[Tensor]) -> Tensors:
         """Flatten these factors into two tensors, in float32 on the CPU."""
@@ -89,10 +100,23 @@ class LoraMethod(Method[LoRALinear]):
             [a.view(rank, -1) for a in tensors["A"].split([rank * side for side in self.ins])],
         )
 
+    def first_factors(self, names: Sequence[str]) -> Tensors:
+        """Make the factors of these names as every client begins with them."""
+        first = self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
+        return {name: first[name] for name in names}
+
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
+        return self.first_factors(self.in_state)
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        drawn = [name for name in BOTH if name not in self.in_state]
+        self.set_factors(adapters, dict(tensors) | self.first_factors(drawn))
+        for name in set(BOTH) - set(self.trained):
+            for adapter in adapters:
+                adapter.get_parameter(name).requires_grad_(False)
+
+    def set_factors(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        """Put both factors of one rank into the adapters."""
         rank = max(1, len(tensors.get("B", ())) // sum(self.outs))  # of unknown origin
         for name, sides in (("B", self.outs), ("A", self.ins)):
             check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
@@ -100,9 +124,11 @@ class LoraMethod(Method[LoRALinear]):
             adapter.set_factors(B, A)
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {
-            name: flatten([getattr(a, name) for a in adapters]) for name in self.shapes(self.rank)
-        }
+        return self.factors_of(adapters, self.sent)
+
+    def factors_of(self, adapters: Sequence[LoRALinear], names: Sequence[str]) -> Tensors:
+        """Copy the factors of these names out of the adapters."""
+        return {name: flatten([a.get_parameter(name) for a in adapters]) for name in names}
 
     def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
         return adapter.factors()
@@ -111,19 +137,10 @@ class LoraMethod(Method[LoRALinear]):
         return probe([(adapter.A,) for adapter in adapters])
 
 
-class PartOfRanks(LoraMethod):
-    """Let a client train r_c = floor(share * r) ranks, at least one."""
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        self.parts = self.rank
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self.shapes(affordable(share, self.rank))
-
-
-class RankedLora(PartOfRanks):
+class RankedLora(LoraMethod):
     """Let a client train the first ranks, and send it no others."""
+
+    by_ranks = True
 
     def broadcast(self, state: Tensors, share: float) -> Tensors:
         rank = affordable(share, self.rank)
@@ -132,42 +149,20 @@ class RankedLora(PartOfRanks):
 
 
 class PersonalLora(LoraMethod):
-    """Send the factors of `travels`; the others stay with each client.
+    """Leave the factors that are not sent with each client.
 
     They begin as every LoRA does, B = 0 and A drawn from the seed, so that all clients begin alike.
     """
 
-    travels: ClassVar[tuple[str, ...]]
-
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
-        shapes = self.shapes(self.rank).items()
-        stays = {name: shape for name, shape in shapes if name not in self.travels}
-        self.personal = Personal(stays, self.collect, self.put)
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self._travelling(super().upload_shapes(share))
-
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self._travelling(super().initial_state(adapters))
-
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        super().load(adapters, super().initial_state(adapters) | dict(tensors))
-
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self._travelling(super().upload(adapters))
-
-    def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        """Copy the factors that stay."""
-        factors = super().upload(adapters)
-        return {name: tensor for name, tensor in factors.items() if name not in self.travels}
+        stay = [name for name in BOTH if name not in self.sent]
+        collect = partial(self.factors_of, names=stay)
+        self.personal = Personal(self.shapes(self.rank, stay), collect, self.put)
 
     def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
         """Put a client's own factors into the adapters, beside those that travel."""
-        super().load(adapters, super().upload(adapters) | dict(own))
-
-    def _travelling(self, factors: Mapping[str, Value]) -> dict[str, Value]:
-        return {name: value for name, value in factors.items() if name in self.travels}
+        self.set_factors(adapters, self.factors_of(adapters, BOTH) | dict(own))
 
 
 class ProductSums:
@@ -214,12 +209,31 @@ class CoMoments(ProductSums):
         self.weight += weight
 
 
+class ResidualLoRALinear(LoRALinear):
+    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
+
+    pretrained: Tensor
+
+    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
+        super().__init__(base, B, A, scale)
+        self.register_buffer("pretrained", base.weight.detach(), persistent=False)
+
+    def set_residual(self, residual: Tensor | None) -> None:
+        """Make the base's weight the pretrained one plus this."""
+        weight = self.pretrained
+        if residual is not None:
+            weight = weight + residual.to(weight.device, weight.dtype)
+        self.base.weight.data = weight
+
+    def delta_weight(self) -> Tensor:
+        """Compute scale B A and the residual, (out, in)."""
+        return super().delta_weight() + (self.base.weight - self.pretrained)
+
+
 class ResidualLora(LoraMethod):
     """Keep {"residual", "residual-rank"} in the state, and add it to the pretrained weights."""
 
-    def adapt(self, layer: Layer, linear: nn.Linear) -> "ResidualLoRALinear":
-        lora = super().adapt(layer, linear)
-        return ResidualLoRALinear(linear, lora.B, lora.A, lora.scale)
+    layer_class = ResidualLoRALinear
 
     def no_residual(self) -> Tensors:
         """Make the part of the state that says what was added: nothing yet."""
@@ -229,10 +243,9 @@ class ResidualLora(LoraMethod):
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
         return super().broadcast_bytes(initial, share) + 4 * matrices
 
-    def load_residual(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+    def load_residual(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         """Make every layer's weight the pretrained one plus the residual."""
         for adapter, residual in zip(adapters, self.residuals(tensors), strict=True):
-            assert isinstance(adapter, ResidualLoRALinear)  # `adapt` made it
             adapter.set_residual(residual.dense())
 
     def lora_factors(self, adapter: LoRALinear) -> None:
@@ -306,24 +319,3 @@ class Residual:
         dense = self.dense()
         total = factor * moment.dense()
         return Residual(self.layer, rank, (total if dense is None else total + dense,))
-
-
-class ResidualLoRALinear(LoRALinear):
-    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
-
-    pretrained: Tensor
-
-    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
-        super().__init__(base, B, A, scale)
-        self.register_buffer("pretrained", base.weight.detach(), persistent=False)
-
-    def set_residual(self, residual: Tensor | None) -> None:
-        """Make the base's weight the pretrained one plus this."""
-        weight = self.pretrained
-        if residual is not None:
-            weight = weight + residual.to(weight.device, weight.dtype)
-        self.base.weight.data = weight
-
-    def delta_weight(self) -> Tensor:
-        """Compute scale B A and the residual, (out, in)."""
-        return super().delta_weight() + (self.base.weight - self.pretrained)

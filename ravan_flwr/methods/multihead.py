@@ -29,6 +29,7 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
     heads = 1
     init = "normal"  # how the bases are made
     trains_scales = False
+    layer_class: type[MultiHeadLinear] = MultiHeadLinear
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -44,7 +45,12 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
                 self.init, heads=self.heads, rank=self.rank, out_features=out, in_features=inside,
                 seed=self.settings.seed, layer=layer.name,
             )  # fmt: skip
-        return MultiHeadLinear(linear, B, A, self.settings.layer_form)
+        return self.layer_class(linear, B, A, self.settings.layer_form)
+
+    def lora_factors(self, adapter: MultiHeadLinear) -> tuple[Tensor, Tensor] | None:
+        with torch.no_grad():
+            B = torch.cat(list(adapter.s[:, None, None] * (adapter.B @ adapter.H)), dim=1)
+        return B, adapter.A_stack
 
     def fingerprint(self, adapters: Sequence[MultiHeadLinear]) -> list[float]:
         return probe([(adapter.B, adapter.A) for adapter in adapters])

@@ -6,12 +6,10 @@ of it measures the pretrained network as it is.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from ravan_flwr.adapters import Layer, LoRALinear
-from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.adapters import Layer
+from ravan_flwr.methods.base import Settings
 from ravan_flwr.methods.extensions import SumsChanges
 from ravan_flwr.methods.lora import LoraMethod
 
@@ -19,19 +17,10 @@ from ravan_flwr.methods.lora import LoraMethod
 class NoAdapter(SumsChanges, LoraMethod):
     """Keep an empty state; the network has a LoRA of rank 1 in it, which is zero and stays so."""
 
+    trained = in_state = sent = ()
+
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(dataclasses.replace(settings, rank=1), layers, size)
-
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return {}
-
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        super().load(adapters, super().initial_state(adapters))
-        for adapter in adapters:
-            adapter.requires_grad_(False)
 
 
 METHOD = NoAdapter

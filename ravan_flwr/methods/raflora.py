@@ -65,9 +65,9 @@ class MeanOfRanks(MeanOfProducts):
         for rank, (upload, weight) in zip(rank_of, self.replies, strict=True):
             self._add_ranks(upload, weight / held[:rank])
         missing = (held == 0).double()
-        if self.replies and missing.any():
+        if missing.any():
             self._add_ranks(self.state, missing)
-        self.weight = 1.0 if self.replies else 0.0
+        self.weight = 1.0
         return super().close()
 
     def _add_ranks(self, factors: Mapping[str, Tensor], shares: Tensor) -> None:

@@ -67,7 +67,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def _largest_rank(self) -> int:
         """Find the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
         per_head = (self.budget - self._beside_heads()) / (len(self.layers) * self.heads)
-        rank = math.isqrt(max(0, math.floor(per_head) - self._scales_per_head()))
+        rank = math.isqrt(max(0, math.floor(per_head) - int(self.trains_scales)))
         if rank < 1:
             raise ValueError(
                 f"heads = {self.heads}: the budget of {self.budget} trainable parameters has "
@@ -79,15 +79,12 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def _shape(self) -> tuple[int, ...]:
         return len(self.layers), self.heads, self.rank, self.rank
 
-    def _scales_per_head(self) -> int:
-        return 1 if self.trains_scales else 0
-
     def _beside_heads(self) -> int:
         """Count what is trained beside the heads."""
         return 0
 
     def trainable_parameters(self) -> int:
-        a_head = self.rank**2 + self._scales_per_head()
+        a_head = self.rank**2 + int(self.trains_scales)
         return len(self.layers) * self.heads * a_head + self._beside_heads()
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
@@ -225,11 +222,6 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
             right = torch.bmm(cores, layer.A @ layer.A.mT)
             norms.append((left * right).sum((1, 2)).clamp(min=0).sqrt().tolist())
         return norms
-
-    def lora_factors(self, adapter: MultiHeadLinear) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            B = torch.cat(list(adapter.s[:, None, None] * (adapter.B @ adapter.H)), dim=1)
-        return B, adapter.A_stack
 
 
 METHOD = Ravan

@@ -9,7 +9,7 @@ Weighted float32 tensors are summed in float64: their order hardly leaves a trac
 import hashlib
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -19,20 +19,18 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter."""
-    return whole_checksum(tensors)[:16]
+def checksum(tensors: Mapping[str, Tensor], digits: int = 16) -> str:
+    """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter.
 
-
-def whole_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors to so many digits that nobody finds others with the same."""
+    Of 64 digits nobody finds other tensors with the same.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous()
         dtype = str(flat.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {tuple(flat.shape)}".encode())
         digest.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:digits]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -109,7 +107,7 @@ class Sums(Protocol):
         """Add one checked upload to the sums."""
 
     def close(self) -> Tensors:
-        """Make the next global state."""
+        """Make the next global state, where an upload was added."""
 
 
 def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
@@ -134,11 +132,6 @@ class Mean:
         """Add one tensor."""
         add_to(self.sum, tensor, weight)
         self.weight += weight
-
-    def merge(self, other: "Mean") -> None:
-        """Add all that another mean has."""
-        self.sum.add_(other.sum)
-        self.weight += other.weight
 
     def close(self) -> Tensor:
         """Compute the mean, or what was there before if nothing came."""
@@ -190,7 +183,8 @@ class MeansBySize:
         most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
         for exponent in sorted(key for key in self.classes if key <= most):
             for name, mean in self.classes[exponent].means.items():
-                total.means[name].merge(mean)
+                total.means[name].sum += mean.sum
+                total.means[name].weight += mean.weight
         return total.close()
 
 
@@ -224,10 +218,8 @@ class HeadMeans:
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add products of some heads, where the bits say."""
         chosen = unpack_bits(upload["heads"], len(self.weight))
-        at = 0
-        for start, number in _runs(chosen):
-            add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
-            at += number
+        where = chosen.nonzero().flatten()
+        self.sum.index_add_(0, where, upload["H"].double(), alpha=weight)
         self.weight[chosen] += weight
         self.total += weight
 
@@ -241,11 +233,3 @@ class HeadMeans:
             mean = torch.lerp(H[trained].double(), mean, fractions)
         H[trained] = mean.float()
         return {"H": H.view_as(self.old)}
-
-
-def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
-    """Find where consecutive ones begin, and how many they are."""
-    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
-    edges = padded.diff().nonzero().flatten().tolist()
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        yield start, end - start

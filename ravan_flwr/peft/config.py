@@ -1,8 +1,7 @@
 """Configure RAVAN's adapter for PEFT."""
-# ruff: noqa: RUF009 (`_option` makes a field)
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from peft import PeftConfig
@@ -13,55 +12,64 @@ from ravan_flwr.adapters.bases import SCHEMES
 BIASES = ("none", "all", "ravan_only")
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class RavanConfig(PeftConfig):
     """Configure heads y = W x + b + sum_i s_i B_i H_i A_i x on linear layers, for `get_peft_model`.
 
     H_i (r, r) and s_i are trained; W, b, B_i (out, r) and A_i (r, in) are frozen.
+
+    Args:
+        r (int, default 32): rank of each head: H_i is (r, r).
+        num_heads (int, default 4): heads in each layer.
+        init (str, default 'gram-schmidt'): how the bases B and A are made.
+        base_seed (int, default 0): seed of the bases: the same seed, layer name and `init` give the
+            same B and A.
+        trainable_scales (bool, default True): train the scales s_i; otherwise they stay 1.
+        target_modules (list[str] | str | None, default None): layers to adapt: a list of names or
+            of their ends, a regular expression of whole names, or "all-linear"; None takes the
+            usual ones of the architecture.
+        exclude_modules (list[str] | str | None, default None): layers to leave out, as a list or a
+            regular expression.
+        layers_to_transform (list[int] | int | None, default None): numbers of the blocks to adapt;
+            needs `target_modules` as a list.
+        layers_pattern (list[str] | str | None, default None): name of the list of blocks, such as
+            "layer", where PEFT does not know it.
+        modules_to_save (list[str] | None, default None): other modules to train and save whole,
+            such as a new classifier.
+        bias (str, default 'none'): biases to train: none, all, or ravan_only, those of the adapted
+            layers.
+        fan_in_fan_out (bool, default False): all targets keep their weight as (in, out), as GPT-2's
+            Conv1D; a Conv1D is recognised without it.
+        save_bases (bool, default False): save B and A in the adapter's folder, instead of making
+            them when it is loaded.
+        base_layers (dict[str, Any] | None, default None): what the adapter was made for; written
+            when it is saved, checked when it is loaded.
     """
 
-    # fmt: off
-    r: int = _option(32, "rank of each head: H_i is (r, r)")
-    num_heads: int = _option(4, "heads in each layer")
-    init: Literal["gram-schmidt", "normal", "constant", "shared-subspace"] = _option(
-        "gram-schmidt", "how the bases B and A are made")
-    base_seed: int = _option(0, "seed of the bases: the same seed, layer name and `init` give the "
-        "same B and A")
-    trainable_scales: bool = _option(True, "train the scales s_i; otherwise they stay 1")
-    target_modules: list[str] | str | None = _option(None, "layers to adapt: a list of names or of "
-        'their ends, a regular expression of whole names, or "all-linear"; None takes the usual '
-        "ones of the architecture")
-    exclude_modules: list[str] | str | None = _option(None, "layers to leave out, as a list or a "
-        "regular expression")
-    layers_to_transform: list[int] | int | None = _option(None, "numbers of the blocks to adapt; "
-        "needs `target_modules` as a list")
-    layers_pattern: list[str] | str | None = _option(None, "name of the list of blocks, such as "
-        '"layer", where PEFT does not know it')
-    modules_to_save: list[str] | None = _option(None, "other modules to train and save whole, such "
-        "as a new classifier")
-    bias: Literal["none", "all", "ravan_only"] = _option("none", "biases to train: none, all, or "
-        "ravan_only, those of the adapted layers")
-    fan_in_fan_out: bool = _option(False, "all targets keep their weight as (in, out), as GPT-2's "
-        "Conv1D; a Conv1D is recognised without it")
-    save_bases: bool = _option(False, "save B and A in the adapter's folder, instead of making "
-        "them when it is loaded")
-    base_layers: dict[str, Any] | None = _option(None, "what the adapter was made for; written "
-        "when it is saved, checked when it is loaded")
-    # fmt: on
+    r: int = 32
+    num_heads: int = 4
+    init: Literal["gram-schmidt", "normal", "constant", "shared-subspace"] = "gram-schmidt"
+    base_seed: int = 0
+    trainable_scales: bool = True
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    bias: Literal["none", "all", "ravan_only"] = "none"
+    fan_in_fan_out: bool = False
+    save_bases: bool = False
+    base_layers: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.peft_type = PeftType("RAVAN")
         for name in ("r", "num_heads"):
-            if not _is_int(number := getattr(self, name)) or number < 1:
+            if type(number := getattr(self, name)) is not int or number < 1:
                 raise ValueError(
                     f"{name} = {number!r}: expected a whole number at least 1; set {name}=4, say"
                 )
-        if not _is_int(self.base_seed):
+        if type(self.base_seed) is not int:
             raise ValueError(
                 f"base_seed = {self.base_seed!r}: expected a whole number; set base_seed=0, say"
             )
@@ -108,24 +116,3 @@ def _check_expression(name: str, expression: str) -> None:
             f"{name} = {expression!r}: got no regular expression ({error}), expected one of whole "
             f"names; set {name}=r'.*\\.query', say, or a list of names"
         ) from error
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _arguments() -> str:
-    """Describe each field of RAVAN's own by its type, default and help."""
-    return "".join(
-        f"    {one.name} ({_type_name(one.type)}, default {one.default!r}): "
-        f"{one.metadata['help']}.\n"
-        for one in fields(RavanConfig)
-        if one.name in RavanConfig.__annotations__
-    )
-
-
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-
-
-RavanConfig.__doc__ = f"{RavanConfig.__doc__}\nArgs:\n{_arguments()}"

@@ -7,7 +7,7 @@ The arithmetic, and the choice between its two forms, is that of `MultiHeadLinea
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -80,8 +80,14 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             layer_name: the layer's name in the model.
             config: the adapter's configuration.
         """
-        self._check_sizes(layer_name, config)
         heads, rank = config.num_heads, config.r
+        most = self.out_features * self.in_features // rank**2
+        if most and heads > most:  # make_bases refuses a rank beyond the layer's sides
+            raise ValueError(
+                f"num_heads = {heads}: heads of r = {rank} would have more numbers than layer "
+                f"{layer_name}, expected at most {most}; lower num_heads or r, or name the layer "
+                "in exclude_modules"
+            )
         B, A = make_bases(
             config.init,
             heads=heads,
@@ -96,28 +102,13 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             device = B.device  # they are no part of what is loaded later
         # B_i side by side, as the forward pass takes them, seen as (heads, out, r).
         B = side_by_side(B).to(device).view(-1, heads, rank).transpose(0, 1)
-        self.ravan_B.put(adapter_name, B, saved=config.save_bases)
-        self.ravan_A.put(adapter_name, A.to(device), saved=config.save_bases)
+        for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
+            bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
         self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
         self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
         self.constant_scales[adapter_name] = not config.trainable_scales
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def _check_sizes(self, layer_name: str, config: RavanConfig) -> None:
-        out, in_ = self.out_features, self.in_features
-        told = f"layer {layer_name} is {out} x {in_}"
-        if config.r > min(out, in_):
-            raise ValueError(
-                f"r = {config.r}: {told}, so expected at most {min(out, in_)}; lower r, or name "
-                "the layer in exclude_modules"
-            )
-        if config.num_heads * config.r**2 > out * in_:
-            raise ValueError(
-                f"num_heads = {config.num_heads}: heads of r = {config.r} would have more numbers "
-                f"than {told} has, so expected at most {out * in_ // config.r**2}; lower num_heads "
-                "or r, or name the layer in exclude_modules"
-            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer's output.
@@ -135,10 +126,18 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             y: Tensor = self.base_layer(x)
             return y
         form = "auto" if self._is_plain() else "factored"
-        adapters = [self._heads(name) for name in active]
+        adapters = [self.heads(name) for name in active]
         return multihead_linear(x, self.base_layer, self._weight(), adapters, form)
 
-    def _heads(self, adapter: str) -> Heads:
+    def heads(self, adapter: str) -> Heads:
+        """Collect what an adapter's heads compute with.
+
+        Args:
+            adapter: the adapter's name.
+
+        Returns:
+            Its bases side by side, its cores and its scales.
+        """
         return Heads(
             side_by_side(self.ravan_B[adapter]),
             self.ravan_A[adapter].flatten(0, 1),
@@ -172,7 +171,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 f"adapter {adapter!r}: expected one of {', '.join(self.ravan_H)}; add it first"
             )
         with torch.no_grad():
-            B, A, H, s, _ = self._heads(adapter)
+            B, A, H, s, _ = self.heads(adapter)
             delta = Heads(B.float(), A.float(), H.float(), s.float()).delta_weight()
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
 
@@ -242,12 +241,10 @@ class RavanLinear(nn.Module, BaseTunerLayer):
 
 
 class _Frozen(nn.Module):
-    """Hold frozen tensors by adapter, saved with it or not."""
+    """Hold frozen tensors by adapter, saved with it or not.
 
-    def put(self, adapter: str, tensor: Tensor, *, saved: bool) -> None:
-        if adapter in self._buffers:
-            del self[adapter]
-        self.register_buffer(adapter, tensor, persistent=saved)
+    PEFT's own `BufferDict` would be rounded to the dtype of the frozen weight.
+    """
 
     def keys(self) -> Iterator[str]:
         return iter(self._buffers)
@@ -256,9 +253,7 @@ class _Frozen(nn.Module):
         return adapter in self._buffers
 
     def __getitem__(self, adapter: str) -> Tensor:
-        tensor = self._buffers[adapter]
-        assert tensor is not None
-        return tensor
+        return cast(Tensor, self._buffers[adapter])
 
     def __delitem__(self, adapter: str) -> None:
         delattr(self, adapter)

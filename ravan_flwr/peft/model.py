@@ -9,7 +9,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.bases import describe_bases
@@ -52,30 +51,6 @@ class RavanModel(BaseTuner):
                 "expected none; leave it out, and call set_adapter before each part of the batch"
             )
         yield
-
-    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        targets = peft_config.target_modules
-        if isinstance(targets, str) and targets.lower() == "all-linear":
-            return
-        names = [name for name, _ in model.named_modules()]
-        if any(self._check_target_module_exists(peft_config, name) for name in names):
-            return
-        options = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-        given = {name: getattr(peft_config, name) for name in options}
-        told = ", ".join(
-            f"{name} = {sorted(value) if isinstance(value, set) else value!r}"
-            for name, value in given.items()
-            if value is not None
-        )
-        linear = (nn.Linear, Conv1D, RavanLinear)
-        ends = {
-            n.rpartition(".")[2]: None for n, m in model.named_modules() if isinstance(m, linear)
-        }
-        raise ValueError(
-            f"no layer of this {type(model).__name__} to adapt: got {told}, expected the ends of "
-            f"names of linear layers, such as {', '.join(ends) or 'none here'}, a regular "
-            "expression of whole names, or 'all-linear', and blocks that the model has; change them"
-        )
 
     def _create_and_replace(
         self,

@@ -21,7 +21,6 @@ sensitivity 1/2, are together one Gaussian mechanism of multiplier z where
 
 import math
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,60 +88,33 @@ class ClippedSum:
 
     def add(self, filled: Mapping[str, Tensor]) -> None:
         """Add a client's tensors, in the shapes of the state, NaN where it trained nothing."""
-        changes = changes_from(self.state, filled)
-        factor, is_within = clipping(changes, self.norm)
+        changes = {
+            name: (filled[name].double() - old.double()).nan_to_num(0.0)
+            for name, old in self.state.items()
+        }
+        norm = math.hypot(*(float(change.norm()) for change in changes.values()))
+        factor = min(1.0, BELOW * self.norm / norm) if norm else 1.0
         for name, change in changes.items():
             self.sum[name].add_(change, alpha=factor)
         self.count += 1
-        self._bits += 0.5 if is_within else -0.5
+        self._bits += 0.5 if norm <= self.norm else -0.5
 
     def release(self, noise: Noise, expected: Mapping[str, Tensor]) -> Tensors:
         """Make the next state; `expected` has the clients by coordinate, or broadcasts to that."""
-        deviation = noise.of_changes * self.norm
-        return {
-            name: moved_by(old, self.sum[name] + gaussian(old.shape, deviation), expected[name])
-            for name, old in self.state.items()
-        }
+        deviation, released = noise.of_changes * self.norm, {}
+        for name, old in self.state.items():
+            noised = self.sum[name] + gaussian(old.shape, deviation)
+            moved = old.double() + noised / expected[name].double()
+            released[name] = torch.where(expected[name] > 0, moved, old.double()).float()
+        return released
 
     def next_norm(self, noise: Noise) -> float:
         """Make the next round's clip norm, which is released as well."""
         if not noise.adaptive:
             return self.norm
         bits = self._bits + float(gaussian([1], noise.of_bits))
-        return adapted(self.norm, bits, noise.clients)
-
-
-def changes_from(state: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Tensors:
-    """Compute what a client changed, zero where it trained nothing and `filled` has NaN."""
-    return {
-        name: (filled[name].double() - old.double()).nan_to_num(0.0) for name, old in state.items()
-    }
-
-
-def clipping(changes: Mapping[str, Tensor], most: float) -> tuple[float, bool]:
-    """Return the factor that takes changes to that norm at most, and whether they were within."""
-    norm = math.hypot(*(float(change.norm()) for change in changes.values()))
-    return (min(1.0, BELOW * most / norm) if norm else 1.0), norm <= most
-
-
-def moved_by(old: Tensor, noised: Tensor, expected: Tensor) -> Tensor:
-    """Move a tensor by a sum with noise in it, divided by how many clients were expected."""
-    step = noised / expected.double()
-    return torch.where(expected > 0, old.double() + step, old.double()).float()
-
-
-def reached(norm: float, rounds: int) -> float:
-    """Return the largest clip norm that one which adapts can have in the last of so many rounds."""
-    try:
-        return norm * math.exp(RATE * (1 - QUANTILE) * (rounds - 1))
-    except OverflowError:
-        return math.inf
-
-
-def adapted(norm: float, bits: float, clients: float) -> float:
-    """Make the next clip norm from the noised sum of bits and the expected clients."""
-    share = min(1.0, max(0.0, bits / clients + 0.5))
-    return norm * math.exp(-RATE * (share - QUANTILE))
+        share = min(1.0, max(0.0, bits / noise.clients + 0.5))
+        return self.norm * math.exp(-RATE * (share - QUANTILE))
 
 
 def expected_clients(
@@ -198,11 +170,6 @@ def gaussian(shape: Sequence[int], scale: float) -> Tensor:
         total = sum(_normals(len(part)) for _ in range(DRAWS))
         part.copy_(torch.from_numpy(np.asarray(total) * (scale / math.sqrt(DRAWS))))
     return flat.view(*shape)
-
-
-def happens(probability: float) -> bool:
-    """Tell, independently of all else, whether something of that probability happens."""
-    return secrets.randbits(_BITS) < probability * float(1 << _BITS)
 
 
 def drawn(number: int, probability: float) -> NDArray[np.int64]:

@@ -49,8 +49,6 @@ def privacy_of(spent: Mapping[str, Any]) -> str:
         whom = "each example of a client, the largest of all clients'"
     told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
     told += f"noise multiplier {spent['noise-multiplier']:.4g}"
-    if (most := spent.get("epsilon-to-server-bound")) is not None:  # the exact one tells of cohorts
-        told += f"; of a client, the server has seen epsilon {most:.3f} at most"
     if "noise-cohort" in spent:
         told += (
             f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "

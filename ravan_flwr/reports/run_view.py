@@ -261,9 +261,6 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
         if until and summary
         else "",
         "privacy": privacy_of(spent) if spent else "",
-        "epsilon to the server": f"{spent['epsilon-to-server']:.3f}"
-        if "epsilon-to-server" in spent
-        else "",
         "uploads": uploads_seen(run.config),
         "trained parameters": f"{summary['trainable-parameters']:,}"
         if "trainable-parameters" in summary

@@ -148,10 +148,7 @@ def _spent(record: RoundRecord) -> str:
     if (spent := record.get("privacy")) is None:
         return ""
     of = f" of {spent['noise-cohort']} a round" if "noise-cohort" in spent else ""
-    seen = (
-        f", {spent['epsilon-to-server']:.3f} to the server" if "epsilon-to-server" in spent else ""
-    )
-    return f"epsilon {spent['epsilon']:.3f}{of}{seen}  "
+    return f"epsilon {spent['epsilon']:.3f}{of}  "
 
 
 def _sent(record: RoundRecord) -> str:
@@ -203,9 +200,8 @@ def uploads_seen(config: Mapping[str, Any]) -> str:
     """Say what a server with secure aggregation sees of uploads; "" of a run without."""
     if not config.get("secure-aggregation"):
         return ""
-    least, noised = config["secure-minimum"], config.get("privacy") == "client"
-    how = "with noise that they have added" if noised else "head by head"
-    return f"masked: the server sees sums over at least {least} clients, {how}"
+    least = config["secure-minimum"]
+    return f"masked: the server sees sums over at least {least} clients, head by head"
 
 
 LOG_FILE = "log.txt"

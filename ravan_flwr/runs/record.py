@@ -69,8 +69,6 @@ Spent = TypedDict(
         "noise-multiplier": float,
         "clip-norm": NotRequired[float],  # of this round
         "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
-        "epsilon-to-server": NotRequired[float],  # of the client that the server knows most of
-        "epsilon-to-server-bound": NotRequired[float],  # the same, whoever was drawn
     },
 )
 
@@ -169,8 +167,6 @@ Summary = TypedDict(
         "delta": NotRequired[float],
         "noise-multiplier": NotRequired[float],
         "noise-cohort": NotRequired[int],
-        "epsilon-to-server": NotRequired[float],  # with secure aggregation, for any client
-        "epsilon-to-server-bound": NotRequired[float],  # the same, whoever was drawn
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "until-metric": NotRequired[float],  # of a run that was to end when it is reached

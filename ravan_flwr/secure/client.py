@@ -1,36 +1,24 @@
 """Hold a client's half of a secure round, phase by phase.
 
-What a client knows between phases is its *state*, plain values that JSON can hold. It has the
-secrets of one round, and goes on by one phase at a time: whoever asks for a phase again, for
-another round, or out of order, is refused. So a client masks once, signs one list and tells one set
-of shares, and forgets its secrets before it tells them.
+What a client knows between phases is its *state*, plain values and bytes. It has the secrets of one
+round, and goes on by one phase at a time: whoever asks for a phase again, for another round, or out
+of order, is refused. So a client masks once, signs one list and tells one set of shares, and
+forgets its secrets before it tells them.
 """
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, TAG, Parts
 from ravan_flwr.secure.fixed_point import Numbers, to_bytes
+from ravan_flwr.secure.node_keys import NodeKeys
 from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, read_schedule, unpack
 
 State = dict[str, Any]
-
-
-class Keys(Protocol):
-    """Sign as this client, and check others' signatures (node_keys.py)."""
-
-    def public(self) -> bytes:
-        """Return this client's public key."""
-
-    def sign(self, text: bytes) -> bytes:
-        """Sign a text."""
-
-    def check(self, partition: int, signature: bytes, text: bytes) -> None:
-        """Raise ValueError unless that client has signed the text."""
 
 
 class DistrustError(ValueError):
@@ -44,7 +32,7 @@ class DistrustError(ValueError):
 class SecureClient:
     """Answer the phases of a round in order; `state` is changed and kept between them."""
 
-    def __init__(self, state: State, run: int, partition: int, keys: Keys) -> None:
+    def __init__(self, state: State, run: int, partition: int, keys: NodeKeys) -> None:
         self.state, self.run, self.partition, self.keys = state, run, partition, keys
 
     # Phase 1: keys.
@@ -60,7 +48,7 @@ class SecureClient:
         sealing, pairs = agreement.new_key(), agreement.new_key()
         self.state.clear()
         self.state |= {
-            "round": round_, "phase": "keys", "sealing": sealing.hex(), "pairs": pairs.hex(),
+            "round": round_, "phase": "keys", "sealing": sealing, "pairs": pairs,
         }  # fmt: skip
         public = agreement.public_of(sealing) + agreement.public_of(pairs)
         signature = self.keys.sign(agreement.signed_keys(self.run, round_, self.partition, public))
@@ -85,13 +73,13 @@ class SecureClient:
         seeds = {group: secrets.token_bytes(shamir.SECRET) for group in schedule.groups_of(place)}
         dealt = [
             shamir.split(secret, schedule.threshold, number)
-            for secret in (bytes.fromhex(self.state["pairs"]), *seeds.values())
+            for secret in (self.state["pairs"], *seeds.values())
         ]
         bundles = [[shares[holder] for shares in dealt] for holder in range(number)]
+        held = [b"".join(bundles[place]) if at == place else b"" for at in range(number)]
         self.state |= {
-            "schedule": data.decode(), "roll": roll.hex(),
-            "seeds": {str(group): seed.hex() for group, seed in seeds.items()},
-            "held": {str(self.partition): b"".join(bundles[place]).hex()},
+            "schedule": data, "roll": roll, "held": held,
+            "groups": list(seeds), "seeds": list(seeds.values()),
         }  # fmt: skip
         sealed, marks = b"", b""
         for holder, bundle in zip(schedule.partitions, bundles, strict=True):
@@ -107,7 +95,7 @@ class SecureClient:
 
     def _check_roll(self, schedule: Schedule, roll: bytes) -> None:
         """Check that each client has signed its keys, and that this one's are what it made."""
-        mine = [agreement.public_of(bytes.fromhex(self.state[k])) for k in ("sealing", "pairs")]
+        mine = [agreement.public_of(self.state[kind]) for kind in ("sealing", "pairs")]
         seen: set[bytes] = set()
         distrusted: dict[int, str] = {}
         entries = cut(roll, [ENTRY] * len(schedule.partitions))
@@ -129,8 +117,8 @@ class SecureClient:
     def _secret_with(self, schedule: Schedule, other: int, kind: str) -> bytes:
         """Compute the secret shared with another client, by the keys for sealing or for pairs."""
         at = ENTRY * schedule.partitions.index(other) + (KEY if kind == "pairs" else 0)
-        public = bytes.fromhex(self.state["roll"])[at : at + KEY]
-        return agreement.shared_secret(bytes.fromhex(self.state[kind]), public)
+        public = self.state["roll"][at : at + KEY]
+        return agreement.shared_secret(self.state[kind], public)
 
     def _sealing_key(self, schedule: Schedule, statement: bytes, dealer: int, holder: int) -> bytes:
         other = holder if dealer == self.partition else dealer
@@ -165,20 +153,20 @@ class SecureClient:
             shares = list(cut(bundle, [shamir.SHARE] * (len(bundle) // shamir.SHARE)))
             # One that is not as marked counts as none: others may have theirs.
             is_marked = agreement.marks_of(statement, dealer, self.partition, shares) == mark
-            self.state["held"][str(dealer)] = bundle.hex() if is_marked else ""
-        self.state["here"] = message["here"].hex()
+            self.state["held"][at] = bundle if is_marked else b""
+        self.state["here"] = message["here"]
         return schedule, schedule.masked(here)[place]
 
     def mask(self, round_: int, numbers: Numbers) -> bytes:
         """Mask what was trained, row after row."""
         self._go_on(round_, "training", "masked")
         schedule, statement = self._schedule()
-        here = unpack(bytes.fromhex(self.state["here"]), len(schedule.partitions))
+        here = unpack(self.state["here"], len(schedule.partitions))
         masked, place = schedule.masked(here), schedule.partitions.index(self.partition)
         vector = Vector(schedule, masked[place], numbers)
-        for group, seed in self.state["seeds"].items():
-            key = agreement.own_key(bytes.fromhex(seed), statement, self.partition, int(group))
-            vector.mask(key, schedule.group_of == int(group), add=True)
+        for group, seed in zip(self.state["groups"], self.state["seeds"], strict=True):
+            key = agreement.own_key(seed, statement, self.partition, group)
+            vector.mask(key, schedule.group_of == group, add=True)
         for at in np.flatnonzero(here):
             if at != place and (masked[at] & masked[place]).any():
                 other = schedule.partitions[at]
@@ -195,7 +183,7 @@ class SecureClient:
         """Sign the list of those whose numbers the server has."""
         self._go_on(round_, "masked", "agreed")
         schedule, statement = self._schedule()
-        here, number = bytes.fromhex(self.state["here"]), len(schedule.partitions)
+        here, number = self.state["here"], len(schedule.partitions)
         sent = unpack(message["alive"], number)
         if (sent & ~unpack(here, number)).any():
             raise ValueError("got clients that have shared nothing, expected those that have")
@@ -205,7 +193,7 @@ class SecureClient:
             )
         if not sent[schedule.partitions.index(self.partition)]:
             raise ValueError("got a list without this client, which has sent its numbers")
-        self.state["alive"] = message["alive"].hex()
+        self.state["alive"] = message["alive"]
         signed = agreement.signed_list(statement, here, message["alive"])
         return {"signature": self.keys.sign(signed)}
 
@@ -221,7 +209,7 @@ class SecureClient:
         state, number = dict(self.state), len(schedule.partitions)
         self.state.clear()
         self.state |= {"round": round_, "phase": "done"}
-        lists = [bytes.fromhex(state[name]) for name in ("here", "alive")]
+        lists = state["here"], state["alive"]
         here, alive = (unpack(each, number) for each in lists)
         signers = unpack(message["signers"], number) & alive
         if signers.sum() < schedule.threshold:
@@ -234,9 +222,8 @@ class SecureClient:
             self.keys.check(schedule.partitions[place], signature, text)
         told, size = b"", shamir.SHARE
         for at, indices in schedule.wanted(here, alive):
-            bundle = bytes.fromhex(state["held"].get(str(schedule.partitions[at]), ""))
             for index in indices:  # where there is no share, it says so
-                told += bundle[size * index : size * (index + 1)] or shamir.NONE
+                told += state["held"][at][size * index : size * (index + 1)] or shamir.NONE
         return {"shares": told}
 
     # All phases.
@@ -253,6 +240,5 @@ class SecureClient:
         self.state["phase"] = after
 
     def _schedule(self) -> tuple[Schedule, bytes]:
-        data = self.state["schedule"].encode()
-        roll = bytes.fromhex(self.state["roll"])
-        return read_schedule(data), agreement.statement_of(data, roll)
+        data = self.state["schedule"]
+        return read_schedule(data), agreement.statement_of(data, self.state["roll"])

@@ -8,6 +8,7 @@ its keys of a round is signed (Ed25519, RFC 8032).
 import os
 import secrets
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,12 @@ class NodeKeys:
 
     def __init__(self, folder: Path, partition: int) -> None:
         self.folder, self.partition = folder, partition
-        self._own: Ed25519PrivateKey | None = None
 
-    @property
+    @cached_property
     def own(self) -> Ed25519PrivateKey:
         """Read this client's own key."""
-        if self._own is None:
-            self._own = _key(self.folder / _name(self.partition, "key"), Ed25519PrivateKey)
-        return self._own
+        key: Ed25519PrivateKey = _key(self.folder / _name(self.partition, "key"), Ed25519PrivateKey)
+        return key
 
     def public(self) -> bytes:
         """Return this client's public key, which the others must have; ValueError if not so."""

@@ -6,15 +6,12 @@ with fewer trainers than the minimum is trained by nobody: the sum of one is tha
 Masks are made row by row. A client's own mask comes from one secret for each *group* of rows,
 since a group is unmasked whole or not at all. Rows of which so many clients may fail as the
 threshold allows and enough are still left are one group; every other set of trainers is another.
-
-Where clients add noise, each sends every row, also those that it does not train: which rows it
-trains is in its change alone, and the noise of a row is that of all.
 """
 
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
@@ -28,7 +25,6 @@ from ravan_flwr.secure.fixed_point import (
     MASK,
     MOST_CLIENTS,
     WIDTH,
-    NoiseShares,
     Numbers,
     from_bytes,
 )
@@ -62,17 +58,11 @@ class Schedule:
     partitions: tuple[int, ...]  # the clients, ascending
     trained: Bits
     given: str = ""  # hash of the settings and the state with which all of them train
-    noise: NoiseShares | None = None  # of which each client adds a share
 
     @property
     def threshold(self) -> int:
         """Return how many clients together can tell a secret: two thirds, rounded up."""
         return threshold_of(len(self.partitions))
-
-    @property
-    def shown(self) -> float:
-        """Return what the server sees of each client, as the sum of 1 / z^2; 0 without noise."""
-        return self.noise.left(len(self.partitions), self.threshold) ** -2 if self.noise else 0.0
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -135,7 +125,6 @@ class Schedule:
             "run": self.run, "round": self.round, "minimum": self.minimum,
             "parts": self.parts, "partitions": list(self.partitions),
             "trained": [pack(row).hex() for row in self.trained], "given": self.given,
-            "noise": self.noise and astuple(self.noise),
         }  # fmt: skip
         return json.dumps(whole, separators=(",", ":")).encode()
 
@@ -153,7 +142,6 @@ class _Told(BaseModel):
     ]
     trained: list[str]
     given: Annotated[str, Field(max_length=GIVEN)]
-    noise: tuple[float, float, float] | None
 
 
 def threshold_of(clients: int) -> int:
@@ -162,14 +150,9 @@ def threshold_of(clients: int) -> int:
 
 
 def make_schedule(
-    run: int,
-    round_: int,
-    minimum: int,
-    parts: Sequence[Part],
-    wanted: Mapping[int, Bits],
+    run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits],
     given: str = "",
-    noise: NoiseShares | None = None,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
         raise ValueError(
@@ -179,7 +162,7 @@ def make_schedule(
     partitions = tuple(sorted(wanted))
     trained = np.stack([wanted[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
-    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given, noise)
+    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
 
 
 def read_schedule(data: bytes) -> Schedule:
@@ -206,15 +189,8 @@ def read_schedule(data: bytes) -> Schedule:
         raise ValueError(
             f"got a part that {few[0]} clients train, expected {told.minimum} at least or none"
         )
-    noise = None if told.noise is None else NoiseShares(*told.noise)
-    if noise is not None:
-        noise.check()
-        if not trained.all():
-            raise ValueError("got a part that some do not send, expected noise of all in each")
     parts, partitions = tuple(told.parts), tuple(told.partitions)
-    return Schedule(
-        told.run, told.round, told.minimum, parts, partitions, trained, told.given, noise
-    )
+    return Schedule(told.run, told.round, told.minimum, parts, partitions, trained, told.given)
 
 
 def pack(bits: Bits) -> bytes:
@@ -246,7 +222,6 @@ class Bytes:
 
     up: int
     down: int
-    whole: int | None = None  # numbers that each sends, where what it trains does not say that
 
 
 def most_around(schedule: Schedule) -> Bytes:
@@ -258,8 +233,7 @@ def most_around(schedule: Schedule) -> Bytes:
     beside = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
     lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # among them the roll
     down = len(schedule.to_bytes()) + lists + sum(given) - min(given)
-    whole = int(schedule.sizes.sum()) if schedule.noise else None
-    return Bytes(max(up) + beside, down, whole)
+    return Bytes(max(up) + beside, down)
 
 
 # Masks. Of two clients that train a row, the one with the lower partition adds a stream and the

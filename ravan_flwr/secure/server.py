@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
-from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of, signed
+from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of
 from ravan_flwr.secure.node_keys import is_signed
 from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, pack
 
@@ -42,10 +42,7 @@ class SharesSent:
 
 @dataclass(frozen=True)
 class UnmaskedSum:
-    """Hold what came of a round: for each row the mean change, and of how many clients.
-
-    Where clients have added noise it is the sum in place of the mean.
-    """
+    """Hold what came of a round: for each row the mean change, and of how many clients."""
 
     means: dict[str, NDArray[np.float64]]  # by part, (rows, size); zero where no client counts
     counts: dict[str, NDArray[np.int64]]  # by part, (rows,)
@@ -217,16 +214,13 @@ class SecureServer:
         counts = (self._masked & self.alive[:, None]).sum(0)
         opened = self.schedule.opened(self.here, self.alive)
         counts[~np.isin(self.schedule.group_of, list(opened))] = 0
-        noise, found = self.schedule.noise, UnmaskedSum({}, {})
+        found = UnmaskedSum({}, {})
         for part, rows in self.schedule.spans():
             found.counts[part.name] = counts[rows]
             found.means[part.name] = mean = np.zeros((part.rows, part.size))
             for row in np.flatnonzero(counts[rows]):
                 total = self._total.row(rows.start + row)
-                if noise is None:
-                    mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
-                else:
-                    mean[row] = signed(total) * noise.step
+                mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
         return found
 
     def _take_off_own(self, place: int, index: int) -> None:

@@ -100,7 +100,12 @@ class Aggregate:
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
 
     def close(self) -> Tensors:
-        """Return the next global state; ValueError if the accepted replies cannot have made it."""
+        """Return the next global state; ValueError if the accepted replies cannot have made it.
+
+        Without any it is the last one.
+        """
+        if not self.count:
+            return self._state | self._classifier
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
         made = self._norms.norms_made(self._state, self._alone)

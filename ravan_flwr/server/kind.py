@@ -40,7 +40,6 @@ KINDS = {
     ("plain", "example"): "ravan_flwr.extras.example_privacy:Counted",
     ("buffered", "none"): "ravan_flwr.server.buffered:Buffered",
     ("masked", "none"): "ravan_flwr.extras.masked:Masked",
-    ("masked", "client"): "ravan_flwr.extras.masked:MaskedNoised",
 }
 
 
@@ -130,7 +129,7 @@ class Kind:
             message, member, number, run.state.derived, wire_of_round(run.config.wire, number),
             most, sparsity[1], personal=run.method.personal is not None,
             with_loss=run.config.privacy == "none",
-            with_seconds=not run.config.noised_on_devices,
+            with_seconds=run.config.privacy != "example",
         )  # fmt: skip
         if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
             state = run.flight.versions.get(number, run.state.tensors)
@@ -182,9 +181,6 @@ class Kind:
         sums = self.sums
         del self.sums  # those of a robust round hold every reply
         return sums.close()
-
-    def spend(self, asked: list[int], shown: float) -> None:
-        """Write down what the round costs, before a sum over these partitions is made."""
 
     def close(self) -> None:
         """Take the next state; ValueError, and no change, if the round has no effect."""

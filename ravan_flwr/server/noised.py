@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
-from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, happens
+from ravan_flwr.privacy.mechanism import ClippedSum, drawn, expected_clients
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.kind import Kind
@@ -63,7 +63,6 @@ class Noised(Kind):
         able = (member for member in everyone if round_.method.can_train(member.share))
         self.members = sorted(able, key=lambda member: member.partition_id)
         self.noise = self.account.noise(len(self.members))
-        self._is_counted = False
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         """Draw each member by itself, and return those that can be asked; the log has the others.
@@ -76,15 +75,8 @@ class Noised(Kind):
         resting = {
             one for one in here if registry.nodes[one].rests(MessageType.TRAIN, self.round.number)
         }
-        if self.run.config.secure_aggregation:
-            # Whether a round is held follows from who is here, never from who is drawn.
-            responsive = here - resting
-            number = sum(member.node_id in responsive for member in self.members)
-            if why := self.account.why_not_masked(number):
-                self.round.without_effect = why
-                return []
         asked = []
-        for member in (member for member in self.members if happens(self.account.rate)):
+        for member in (self.members[i] for i in drawn(len(self.members), self.account.rate)):
             if member.node_id not in here:
                 round_log.reject(member, "it is not connected; its change counts as zero")
             elif member.node_id in resting:
@@ -122,14 +114,9 @@ class Noised(Kind):
         self.next_norm = sums.next_norm(self.noise)
         return sums.release(self.noise, self.expected)
 
-    def spend(self, asked: list[int], shown: float) -> None:
-        self.account.spend(asked, shown)
-        self._is_counted = True
-
     def close(self) -> None:
         """Spend what the release takes, then take the next state."""
-        if not self._is_counted:
-            self.spend([], 0.0)
+        self.account.spend()
         spent = self.account.told() | {"clip-norm": self.norm}
         self.round.round_log.private = cast(Spent, spent)
         try:

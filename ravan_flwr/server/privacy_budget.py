@@ -5,18 +5,13 @@ between has counted what never was, never the other way round. A resumed run con
 also one that goes back to an earlier round, since what was released stays released.
 
 With `privacy=client` what counts are releases, with a sampling rate that is fixed when the run
-begins, by the clients that there are then. With secure aggregation there is a second account: what
-the server may learn of each client, which knows who takes part and sees sums before it has added
-the rest of the noise. There no draw hides anybody, so that what counts is how often a client took
-part, and with how much noise. That follows from the cohorts, which the operator alone may know:
-what is published is a bound that does not. The account of `privacy=example` is in
+begins, by the clients that there are then. The account of `privacy=example` is in
 extras/example_privacy.py.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import getLogger
 from typing import Any, ClassVar, Self
@@ -27,17 +22,10 @@ from torch import Tensor
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import (
-    epsilon_of,
-    epsilon_seen,
-    most_rounds,
-    multiplier_for,
-    why_not_masked,
-)
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.secure.fixed_point import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
 
@@ -45,9 +33,9 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
+LEAST_NORM, MOST_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
 CLOSE = 1e-6  # two accounts of the same releases
 MOST_RELEASES = KEYS["num-rounds"].high
-MOST_SEEN = 1e12  # sum of a client in `to-server`
 
 Records = Sequence[RoundRecord]
 
@@ -111,13 +99,12 @@ class PrivacyBudget(ABC):
             if set_ not in (None, before.get(key)):
                 yield f"{key} = {before.get(key)!r}, and the run has {set_!r}"
         yield from cls.problems(before, records, config)
-        spent = cls(config, lambda _: None, before).told()
-        for key in sorted({"epsilon", "epsilon-to-server"} & spent.keys()):
-            if not agree(before.get(key), spent[key]):
-                yield f"{key} = {before.get(key)!r}, and {cls.spends} {spent[key]!r}"
+        spent = cls(config, lambda _: None, before).epsilon
+        if not agree(before.get("epsilon"), spent):
+            yield f"epsilon = {before.get('epsilon')!r}, and {cls.spends} {spent!r}"
         for record in records:
             told: Mapping[str, Any] = record.get("privacy", {})
-            for key in ("noise-multiplier", "epsilon", *({"epsilon-to-server"} & before.keys())):
+            for key in ("noise-multiplier", "epsilon"):
                 here, there = before[key], told.get(key)
                 less = isinstance(there, int | float) and there < here
                 if not (agree(there, here) or (less and key != "noise-multiplier")):
@@ -165,8 +152,10 @@ class PrivacyBudget(ABC):
 
     def told(self) -> dict[str, Any]:
         """Say what was spent, as the records and the summary have it."""
+        cohort = self.config.noise_cohort
         return {
             "epsilon": self.epsilon, "delta": self.delta, "noise-multiplier": self.multiplier,
+            **({} if cohort is None else {"noise-cohort": cohort}),
         }  # fmt: skip
 
     def exceeds(self, epsilon: float) -> bool:
@@ -197,22 +186,16 @@ class PrivacyBudget(ABC):
         )
 
 
-def positive(before: Mapping[str, Any], *keys: str) -> Iterator[str]:
-    """List the values of these keys that are no finite numbers above 0."""
-    for key in keys:
-        value = before.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            yield f"{key} = {value!r}"
+def positive(before: Mapping[str, Any], key: str) -> Iterator[str]:
+    """List the value of that key if it is no finite number above 0."""
+    value = before.get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        yield f"{key} = {value!r}"
 
 
 def agree(found: object, expected: float) -> bool:
     """Tell whether a number of a file is one that was worked out, on whatever machine."""
     return isinstance(found, int | float) and math.isclose(found, expected, rel_tol=CLOSE)
-
-
-def times_used(records: Records) -> Counter[int]:
-    """Count the rounds in which an update of each partition was used."""
-    return Counter(client["partition-id"] for record in records for client in record["clients"])
 
 
 class ClientBudget(PrivacyBudget):
@@ -223,9 +206,7 @@ class ClientBudget(PrivacyBudget):
     def _open(self, before: Mapping[str, Any]) -> None:
         self.releases = int(before.get("releases", 0))
         self.rate = float(before.get("sampling-rate", 0.0))  # 0: not known yet
-        self.seen = {int(p): float(sum_) for p, sum_ in before.get("to-server", {}).items()}
         self.norm = self.config.clip_norm or FIRST_NORM
-        self._clients = 0  # the most from which a round has drawn
 
     def restore(self, memory: Mapping[str, Tensor]) -> None:
         if self.config.clip_norm or (kept := memory.get(CLIP_NORM)) is None:
@@ -243,13 +224,11 @@ class ClientBudget(PrivacyBudget):
         return {CLIP_NORM: torch.tensor([self.norm], dtype=torch.float64)}
 
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        clients = self._clients = max(registry.partitions, len(registry.members))
+        clients = max(registry.partitions, len(registry.members))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
         if self.is_spent and not self.releases:
             raise self.too_expensive(self._epsilon(1), "at least")
-        if self.config.secure_aggregation and (why := self.why_not_masked(len(registry.members))):
-            raise ValueError(why)
         to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
@@ -265,12 +244,6 @@ class ClientBudget(PrivacyBudget):
                 self.config.noise_cohort,
             )
 
-    def why_not_masked(self, members: int) -> str:
-        """Say why a cohort of so many members must not be masked; "" if it may be."""
-        config = self.config
-        least, rounds = config.secure_minimum, config.num_rounds
-        return why_not_masked(members, self.rate, least, rounds, self.delta)
-
     @property
     def epsilon(self) -> float:
         return self._epsilon(self.releases)
@@ -283,35 +256,13 @@ class ClientBudget(PrivacyBudget):
 
     def noise(self, members: int) -> Noise:
         """Say how much noise a round needs that draws from so many members."""
-        config, self._clients = self.config, max(self._clients, members)
-        adaptive = config.clip_norm is None
-        return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
+        adaptive, cohort = self.config.clip_norm is None, self.config.noise_cohort
+        return Noise(self.multiplier, self.rate * members, adaptive, cohort)
 
-    def spend(self, asked: Collection[int] = (), shown: float = 0.0) -> None:
-        """Count one release more, on disk when this returns.
-
-        In a masked round the server sees sums over these partitions, whose noise has `shown`.
-        """
+    def spend(self) -> None:
+        """Count one release more, on disk when this returns."""
         self.releases += 1
-        for partition in asked:
-            self.seen[partition] = self.seen.get(partition, 0.0) + shown
-        more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
-        if self.config.secure_aggregation:
-            more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}
-        self._write(self.told() | more)
-
-    def told(self) -> dict[str, Any]:
-        told = super().told()
-        if self.config.noise_cohort is not None:
-            told["noise-cohort"] = self.config.noise_cohort
-        if self.config.secure_aggregation:
-            told["epsilon-to-server"] = epsilon_seen(max(self.seen.values(), default=0), self.delta)
-            # By the chances of the draws alone; cohorts exceed it with a chance of delta. Of a
-            # round's noise two thirds are there at least.
-            rounds = most_rounds(self._clients, self.rate, self.releases, 1 - self.delta)
-            bound = epsilon_seen(rounds * 1.5 / self.multiplier**2, self.delta)
-            told["epsilon-to-server-bound"] = bound
-        return told
+        self._write(self.told() | {"releases": self.releases, "sampling-rate": self.rate})
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
@@ -332,18 +283,3 @@ class ClientBudget(PrivacyBudget):
                 f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends "
                 f"{first!r}, and it has {told!r}"
             )
-        if not config.secure_aggregation:
-            return
-        seen = before.get("to-server")
-        if not isinstance(seen, dict) or not all(
-            name.isdecimal() and type(sum_) is float and 0 < sum_ <= MOST_SEEN
-            for name, sum_ in seen.items()
-        ):
-            yield f"to-server = {str(seen)[:80]}"
-            return
-        for partition, rounds in times_used(records).items():
-            sum_, least = seen.get(str(partition), 0.0), rounds / z**2
-            if sum_ < least * (1 - CLOSE):
-                yield (
-                    f"to-server = {sum_!r} of partition {partition}, which took part {rounds} times"
-                )

@@ -50,7 +50,6 @@ class Round:
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.asked: set[int] = set()  # nodes
-        self.without_effect = ""  # why its sums will not be closed, as far as is known
         self.collector = ReplyCollector(run.mail, self.round_log, run.status)
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)

@@ -157,13 +157,10 @@ class FederatedTuning(Strategy):
             self.config.batch_size,
         )  # fmt: skip
         if self.config.secure_aggregation:
-            noised = self.config.privacy == "client"
             log.info(
-                "secure-aggregation: the server sees sums over at least %d clients, %s",
+                "secure-aggregation: the server sees sums over at least %d clients, head by head; "
+                "what fewer train stays as it is",
                 self.config.secure_minimum,
-                "with noise that they have added"
-                if noised
-                else "head by head; what fewer train stays as it is",
             )
 
     def _train(

@@ -15,8 +15,7 @@ import math
 import numbers
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from ravan_flwr.messages.plain_text import shown
@@ -39,12 +38,6 @@ log = getLogger("flwr")  # beside the lines of FedAvg about the same replies
 
 MOST_CHANGE = 1e15  # the norm of an update; products of two such changes are finite in float32
 MOST_WEIGHT = 2.0**53  # of a reply; no product with a float32 overflows
-OPTIMIZERS: dict[str, Callable[[], FedAvg]] = {
-    "adagrad": FedAdagrad,
-    "adam": FedAdam,
-    "momentum": partial(FedAvgM, server_momentum=0.9),  # Flower's default has none
-    "yogi": FedYogi,
-}
 
 
 class Arrays(Protocol):
@@ -74,9 +67,8 @@ class MethodStrategy(FedAvg):
     used, `start` ends with a ValueError: then the clients are not built as the server is.
 
     Args:
-        server_optimizer: "none", "adam", "yogi", "adagrad" or "momentum", or a strategy of Flower
-            with other settings, such as `FedAdam(eta=0.01)`. It takes the step from the arrays
-            that were sent to their new mean, as it does for the mean of `FedAvg`.
+        server_optimizer: A strategy of Flower, such as `FedAdam(eta=0.01)`. It takes the step from
+            the arrays that were sent to their new mean, as it does for the mean of `FedAvg`.
         max_update_norm: The largest norm of an update that is accepted.
         seed: Seed of what the server itself draws (FlexLoRA: directions for unused ranks).
         **fedavg: Every argument of `FedAvg`, by name.
@@ -88,17 +80,22 @@ class MethodStrategy(FedAvg):
     method: ClassVar[str]  # one of METHODS
 
     def __init__(
-        self, *, server_optimizer: str | FedAvg = "none", max_update_norm: float = MOST_CHANGE,
+        self, *, server_optimizer: FedAvg | None = None, max_update_norm: float = MOST_CHANGE,
         seed: int = 0, **fedavg: Any,
     ) -> None:  # fmt: skip
         super().__init__(**fedavg)
-        self.optimizer = _optimizer(server_optimizer)
-        if self.optimizer is not None and not METHODS[self.method].averages:
-            raise ValueError(
-                f"server_optimizer = {server_optimizer!r}: the next arrays of {self.method} are no "
-                "mean of the replies, expected 'none'; leave it out, or use RavanStrategy, "
-                "FedSBStrategy, FFALoraStrategy or FedRotLoraStrategy"
-            )
+        self.optimizer = server_optimizer
+        if server_optimizer is not None:
+            given = f"server_optimizer = {server_optimizer!r}: "
+            if not METHODS[self.method].averages:
+                raise ValueError(
+                    f"{given}the next arrays of {self.method} are no mean of the replies, expected "
+                    "none; leave it out, or use RavanStrategy, FedSBStrategy, FFALoraStrategy or "
+                    "FedRotLoraStrategy"
+                )
+            if not isinstance(server_optimizer, FedAvg):
+                raise ValueError(f"{given}expected a strategy of Flower; pass FedAdam(), say")
+            server_optimizer.fraction_train = 0.0  # it samples no nodes itself
         is_number = isinstance(max_update_norm, numbers.Real)
         if not is_number or not 0 < max_update_norm <= MOST_CHANGE:
             raise ValueError(
@@ -207,27 +204,38 @@ def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     return ArrayRecord({name: Array(tensors[name].numpy()) for name in sorted(tensors)})
 
 
-def _optimizer(wanted: str | FedAvg) -> FedAvg | None:
-    """Make the server's optimiser, which never samples nodes itself."""
-    if wanted == "none":
-        return None
-    if isinstance(wanted, str) and wanted in OPTIMIZERS:
-        wanted = OPTIMIZERS[wanted]()
-    if not isinstance(wanted, FedAvg):
-        raise ValueError(
-            f"server_optimizer = {wanted!r}: expected 'none', one of "
-            f"{', '.join(OPTIMIZERS)}, or a strategy of Flower such as FedAdam(eta=0.01)"
-        )
-    wanted.fraction_train = 0.0
-    return wanted
-
-
 def _tensor(name: str, array: Array) -> Tensor:
     """Read an array of numbers; ValueError for anything else."""
     value = array.numpy()
     if value.dtype.kind not in "fiub":
         raise ValueError(f"array {shown(name)} is of dtype {value.dtype}, expected numbers")
     return torch.from_numpy(value if value.dtype.kind != "f" else value.astype(np.float32))
+
+
+def checked(
+    arrays: Tensors, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the array of that name; ValueError if there is none, or one of another form."""
+    if name not in arrays:
+        raise ValueError(f"array {name!r} is missing")
+    tensor = arrays[name]
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
+        raise ValueError(
+            f"array {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} "
+            f"{tuple(shape)}"
+        )
+    return tensor
+
+
+def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
+    """List the layers that have an array with that ending; ValueError if none has."""
+    layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
+    if not layers:
+        raise ValueError(
+            f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected those "
+            f"of a model with {made_with}; pass ArrayRecord(get_peft_model_state_dict(model))"
+        )
+    return layers
 
 
 def _layout(reply: Message) -> tuple[str, ...]:
@@ -247,16 +255,8 @@ def _read(reply: Message, own: Arrays, others: Mapping[str, Tensor]) -> tuple[Te
     if len(records) != 1:
         raise ValueError(f"it has {len(records)} ArrayRecords, expected 1")
     tensors = {name: _tensor(name, array) for name, array in records[0].items()}
-    rest = {}
-    for name, tensor in others.items():
-        if name not in tensors:
-            raise ValueError(f"array {name!r} is missing")
-        rest[name] = tensors.pop(name)
-        if rest[name].shape != tensor.shape:
-            raise ValueError(
-                f"array {name!r} has shape {tuple(rest[name].shape)}, expected "
-                f"{tuple(tensor.shape)}"
-            )
+    rest = {name: checked(tensors, name, old.shape, old.dtype) for name, old in others.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in rest}
     unknown = sorted(tensors.keys() - own.names)
     if unknown:
         raise ValueError(f"array {shown(unknown[0])} is unknown, expected names that were sent")

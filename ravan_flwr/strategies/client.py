@@ -158,7 +158,7 @@ def collect_arrays(model: nn.Module) -> ArrayRecord:
     arrays = {k: t for k, t in _adapter(model).items() if _part(k) not in ("ravan_s", *BASES)}
     for name, layer in _layers(model, "ravan_H"):
         index = _index(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
-        products = layer.ravan_s[adapter][:, None, None] * layer.ravan_H[adapter]
+        products = layer.heads(adapter).cores()
         arrays[f"{name}.ravan_H"], arrays[f"{name}.{HEADS}"] = products[index], index
     for name, layer in _layers(model, "lora_A"):
         for part, dim in (("lora_A", 0), ("lora_B", 1)):
@@ -294,11 +294,10 @@ def _scores(
     if score == "random":
         return torch.rand(len(layers), len(Hs[0]), generator=generator)
     if score == "weight":
-        changes = [layer.ravan_s[adapter][:, None, None] * layer.ravan_H[adapter]
-                   for _, layer in layers]  # fmt: skip
         norms = [
-            change.detach().norm(dim=(1, 2)) / weight_norm(layer.get_base_layer())
-            for change, (_, layer) in zip(changes, layers, strict=True)
+            layer.heads(adapter).cores().detach().norm(dim=(1, 2))
+            / weight_norm(layer.get_base_layer())
+            for _, layer in layers
         ]
     else:
         assert backward is not None

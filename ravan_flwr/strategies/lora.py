@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
-from ravan_flwr.strategies.base import MethodStrategy
+from ravan_flwr.strategies.base import MethodStrategy, checked, layers_in
 
 RESIDUAL_RANK = "residual_rank"  # of all that was added so far
 RESIDUAL = ("residual_B", "residual_A", "residual")
@@ -29,17 +28,8 @@ class LoraArrays:
 
     method: LoraMethod
 
-    def __init__(
-        self, arrays: Tensors, method: str, *, seed: int, server_round: int, fixed: str = ""
-    ) -> None:
-        ending = ".lora_A.weight"
-        self.layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
-        if not self.layers:
-            raise ValueError(
-                f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected "
-                "those of a model with LoraConfig; pass "
-                "ArrayRecord(get_peft_model_state_dict(model))"
-            )
+    def __init__(self, arrays: Tensors, method: str, *, seed: int, server_round: int) -> None:
+        self.layers = layers_in(arrays, ".lora_A.weight", "LoraConfig")
         Bs, As = ([_factor(arrays, layer, name) for layer in self.layers] for name in "BA")
         rank = self.rank = len(As[0])
         for layer, B, A in zip(self.layers, Bs, As, strict=True):
@@ -56,13 +46,14 @@ class LoraArrays:
         made = get_method(method)(Settings(seed=seed, rank=rank), sides, 0).in_round(server_round)
         assert isinstance(made, LoraMethod)
         self.method = made
-        self.trained = [name for name in "BA" if name in made.upload_shapes(1.0)]
+        self.trained = made.sent
+        fixed = set("BA") - set(made.in_state)  # travel, and are never trained
         parts = ("lora_A.weight", "lora_B.weight", *RESIDUAL)
         of_layers = {f"{layer}.{part}" for layer in self.layers for part in parts}
         self.names = frozenset({*of_layers, RESIDUAL_RANK})
         self.fixed = frozenset(f"{layer}.lora_{n}.weight" for layer in self.layers for n in fixed)
         self._factors = made.pack(Bs, As)
-        self.state = {name: flat for name, flat in self._factors.items() if name not in fixed}
+        self.state = {name: self._factors[name] for name in made.in_state}
         if isinstance(made, ResidualLora):
             self.state |= self._residual(made, arrays)
 
@@ -88,13 +79,7 @@ class LoraArrays:
         for layer in self.method.layers:
             sides = {"B": (layer.out_features, rank), "A": (rank, layer.in_features)}
             for name, factors in parts.items():
-                factor = _factor(upload, layer.name, name)
-                if factor.dtype != torch.float32 or factor.shape != sides[name]:
-                    raise ValueError(
-                        f"array '{layer.name}.lora_{name}.weight' is {factor.dtype} "
-                        f"{tuple(factor.shape)}, expected torch.float32 {sides[name]}"
-                    )
-                factors.append(factor)
+                factors.append(checked(upload, f"{layer.name}.lora_{name}.weight", sides[name]))
         extra = sorted(upload.keys() - {f"{x}.lora_{n}.weight" for x in self.layers for n in parts})
         if extra:
             raise ValueError(
@@ -138,12 +123,8 @@ class LoraStrategy(MethodStrategy):
         **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
     """
 
-    fixed: ClassVar[str] = ""  # the factor that travels and is never trained
-
     def translate(self, arrays: Tensors, server_round: int) -> LoraArrays:
-        return LoraArrays(
-            arrays, self.method, seed=self.seed, server_round=server_round, fixed=self.fixed
-        )
+        return LoraArrays(arrays, self.method, seed=self.seed, server_round=server_round)
 
 
 class FedExLoraStrategy(LoraStrategy):
@@ -162,7 +143,6 @@ class FFALoraStrategy(LoraStrategy):
     """
 
     method: ClassVar[str] = "ffa-lora"
-    fixed: ClassVar[str] = "A"
 
 
 class HetLoraStrategy(LoraStrategy):

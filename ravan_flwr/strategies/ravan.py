@@ -20,7 +20,7 @@ from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.tensors import pack_bits
-from ravan_flwr.strategies.base import MethodStrategy
+from ravan_flwr.strategies.base import MethodStrategy, checked, layers_in
 
 HEADS = "ravan_heads"
 BASES = ("ravan_A", "ravan_B")  # which travel where the tuner saves them
@@ -30,15 +30,7 @@ class RavanArrays:
     """Translate the arrays of PEFT's RAVAN tuner."""
 
     def __init__(self, arrays: Tensors, method: str, settings: dict[str, Any]) -> None:
-        self.layers = [
-            name.removesuffix(".ravan_H") for name in arrays if name.endswith(".ravan_H")
-        ]
-        if not self.layers:
-            raise ValueError(
-                f"initial_arrays: no name ends in .ravan_H among {shown(list(arrays))}, expected "
-                "those of a model with RavanConfig; pass "
-                "ArrayRecord(get_peft_model_state_dict(model))"
-            )
+        self.layers = layers_in(arrays, ".ravan_H", "RavanConfig")
         shapes = {layer: tuple(arrays[f"{layer}.ravan_H"].shape) for layer in self.layers}
         shape = shapes[self.layers[0]]
         for layer, other in shapes.items():
@@ -71,23 +63,11 @@ class RavanArrays:
 
     def _products(self, arrays: Tensors, layer: str) -> tuple[Tensor, list[int]]:
         """Return a layer's products (selected, r, r) in the order of their heads, and the heads."""
-        if f"{layer}.ravan_H" not in arrays:
-            raise ValueError(f"array '{layer}.ravan_H' is missing")
-        H = arrays[f"{layer}.ravan_H"]
         index = arrays.get(f"{layer}.{HEADS}", torch.arange(self.heads))
         heads = self._heads(f"{layer}.{HEADS}", index)
-        if H.dtype != torch.float32 or H.shape != (len(heads), self.rank, self.rank):
-            raise ValueError(
-                f"array '{layer}.ravan_H' is {H.dtype} {tuple(H.shape)}, expected torch.float32 "
-                f"{(len(heads), self.rank, self.rank)}"
-            )
+        H = checked(arrays, f"{layer}.ravan_H", (len(heads), self.rank, self.rank))
         if f"{layer}.ravan_s" in arrays:
-            s = arrays[f"{layer}.ravan_s"]
-            if s.shape != (len(heads),):
-                raise ValueError(
-                    f"array '{layer}.ravan_s' has shape {tuple(s.shape)}, expected {(len(heads),)}"
-                )
-            H = s[:, None, None] * H
+            H = checked(arrays, f"{layer}.ravan_s", (len(heads),))[:, None, None] * H
         return H[torch.tensor(heads).argsort()], sorted(heads)
 
     def _heads(self, name: str, index: Tensor) -> list[int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,13 +26,13 @@ from ravan_flwr.messages.sparsity import WHOLE, Sparsity, num_bytes, sent_sparse
 from ravan_flwr.methods import budget_share
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.secure.fixed_point import WIDTH, NoiseShares
+from ravan_flwr.secure.fixed_point import WIDTH
 from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.masked import noised_parts, parts_of, rows_wanted
+from ravan_flwr.training.masked import parts_of, rows_wanted
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
     backbone_dtype,
@@ -118,21 +117,15 @@ class Skeleton:
         state = self.state()
         # A bound is told in as many digits as it has: none has more than this one.
         longest, given = 1e-5 / 3, GIVEN * "0"
-        noise: NoiseShares | None = None
         parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
-        if config.privacy == "client":
-            noise = NoiseShares(longest, 1 / 3, 0.0 if config.clip_norm else longest)
-            parts = list(noised_parts(self.method, state, noise))
-        everything = np.ones(sum(part.rows for part in parts), bool)
         wanted = {}
         for partition in range(config.clients_per_round):
             share = budget_share(config.budgets, config.seed, partition)
             if self.method.can_train(share):
                 random = generator(config.seed, "heads", 1, partition)
-                rows = rows_wanted(self.method, state, share, random)
-                wanted[partition] = everything if noise else rows
+                wanted[partition] = rows_wanted(self.method, state, share, random)
         least, number = config.secure_minimum, config.num_rounds
-        return make_schedule(2**63, number, least, parts, wanted, given, noise)
+        return make_schedule(2**63, number, least, parts, wanted, given)
 
     @property
     def classifier_size(self) -> int:
@@ -140,7 +133,7 @@ class Skeleton:
 
     def largest_round(self) -> Method:
         """Give the method as it is in the round in which a client sends most."""
-        rounds = [self.method.in_round(1 + turn) for turn in range(self.method.period)]
+        rounds = self.method.different_rounds()
         return max(rounds, key=lambda method: method.upload_bytes(1.0))
 
     @property
@@ -152,8 +145,6 @@ class Skeleton:
         method = self.largest_round()
         shapes = list(method.upload_shapes(share).values())
         if self.around is not None:
-            if self.around.whole is not None:
-                return WIDTH * self.around.whole + self.around.up
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
             return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
         return self._coded(method.upload_bytes(share), shapes, self.sparsity[1])

@@ -17,17 +17,8 @@ from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
-from ravan_flwr.methods.tensors import whole_checksum
-from ravan_flwr.privacy.mechanism import changes_from, clipping, gaussian
-from ravan_flwr.secure.fixed_point import (
-    NoiseShares,
-    Numbers,
-    Steps,
-    bound_of,
-    round_within,
-    to_steps,
-)
-from ravan_flwr.secure.fixed_point import to_numbers as numbers_of
+from ravan_flwr.methods.tensors import checksum
+from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
 CUT_OFF = "/cut-off"  # no tensor has this name
@@ -71,7 +62,7 @@ def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
     which nothing moves, the sum would be one client's change (Pasquini et al., 2022).
     """
     settings = {k: v for k, v in config.as_dict().items() if k not in NOT_OF_RESULT}
-    text = json.dumps([settings, whole_checksum(state)], sort_keys=True)
+    text = json.dumps([settings, checksum(state, digits=64)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -94,12 +85,7 @@ def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule)
 
 
 def least_cohort(config: Config, clients: int) -> int:
-    """Return how many of so many clients a round needs: two thirds of `clients-per-round`.
-
-    Any number of a private run: whether its round is held must not follow from who is drawn.
-    """
-    if not config.secure_aggregation or config.privacy == "client":
-        return 0
+    """Return how many of so many clients a round needs: two thirds of `clients-per-round`."""
     return max(config.secure_minimum, threshold_of(min(config.clients_per_round, clients)))
 
 
@@ -184,74 +170,3 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
 def _summed(state: Mapping[str, Tensor]) -> list[str]:
     """List the tensors that clients change, in order: none of whole numbers, such as counts."""
     return sorted(name for name, tensor in state.items() if tensor.is_floating_point())
-
-
-WITHIN = "/within"  # whether a change was within the norm; no tensor has this name
-
-
-def noised_parts(
-    method: Method, state: Mapping[str, Tensor], noise: NoiseShares
-) -> tuple[Part, ...]:
-    """List what is summed up: all tensors, and a bit if the norm adapts."""
-    parts = [
-        Part(part.name, part.rows, part.size, noise.norm)
-        for part in parts_of(method, state, 1.0)
-        if part.name != CUT_OFF
-    ]
-    bits = [Part(WITHIN, 1, 1, noise.norm)] if noise.bits else []
-    return (*parts, *bits)
-
-
-def noise_in(config: Config, schedule: Schedule) -> NoiseShares:
-    """Return the noise of a schedule; ValueError if it is not what the settings say."""
-    noise = schedule.noise
-    if noise is None:
-        raise ValueError("privacy = 'client': got a schedule without noise, expected its shares")
-    adapts = config.clip_norm is None
-    if adapts != bool(noise.bits) or config.clip_norm not in (None, noise.norm):
-        raise ValueError(
-            f"got noise for a norm of {noise.norm}, and {noise.bits} on bits, expected clip-norm = "
-            f"{config.clip_norm or 'auto'}"
-        )
-    wanted = config.noise_multiplier
-    if wanted is not None and not noise.whole >= wanted * (1 - 1e-9):
-        raise ValueError(f"got noise of multiplier {noise.whole:.4g}, expected {wanted:g}")
-    return noise
-
-
-def to_noised(
-    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
-    schedule: Schedule, random: np.random.Generator,
-) -> Numbers:  # fmt: skip
-    """Clip a client's changes, round them, and add its share of the noise, row after row."""
-    noise, clients = schedule.noise, len(schedule.partitions)
-    assert noise is not None
-    steps = clipped_steps(method, sent, upload, schedule, random)
-    noises = gaussian([len(steps)], noise.deviation(clients)).numpy()
-    return numbers_of(steps + np.rint(noises).astype(np.int64))
-
-
-def clipped_steps(
-    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
-    schedule: Schedule, random: np.random.Generator,
-) -> Steps:  # fmt: skip
-    """Make the whole numbers without noise: their norm is at most the clip norm.
-
-    What is not finite counts as zero, and so does no upload at all: a client that failed for it
-    would tell of its examples.
-    """
-    noise = schedule.noise
-    assert noise is not None
-    made = sent if upload is None else filled_in(method, sent, upload)
-    filled = {
-        name: tensor.double().nan_to_num(nan=np.nan, posinf=np.nan, neginf=np.nan)
-        for name, tensor in made.items()
-    }
-    changes = changes_from(sent, filled)
-    factor, is_within = clipping(changes, noise.norm)
-    names = [part.name for part in schedule.parts if part.name != WITHIN]
-    flat = np.concatenate([changes[name].numpy().reshape(-1) for name in names])
-    steps = round_within(flat * (factor / noise.step), noise.norm / noise.step, random)
-    if not noise.bits:
-        return steps
-    return np.append(steps, noise.bit if is_within else -noise.bit)

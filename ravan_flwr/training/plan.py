@@ -12,18 +12,9 @@ from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGETS, SHARES, affordable
-from ravan_flwr.privacy.account import (
-    StepNoise,
-    epsilon_of,
-    epsilon_seen,
-    most_rounds,
-    multiplier_for,
-    why_not_masked,
-)
+from ravan_flwr.privacy.account import StepNoise, epsilon_of, multiplier_for
 from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
-from ravan_flwr.secure.fixed_point import NoiseShares
-from ravan_flwr.secure.schedule import threshold_of
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -261,36 +252,11 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
         f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
         f"{norm:g}" + ("" if config.clip_norm else " at first"),
     ]
-    if config.clip_norm is None:
-        held = _rounds_held(config, spent, z, rate, 1)
-        most = reached(norm, held)
-        lines.append(
-            f"                it adapts, to at most {most:.3g} in the last of {held} rounds"
-        )
     if config.noise_cohort:
         lines.append(
             f"                a study: as {config.noise_cohort:,} clients a round would have"
         )
-    lines += _ends(config, spent, z, rate, 1, "ends it")
-    if not config.secure_aggregation:
-        return lines
-    # What a server may learn that sees masked sums with noise in them.
-    if why := why_not_masked(there, rate, config.secure_minimum, rounds, config.delta):
-        raise ValueError(why)
-    number = min(config.clients_per_round, there)
-    each = NoiseShares(FIRST_NORM, z).left(number, threshold_of(number)) ** -2
-    usual, most_often = _usual_rounds(config, there), most_rounds(there, rate, rounds)
-    of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most_often))
-    lines += [
-        f"                for the server, which knows the cohort: epsilon {of_usual:.3f} of a",
-        f"                client in {usual} rounds, as many as are usual; each sends all heads",
-    ]
-    if most_often > usual:
-        lines.append(
-            f"                {of_most:.3f} of the client that is drawn most often, in about "
-            f"{most_often}"
-        )
-    return lines
+    return lines + _ends(config, spent, z, rate, 1, "ends it")
 
 
 def _private_examples(config: Config, built: Skeleton, there: int) -> list[str]:

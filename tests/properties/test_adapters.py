@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ravan_flwr.adapters import MultiHeadLinear, attach, find_layers, make_bases
 from ravan_flwr.adapters.merged import factored_cost, merged_cost
+from ravan_flwr.adapters.multihead import merges
 from tests.reference import multihead_delta, multihead_forward
 
 SHAPES = st.tuples(
@@ -113,6 +114,10 @@ COSTS = st.tuples(
 )  # fmt: skip
 
 
+def merging(layer, x):
+    return merges(x, layer.base.weight, layer.base.bias, layer._heads(), layer.form)
+
+
 def cost_layer(shape):
     """A float32 layer on the meta device, and its input's gradient wanted."""
     tokens, out, in_, heads, rank = shape
@@ -141,7 +146,7 @@ def test_the_cost_model_counts_what_is_done(shape, data):
         backbone = 2 * tokens * out * in_
         assert counter.get_total_flops() // 2 - backbone == cost[layer.form]
     layer.form = "auto"
-    assert layer._merges(x) == (cost["merged"] < cost["factored"])
+    assert merging(layer, x) == (cost["merged"] < cost["factored"])
 
 
 def test_low_precision_is_factored_so_that_no_small_update_is_lost():
@@ -158,16 +163,16 @@ def test_low_precision_is_factored_so_that_no_small_update_is_lost():
             return float((low.double() - expected).norm() / expected.norm())
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert not layer._merges(x)
+        assert not merging(layer, x)
         layer.base.weight.zero_()  # what remains is the update as it is computed
         layer.base.bias.zero_()
         assert error(layer(x)) < 0.02
     nn.init.constant_(base.weight, 1.0)
     merged = (base.weight + layer.delta_weight()).bfloat16().float() - base.weight
     assert error(x @ merged.T) > 0.9
-    assert layer._merges(x)  # in float32
+    assert merging(layer, x)  # in float32
     layer.bfloat16()
-    assert not layer._merges(x.bfloat16())
+    assert not merging(layer, x.bfloat16())
 
 
 def test_a_frozen_head_has_no_gradient_and_no_parameter():

@@ -1,7 +1,7 @@
 """All ways by which something leaves a device, or a private run, and what each tells of an example.
 
 Two worlds are neighbours if they differ in one example of a device (`privacy=example`), in all that
-one client has (`privacy=client` with masks), or in who was drawn for the rounds that were held. For
+one client has (`privacy=client`), or in who was drawn for the rounds that were held. For
 each channel the same must leave in both, to the byte; what differs must be what an account has:
 `uploads` are, by the clip norm.
 
@@ -22,7 +22,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +34,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
-from ravan_flwr import simulate
 from ravan_flwr.client import answers
-from ravan_flwr.client import masked as masked_training
 from ravan_flwr.client.client_request import KEPT
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
@@ -44,24 +42,19 @@ from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import check_apart
-from ravan_flwr.privacy.mechanism import happens
 from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import numbers_of
-from ravan_flwr.secure.fixed_point import NoiseShares
-from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
-from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.local_steps import steps_of
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
 from ravan_flwr.training.private_steps import PrivateStepper
-from tests.runs.test_noised import NOISED
-from tests.runs.test_secure import misbehave, records_of
 from tests.unit.reports.test_card import CONFIG
 
 # One example of a device, whatever it is, and whatever the server sends.
@@ -314,16 +307,8 @@ def test_whether_examples_are_apart_is_found_out_without_them(bench, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["query", "train"])
-@pytest.mark.parametrize(
-    "private", [{}, {"privacy": "client", "secure-aggregation": True, "clients-per-round": 20}]
-)
-def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, caplog, kind, private):
+def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, caplog, kind):
     """A server chooses labels, columns and lengths: a text, or its length, would be an answer."""
-    if kind == "train" and private:
-        return  # such a run asks for masked numbers; below
-    monkeypatch.setattr(
-        "ravan_flwr.client.answers.node_keys", lambda _: SimpleNamespace(public=list)
-    )
     told = set()
     for failure in (
         ValueError(f"labels: got unknown labels {NAME}"),
@@ -335,7 +320,7 @@ def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, cap
             raise failure
 
         monkeypatch.setattr(ModelAndData, "partition", fails)
-        seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE | private))
+        seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE))
         assert NAME not in seen["text"]
         told.add(seen["text"])
     assert told == {f"RuntimeError: {KEPT}"}
@@ -379,103 +364,23 @@ def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
         assert f"1 of {NUMBER} examples cannot be used, and count as zero: example" in caplog.text
 
 
-# One client of a run whose clients add the noise in shares, and mask.
-
-TROUBLED = 2  # the client that differs
-
-
-def _fails(error):
-    def train(*_, **__):
-        raise error
-
-    return train
-
-
-def _broken(honest):
-    def train(*given, **named):
-        result = honest(*given, **named)
-        upload = {k: t * math.nan if t.is_floating_point() else t for k, t in result.upload.items()}
-        return replace(result, upload=upload)
-
-    return train
-
-
-CLIENTS = {
-    "ordinary": lambda honest: honest,
-    "an example that cannot be read": lambda _: _fails(OSError(NAME)),
-    "an error of the machine": lambda _: _fails(RuntimeError(f"CUDA error: {NAME}")),
-    "no memory": lambda _: _fails(MemoryError()),
-    "no number": _broken,
-}
-
-
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory):
-    """Hold a round in which one client is of that kind; all replies, by channel, and the record."""
-
-    @cache
-    def hold(kind):
-        seen: dict[tuple[int, str], dict[str, Any]] = {}
-        with pytest.MonkeyPatch.context() as patch:
-
-            def train(*given, **named):
-                partition = given[6].partition_id
-                chosen = CLIENTS[kind if partition == TROUBLED else "ordinary"](train_locally)
-                return chosen(*given, **named)
-
-            def behave(partition, number, phase, message, answer):
-                reply = answer()
-                seen[partition, phase] = seen_in(reply)
-                return reply
-
-            patch.setattr(masked_training, "train_locally", train)
-            misbehave(patch, behave)
-            folder = tmp_path_factory.mktemp("run")
-            run = simulate(NOISED | {"output-dir": str(folder)}, 6)
-        (record,) = records_of(run)
-        return seen, record
-
-    return hold
-
-
-@pytest.mark.parametrize("channel", ["fails", "error", "records", "metrics", "sizes"])
-@pytest.mark.parametrize("kind", [kind for kind in CLIENTS if kind != "ordinary"])
-def test_no_channel_of_a_masked_round_tells_what_a_client_has(rounds, kind, channel):
-    (found, record), (expected, plain) = rounds(kind), rounds("ordinary")
-    assert found.keys() == expected.keys()
-    for place, seen in found.items():
-        assert seen.get(channel) == expected[place].get(channel), place
-    assert record["rejected"] == plain["rejected"] == []
-    assert record["secure"] == plain["secure"]
-    assert [one["partition-id"] for one in record["clients"]] == list(range(6))
-    assert not any("seconds" in client for client in record["clients"])
-
-
 # What is published of a run: another cohort of the same round gives the same.
 
 COHORTS = ({0: 2, 1: 2}, {4: 1, 5: 1, 6: 1, 7: 1})  # two draws: rounds by client
-SECURE: dict[str, Scalar] = {
-    "privacy": "client", "secure-aggregation": True, "noise-multiplier": 4.0, "clip-norm": 0.1,
-    "clients-per-round": 50, "num-rounds": 3,
-}  # fmt: skip
 KINDS: dict[str, dict[str, Scalar]] = {
-    "client": SECURE | {"secure-aggregation": False},
-    "client with masks": SECURE,
+    "client": {"privacy": "client", "noise-multiplier": 4.0, "clip-norm": 0.1, "num-rounds": 3},
     "example": {"privacy": "example", "noise-multiplier": 4.0},
 }
 
 
-def told_of(kind, cohort):
-    """What the account of a run tells, in which these clients were drawn."""
+def told_of(kind):
+    """What the account of a run tells, whoever was drawn."""
     if kind == "example":  # who is asked follows from the seed
         return {"unit": "example", "epsilon": 1.0, "delta": 1e-5, "noise-multiplier": 4.0}
     budget = ClientBudget(read_config(KINDS[kind]), lambda _: None)
     budget.rate, budget.multiplier = 0.05, 4.0
-    budget.noise(1000)
-    for number in range(3):
-        shares, clients = NoiseShares(0.1, 4.0), 7 + len(cohort)
-        shown = shares.left(clients, threshold_of(clients)) ** -2
-        budget.spend([p for p, rounds in cohort.items() if rounds > number], shown)
+    for _ in range(3):
+        budget.spend()
     return budget.told()
 
 
@@ -490,7 +395,7 @@ def summary_of(kind, cohort):
         key: f"drawn: {sorted(cohort)}" for key in get_type_hints(Summary) if key not in known
     }
     spent = {key for key in others if key in PUBLISHED or key.startswith("epsilon")}
-    return {k: v for k, v in others.items() if k not in spent} | known | told_of(kind, cohort)
+    return {k: v for k, v in others.items() if k not in spent} | known | told_of(kind)
 
 
 def card(kind, cohort, folder):
@@ -511,7 +416,7 @@ def parcel(kind, cohort, folder):
 def tracked(kind, cohort, folder):
     del folder
     hints = {key: f"drawn: {sorted(cohort)}" for key in get_type_hints(RoundRecord)}
-    record: Any = hints | {"metrics": {"accuracy": 0.5}, "privacy": told_of(kind, cohort)}
+    record: Any = hints | {"metrics": {"accuracy": 0.5}, "privacy": told_of(kind)}
     return numbers_of(record)
 
 
@@ -525,23 +430,6 @@ def test_what_is_published_does_not_tell_who_was_drawn(kind, channel, tmp_path):
     assert one == other
     assert "drawn" not in str(one)
     assert channel == "tracking" or "epsilon" in str(one)
-    if kind == "client with masks":
-        exact = [told_of(kind, cohort)["epsilon-to-server"] for cohort in COHORTS]
-        assert exact[0] != exact[1]  # which the operator's own record has
-        assert not any(f"{number:.3f}" in str(one) for number in exact)
-
-
-def test_what_is_published_of_the_server_holds_for_all_clients():
-    """By draws: the client that the server has seen most of is within the bound."""
-    budget = ClientBudget(read_config(SECURE), lambda _: None)
-    budget.rate, budget.multiplier = 0.05, 4.0
-    budget.noise(1000)
-    for _ in range(40):
-        drawn = [partition for partition in range(1000) if happens(0.05)]
-        budget.spend(drawn, NoiseShares(0.1, 4.0).left(len(drawn), threshold_of(len(drawn))) ** -2)
-        told = budget.told()
-        assert told["epsilon-to-server"] <= told["epsilon-to-server-bound"]
-    assert told["epsilon-to-server-bound"] < 2 * told["epsilon-to-server"]
 
 
 def test_a_run_is_named_by_chance_alone(tmp_path):

@@ -707,3 +707,30 @@ def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
     bench = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
     with pytest.raises(ValueError, match=r"whose nodes have no secure-keys, expected devices"):
         check_simulation(grid, bench, config)
+
+
+def insist(monkeypatch, wanted):
+    """Give devices a node config of their own, by partition."""
+
+    def reply(message, context, honest=worker_process.reply_of):
+        more = wanted.get(int(context.node_config["partition-id"]), {})
+        before = dict(context.node_config)
+        context.node_config.update(more)
+        try:
+            return honest(message, context)
+        finally:
+            context.node_config.clear()
+            context.node_config.update(before)
+
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+
+
+def test_a_device_that_insists_takes_no_part_in_other_runs(tmp_path, monkeypatch, caplog):
+    """Its refusal costs itself, and the log says why."""
+    insist(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
+    settings = QUICK | {"secure-aggregation": False, "output-dir": str(tmp_path)}
+    run = simulate(settings, 6)
+    (record,) = records_of(run)
+    assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2, 3]
+    assert "require-secure-aggregation = true: got a run with" in caplog.text
+    assert "max-epsilon = 8: got a run with privacy = 'none'" in caplog.text

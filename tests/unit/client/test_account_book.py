@@ -2,18 +2,18 @@
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.account import opened_book
+from ravan_flwr.client.account import EXAMPLES, opened_book
 
 
-def entries(state, run=1, partition=0):
-    with opened_book(state, "account", run, partition) as book:
+def entries(state, run="1", partition=0):
+    with opened_book(state, run, partition) as book:
         found = [dict(entry) for entry in book.entries]
-    assert all(entry.pop("run") == str(run) for entry in found)
+    assert all(entry.pop("run") == run for entry in found)
     return found
 
 
 def enter(state, entry):
-    with opened_book(state, "account", 1, 0) as book:
+    with opened_book(state, "1", 0) as book:
         book.enter(**entry)
 
 
@@ -24,7 +24,7 @@ def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
         enter(state, {"number": number, "of": [0.5]})
     assert entries(state) == 2 * [{"number": 2, "of": [0.5]}]
     assert entries(RecordDict()) == [{"number": 2, "of": [0.5]}]
-    assert entries(RecordDict(), run=2) == entries(RecordDict(), partition=1) == []
+    assert entries(RecordDict(), run="2") == entries(RecordDict(), partition=1) == []
     assert all(path.stat().st_mode & 0o077 == 0 for path in on_a_device.iterdir())
 
 
@@ -37,7 +37,7 @@ def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
     enter(RecordDict(), {"number": 2})
     assert entries(RecordDict()) == [{"number": 2}]
     path.write_bytes(b"[3]\n\xff\n")
-    assert entries(RecordDict({"account": ConfigRecord({"run": "1", "number": 4})})) == [
+    assert entries(RecordDict({EXAMPLES: ConfigRecord({"run": "1", "number": 4})})) == [
         {"number": 4}
     ]
 

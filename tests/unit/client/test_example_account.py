@@ -29,7 +29,7 @@ def take(state, earlier=0, rate=0.4, mark="m", **settings):
 
 
 def found(state, mark="m"):
-    with opened_book(state, EXAMPLES, mark, 0) as book:
+    with opened_book(state, mark, 0) as book:
         return ExampleAccount.of(book)
 
 

@@ -396,7 +396,7 @@ def test_clients_of_different_schedules_cannot_open_each_others_shares(folder):
         held.server.take_dealt(partition, held.clients[partition].deal(ROUND, told))
     held.server.close_dealing()
     held.clients[0].take_shares(ROUND, held.server.to_mask(0))
-    assert [bool(text) for text in held.clients[0].state["held"].values()] == [True] + 6 * [False]
+    assert [bool(text) for text in held.clients[0].state["held"]] == [True] + 6 * [False]
 
 
 def test_a_short_list_of_who_is_here_is_refused(folder):
@@ -526,7 +526,7 @@ def test_nonsense_in_place_of_a_share_is_left_out_and_others_have_theirs(folder,
     held.server.close_dealing()
     held.mask()
     held.agree()
-    assert held.clients[0].state["held"]["2"] == ""
+    assert held.clients[0].state["held"][2] == b""
     held.unmask()
     check_sums(held, held.server.open())
 

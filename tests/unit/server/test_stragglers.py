@@ -575,12 +575,6 @@ def test_the_seconds_of_a_grace_may_be_any():
         ({"limits": "min-replies=4"}, 20, 20, 4),
         ({"secure-aggregation": True}, 20, 20, 7),  # two thirds of clients-per-round
         ({"secure-aggregation": True}, 6, 6, 4),  # of all, which are fewer
-        (
-            {"secure-aggregation": True, "privacy": "client", "epsilon": 8.0},
-            20,
-            20,
-            4,
-        ),  # secure-minimum
         ({"secure-aggregation": True}, 9, 5, 9),  # all are here: nobody else can come
     ],
 )

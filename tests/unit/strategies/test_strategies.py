@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import uuid
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -254,22 +255,20 @@ def test_with_all_heads_trained_by_everybody_it_is_fedavg_over_the_products():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "flowers"),
+    "flowers",
     [
-        ("adam", FedAdam), ("yogi", FedYogi), ("adagrad", FedAdagrad),
-        ("momentum", lambda: FedAvgM(server_momentum=0.9)),
+        FedAdam,
+        FedYogi,
+        FedAdagrad,
+        partial(FedAvgM, server_momentum=0.9),
+        partial(FedAdam, eta=0.5),
     ],
-)  # fmt: skip
-def test_a_server_optimiser_is_flowers(wanted, flowers):
+)
+def test_a_server_optimiser_is_flowers(flowers):
     replies = whole_replies(3)
     expected = loop(flowers(), products_alone(), replies)
-    got = loop(RavanStrategy(server_optimizer=wanted), start_with_classifier(), replies)
+    got = loop(RavanStrategy(server_optimizer=flowers()), start_with_classifier(), replies)
     assert_alike(got, expected)
-    other = FedAdam(eta=0.5)
-    assert_alike(
-        loop(RavanStrategy(server_optimizer=other), start_with_classifier(), replies),
-        loop(FedAdam(eta=0.5), products_alone(), replies),
-    )
 
 
 def test_a_client_may_send_the_state_dict_of_peft_as_it_is():
@@ -384,7 +383,7 @@ WRONG = {
     "complex": (having(H, of((2, 2, 2), dtype=np.complex64)), "dtype complex64"),
     "no layer": (without(H), "ravan_H' is missing"),
     "no classifier": (without(CLASSIFIER), "classifier.weight' is missing"),
-    "another classifier": (having(CLASSIFIER, of((3, 2))), r"\(3, 2\), expected \(2, 3\)"),
+    "another classifier": (having(CLASSIFIER, of((3, 2))), r"\(3, 2\), expected torch.float32 \(2"),
     "an unknown array": (having("other", of(1)), "'other' is unknown"),
     "NaN in the classifier": (having(CLASSIFIER, of((2, 3), np.nan)), "not finite"),
 }
@@ -541,9 +540,12 @@ def test_arrays_of_another_adapter_are_refused_by_name():
 @pytest.mark.parametrize(
     ("strategy", "how", "told"),
     [
-        (RavanStrategy, {"server_optimizer": "sgd"}, "expected 'none', one of adagrad, adam"),
-        (RavanStrategy, {"server_optimizer": None}, "None: expected 'none', one of adagrad, adam"),
-        (FlexLoraStrategy, {"server_optimizer": "adam"}, "no mean of .*, or use RavanStrategy"),
+        (
+            RavanStrategy,
+            {"server_optimizer": "adam"},
+            "'adam': expected a strategy of Flower",
+        ),
+        (FlexLoraStrategy, {"server_optimizer": FedAdam()}, "no mean of .*, or use RavanStrategy"),
         (RavanStrategy, {"head_mean": "some"}, "expected 'trained' .* or 'all'"),
         (RavanStrategy, {"max_update_norm": 0}, "max_update_norm = 0: expected a number above 0"),
         (RavanStrategy, {"max_update_norm": "x"}, "max_update_norm = 'x': expected a number above"),
@@ -561,7 +563,7 @@ def test_a_wrong_argument_is_refused(strategy, how, told):
 
 def test_the_error_of_a_server_optimizer_names_the_strategies_that_take_one():
     with pytest.raises(ValueError, match="no mean of the replies") as told:
-        FlexLoraStrategy(server_optimizer="adam")
+        FlexLoraStrategy(server_optimizer=FedAdam())
     for name in (name for name in strategies.__all__ if "Strategy" in name):
         averages = METHODS[getattr(strategies, name).method].averages
         assert (name in str(told.value)) == averages
