@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a median": ({"weighting": "median", "sparsity": "1:1/4"}, "would stay as it is"),
     "masks": (
         {"secure-aggregation": True, "clients-per-round": 4, "sparsity": "1:1/4"},
-        "got sparsity = '1:1/4', expected '1:1', since which numbers of a client are largest",
+        "got sparsity = '1:1/4', expected '1:1', since which numbers are largest",
     ),
 }  # fmt: skip
 
