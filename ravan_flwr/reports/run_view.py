@@ -230,7 +230,8 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
     run = seen.run
     metric = common_metric([run])
     summary: Mapping[str, Any] = run.summary or {}
-    (rounds, values), losses = run.measured(metric), run.train_loss()[1]
+    curve, losses = run.curve(metric), run.train_loss()[1]
+    rounds, values = curve.get("round", []), curve.get(metric, [])
     extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
     best = choose(range(len(values)), key=values.__getitem__, default=0)
     spent: Mapping[str, Any] = (run.rounds[-1].get("privacy") if run.rounds else None) or {}
@@ -306,16 +307,16 @@ def comparison_of(groups: Groups) -> dict[str, Any]:
 
 def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, ...]:
     """Sum up runs that differ in the seed alone."""
-    values = [value for run in runs for value in run.measured(metric)[1][-1:]]
+    values = [value for run in runs for value in run.curve(metric).get(metric, [])[-1:]]
     mean = f"{sum(values) / len(values):.4f}" if values else "not evaluated"
     spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
-    sent = sum(run.bytes_so_far()[-1] for run in runs) / len(runs)
+    sent = sum(r["bytes-up"] + r["bytes-down"] for run in runs for r in run.rounds) / len(runs)
     rounds = ", ".join(map(str, sorted({run.rounds[-1]["round"] for run in runs})))
     if not all(run.summary for run in runs):
         rounds += ", unfinished"
     if number := sum("collapsed" in run.rounds[-1] for run in runs):
         rounds += f", {number} collapsed at the end"
-    return name, len(runs), rounds, mean, spread, f"{sent:.2f} MB"
+    return name, len(runs), rounds, mean, spread, f"{sent / 1e6:.2f} MB"
 
 
 @dataclass

@@ -32,7 +32,6 @@ from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
 from ravan_flwr.reports.prediction import new_table
-from ravan_flwr.reports.run_charts import confusion_csv
 from ravan_flwr.reports.run_view import FollowedRun
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
@@ -408,8 +407,6 @@ def test_no_cell_of_a_table_is_computed_by_a_spreadsheet(tmp_path):
         rows = list(csv.reader(file))[1:]
     assert [label for _, label in rows] == [*(f"'{text}" for text in FORMULAS), *harmless]
     assert all(name.startswith("'") for name, _ in rows[: len(FORMULAS)])
-    read = list(csv.reader(io.StringIO(confusion_csv([[1, 0], [0, 1]], FORMULAS[:2]).decode())))
-    assert read[0][1:] == [row[0] for row in read[1:]] == [f"'{text}" for text in FORMULAS[:2]]
     with new_table(tmp_path / "a.jsonl", {"label": str}) as write:
         write([FORMULAS[:1]])
     assert json.loads((tmp_path / "a.jsonl").read_text()) == {"label": FORMULAS[0]}
