@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
-from ravan_flwr.runs.samples import SampleLine, compared, samples_file, samples_of
-from ravan_flwr.runs.status import RunStatus, read_status
+from ravan_flwr.runs.samples import SampleLine, first_and_last, samples_file
+from ravan_flwr.runs.status import NodeStatus, RunStatus, read_status
 from ravan_flwr.tasks import LOWER_IS_BETTER
 
 _SIGNS_OF_LIFE = ("config.json", "rounds.jsonl", status.NAME, LOG_FILE, LOCK)
@@ -208,7 +208,7 @@ def view_of(
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
         "without_classes": without_classes(config),
-        "samples": compared(samples_of(seen.samples, run.rounds, last=live)),
+        "samples": first_and_last(seen.samples, run.rounds),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
         if seen.status
@@ -319,97 +319,87 @@ def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, .
     return name, len(runs), rounds, mean, spread, f"{sent / 1e6:.2f} MB"
 
 
-@dataclass
-class Participant:
-    """Hold what the page says of one client."""
-
-    partition: int
-    device: str = ""
-    budget: str = ""
-    examples: str = ""
-    rounds: int = 0  # in which its reply was used
-    last_round: int = 0
-    heads: str = ""
-    seconds: str = ""
-    bytes_up: float = 0
-    bytes_down: float = 0
-    heard: float | None = None  # in seconds since 1970
-    now: str = ""
-    rejected: int = 0
-    reason: str = ""  # of the last rejection
-
-
 def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
     """List the clients by partition; where there are too many, those that do or did something."""
-    people: dict[int, Participant] = {}
-    nodes = seen.status["nodes"] if seen.status else []
-    for node in nodes:  # what the nodes said of themselves
-        one = people.setdefault(node["partition-id"], Participant(node["partition-id"]))
-        one.device = "" if seen.run.in_simulated_time else node["device"]
-        one.budget = f"{node['share']:g}"
-        one.examples = f"{node['examples']:,}{' of its own' if node['own-data'] else ''}"
-        one.heard = node["heard"] or None
+    nodes = {node["partition-id"]: node for node in seen.status["nodes"]} if seen.status else {}
+    replies: dict[int, list[tuple[int, ClientRecord]]] = {number: [] for number in nodes}
+    rejected = defaultdict[str, list[str]](list)
     for record in seen.run.rounds:
         for client in record["clients"]:
-            number = client["partition-id"]
-            _add_reply(people.setdefault(number, Participant(number)), record["round"], client)
-    _add_rejections(people, seen.run)
-    if live and seen.under_way:
-        _add_now(people, seen)
+            replies.setdefault(client["partition-id"], []).append((record["round"], client))
+        for reply in record["rejected"]:
+            rejected[reply["client"]].append(f"round {record['round']}: {reply['reason']}")
+    now = _now(seen) if live and seen.under_way else {}
+    blank = dict.fromkeys(("device", "budget", "examples", "heard", "heads", "seconds"), "")
+    people = [
+        {
+            **blank,
+            "partition": number,
+            "now": now.get(number, ""),
+            "rejected": len(rejected[f"partition {number}"]),
+            "reason": "".join(rejected[f"partition {number}"][-1:]),  # of the last rejection
+            "rounds": len(found),  # in which its reply was used
+            "last_round": found[-1][0] if found else 0,
+            "bytes_up": sum(client["bytes-up"] for _, client in found),
+            "bytes_down": sum(client["bytes-down"] for _, client in found),
+            **_of_node(nodes.get(number), simulated=seen.run.in_simulated_time),
+            **(_of_reply(found[-1][1], known=number in nodes) if found else {}),
+        }
+        for number, found in replies.items()
+    ]
     # Who is at work first, then who does or has something else, then who was the last.
     chosen = sorted(
-        people.values(),
-        key=lambda x: (x.now != AT_WORK, not (x.now or x.rejected), -x.last_round, x.partition),
+        people,
+        key=lambda one: (
+            one["now"] != AT_WORK,
+            not (one["now"] or one["rejected"]),
+            -one["last_round"],
+            one["partition"],
+        ),
     )[:MOST]
     known = max(len(people), seen.status.get("members", 0) if seen.status else 0)
     partitions = max((record["partitions"] for record in seen.run.rounds), default=0)
     if seen.status:
         partitions = seen.status["partitions"] if nodes else 0
     return {
-        "listed": sorted(chosen, key=lambda one: one.partition),
+        "listed": sorted(chosen, key=lambda one: one["partition"]),
         "more": known - len(chosen),
         "missing": max(0, partitions - known) if live else 0,
     }
 
 
-def _add_reply(one: Participant, number: int, client: ClientRecord) -> None:
-    one.rounds += 1
-    one.last_round = number
-    one.bytes_up += client["bytes-up"]
-    one.bytes_down += client["bytes-down"]
-    one.heads = f"{client['heads']:g}"
-    one.seconds = f"{client['seconds']:.1f}" if "seconds" in client else ""
+def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
+    """Give what a node said of itself; in simulated time its processor is that of this machine."""
+    if node is None:
+        return {}
+    return {
+        "device": "" if simulated else node["device"],
+        "budget": f"{node['share']:g}",
+        "examples": f"{node['examples']:,}{' of its own' if node['own-data'] else ''}",
+        "heard": node["heard"],
+    }
+
+
+def _of_reply(client: ClientRecord, *, known: bool) -> dict[str, Any]:
+    """Give what a client's last reply says, without what is known of its node already."""
+    found = {
+        "heads": f"{client['heads']:g}",
+        "seconds": f"{client['seconds']:.1f}" if "seconds" in client else "",
+    }
     if "device" in client and "span" in client:  # a simulated one, which takes simulated seconds
         begin, end = client["span"]
-        one.device, one.seconds = client["device"], f"{end - begin:.3g}"
-    one.budget = one.budget or f"{client['share']:g}"
-    one.examples = one.examples or f"{client['examples']:,}"
+        found |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
+    if not known:
+        found |= {"budget": f"{client['share']:g}", "examples": f"{client['examples']:,}"}
+    return found
 
 
-def _add_rejections(people: Mapping[int, Participant], run: RecordedRun) -> None:
-    """Add how often a client's reply was rejected, and why the last time."""
-    rejected: Counter[str] = Counter()
-    reasons: dict[str, str] = {}
-    for record in run.rounds:
-        for reply in record["rejected"]:
-            name = str(reply["client"])
-            rejected[name] += 1
-            reasons[name] = f"round {record['round']}: {reply['reason']}"
-    for one in people.values():
-        name = f"partition {one.partition}"
-        one.rejected, one.reason = rejected[name], reasons.get(name, "")
-
-
-def _add_now(people: Mapping[int, Participant], seen: RunSnapshot) -> None:
-    """Add what each is doing, in a run under way."""
+def _now(seen: RunSnapshot) -> dict[int, str]:
+    """Find what each client is doing, in a run under way."""
     last: Mapping[str, Any] = seen.run.rounds[-1] if seen.run.rounds else {}
-    for key, word in (
-        ("resting", "is skipped: it was unresponsive"), ("left-out", "cannot afford it")
-    ):  # fmt: skip
-        for number in last.get(key, []):
-            if number in people:
-                people[number].now = word
+    now = dict.fromkeys(last.get("resting", []), "is skipped: it was unresponsive")
+    now |= dict.fromkeys(last.get("left-out", []), "cannot afford it")
     if seen.status is not None:
-        answered = set(seen.status["answered"])
-        for number in set(seen.status["asked"]) & people.keys():
-            people[number].now = "has answered" if number in answered else AT_WORK
+        now |= dict.fromkeys(seen.status["asked"], AT_WORK)
+        now |= dict.fromkeys(seen.status["answered"], "has answered")
+    return now

@@ -13,7 +13,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, samples_file
+from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.extensions import Predicts, Sample, task_with
 from ravan_flwr.training.local_steps import predictions
@@ -35,8 +35,6 @@ class Samples(Callback):
     ) -> None:
         self._bench, self._directory, self._untrained = bench, directory, untrained
         self._task = task_with(Predicts, bench.task, "evaluate-samples")
-        self._before = samples_file(directory.path).read()  # of a resumed run; checked at once
-        self._goes_on = False  # with lines of this process
 
     @cached_property
     def _chosen(self) -> list[Sample]:
@@ -62,11 +60,6 @@ class Samples(Callback):
 
     def _write(self, number: int, state: Mapping[str, Tensor]) -> None:
         """Add the answers of the model with that state, after that round."""
-        if not self._goes_on:
-            kept = [line for line in self._before if line["round"] < number]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            self._directory.write(SAMPLES, text)
-            self._goes_on = True
         with self._bench.model.holding(state):
             answers = list(self._answers())
         lines: list[SampleLine] = [

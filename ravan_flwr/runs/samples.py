@@ -4,7 +4,7 @@
      "expected": "It returns the working directory.", "answer": "It gets the working path."}
 
 Round 0 is the model before training. A text of more than `MOST` characters is cut. A run that goes
-back to an earlier round drops what lies behind it with its next evaluation.
+back to an earlier round has lines of some rounds twice, of which the later counts.
 """
 
 from collections.abc import Sequence
@@ -41,44 +41,31 @@ def samples_file(run: Path) -> LinesFile[SampleLine]:
     return LinesFile(run / SAMPLES, lambda line, _: check(parsed(line), SampleLine), do)
 
 
-def samples_of(
-    lines: Sequence[SampleLine], rounds: Sequence[RoundRecord], *, last: bool = False
-) -> list[SampleLine]:
-    """Choose what was written after the rounds that are recorded, and before the first.
+MOST_SHOWN = 20  # examples on a page
 
-    Or what was written last.
+
+def first_and_last(
+    lines: Sequence[SampleLine], rounds: Sequence[RoundRecord]
+) -> list[dict[str, Any]]:
+    """Lay the first and the last answer to each example below the right one, for a page.
+
+    Answers after rounds that are not recorded, since the run has gone back, are left out.
     """
     evaluated = {0} | {record["round"] for record in rounds if record["metrics"]}
-    lines = [line for line in lines if line["round"] in evaluated]
-    return [line for line in lines if line["round"] == lines[-1]["round"]] if last else lines
-
-
-# For a page.
-
-MOST_SHOWN = 20  # examples
-_ROUNDS = 5  # of which the answers are shown
-
-
-def compared(lines: Sequence[SampleLine]) -> list[dict[str, Any]]:
-    """Lay the answers to each example below each other: of the first round, the last, and between.
-
-    Each is (what stands on the left, the text).
-    """
-    rounds = sorted({line["round"] for line in lines})
-    places = {round(n * (len(rounds) - 1) / (_ROUNDS - 1)) for n in range(_ROUNDS)}
-    shown = {rounds[place] for place in places if rounds}
-    by_example: dict[int, list[SampleLine]] = {}
-    for line in sorted(lines, key=lambda line: (line["example"], line["round"])):
-        if line["round"] in shown:
-            by_example.setdefault(line["example"], []).append(line)
+    found = {(x["round"], x["example"]): x for x in lines if x["round"] in evaluated}
+    shown = sorted({number for number, _ in found})
+    last = [line for (number, _), line in sorted(found.items()) if number == shown[-1]]
     return [
         {
-            "instruction": answers[-1]["instruction"],
+            "instruction": line["instruction"],
             "rows": [
-                ("right answer", answers[-1]["expected"]),
-                *((f"after round {x['round']}" if x["round"] else "before training", x["answer"])
-                  for x in answers),
+                ("right answer", line["expected"]),
+                *(
+                    (f"after round {number}" if number else "before training", one["answer"])
+                    for number in dict.fromkeys((shown[0], shown[-1]))
+                    if (one := found.get((number, line["example"])))
+                ),
             ],
         }
-        for answers in [*by_example.values()][:MOST_SHOWN]
-    ]  # fmt: skip
+        for line in last[:MOST_SHOWN]
+    ]
