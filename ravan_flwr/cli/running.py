@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -175,7 +174,7 @@ def _show_partition(
         from ravan_flwr.reports.partition import as_text, assign  # noqa: PLC0415
 
     assigned = assign(config, num_clients)
-    say(as_text(assigned, shutil.get_terminal_size((100, 24)).columns) + "\n")
+    say(as_text(assigned) + "\n")
     if picture is not None:
         from ravan_flwr.reports.partition_picture import write_picture  # noqa: PLC0415
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from ravan_flwr.config.keys import as_typed
 from ravan_flwr.reports.card import privacy_of
 from ravan_flwr.reports.charts import Chart
-from ravan_flwr.reports.classes import class_table, classes_of, without_classes
+from ravan_flwr.reports.classes import class_table, classes_of
 from ravan_flwr.reports.run_charts import spreads
 from ravan_flwr.runs import status
 from ravan_flwr.runs.console import (
@@ -207,7 +207,6 @@ def view_of(
         "facts": facts_of(seen, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
-        "without_classes": without_classes(config),
         "samples": first_and_last(seen.samples, run.rounds),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
