@@ -94,10 +94,6 @@ def to_evaluate(root):
     encode(other_examples(DataSpec(**vars(IMAGES) | {"name": str(folders(root, EPS))}))[0])
 
 
-def for_a_new_preset(root):
-    look_at_data(str(folders(root, EPS)), "", NamedColumns("", "", "", ""))
-
-
 def to_predict(root):
     (row, *_) = rows_of(folders(root, EPS), {"image": "image"})
     image_of(row.values["image"], root)
@@ -129,7 +125,7 @@ def as_a_label(root):
 
 
 EVERYWHERE = [
-    on_a_device, for_a_run, to_evaluate, for_a_new_preset, to_predict, as_bytes_of_a_hub,
+    on_a_device, for_a_run, to_evaluate, to_predict, as_bytes_of_a_hub,
     as_a_label,
 ]  # fmt: skip
 
