@@ -69,11 +69,6 @@ class Assignment:
     classes: str  # the column that they are counted by; "" if none
     steps: np.ndarray  # of each client in a round
 
-    @property
-    def by_label(self) -> bool:
-        """Tell whether they are counted by the task's own labels, whose names are no secret."""
-        return self.classes == "label" and bool(self.config.data.labels)
-
 
 def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
     """Partition the examples as in a run with these settings.
@@ -188,7 +183,7 @@ def _table(assigned: Assignment) -> list[str]:
         frame["name"] = [plain(found.names[client], NAME) for client in clients]
     lines.append(frame.to_string(index=False))
     if not few:
-        lines.append(f"{len(found.classes)} classes do not fit here; --picture FILE draws them")
+        lines.append(f"{len(found.classes)} classes are too many for columns")
     elif [*found.classes] != [str(number) for number in range(len(found.classes))]:
         named = (f"{number} {plain(name, NAME)}" for number, name in enumerate(found.classes))
         lines.append(f"classes: {', '.join(named)}")
