@@ -25,17 +25,16 @@ from ravan_flwr.runs.console import (
     remaining,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RunDirectory, rounds_file
+from ravan_flwr.runs.directory import RoundsFile, RunDirectory
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
-from ravan_flwr.runs.samples import SampleLine, first_and_last, samples_file
 from ravan_flwr.runs.status import NodeStatus, RunStatus, read_status
 from ravan_flwr.tasks import LOWER_IS_BETTER
 
 _SIGNS_OF_LIFE = ("config.json", "rounds.jsonl", status.NAME, LOG_FILE, LOCK)
-_WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json", "samples.jsonl")
+_WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json")
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,12 @@ class RunSnapshot:
     failure: str | None
     status: RunStatus | None  # None in runs of earlier versions
     log: list[str]
-    samples: list[SampleLine]  # what a model wrote, if it was asked to
     holder: Holder  # who works on it
     heard: float  # when something was written last, in seconds since 1970
 
     @classmethod
-    def of(cls, run: RecordedRun, samples: list[SampleLine] | None = None) -> "RunSnapshot":
-        """Read what lies beside a run's records; `samples` are its answers, if already read."""
+    def of(cls, run: RecordedRun) -> "RunSnapshot":
+        """Read what lies beside a run's records."""
         there = (run.path / "failure.json").is_file()
         failure = RunDirectory(run.path).read_json("failure.json") if there else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))
@@ -61,7 +59,6 @@ class RunSnapshot:
             failure=None if failure is None else str(failure.get("error", "no reason given")),
             status=read_status(run.path),
             log=last_lines(run.path),
-            samples=samples_file(run.path).read() if samples is None else samples,
             holder=holder_of(run.path),
             heard=max((s.st_mtime for s in stats), default=time.time()),
         )
@@ -143,7 +140,7 @@ class FollowedRun:
         if not (path / LOCK).is_file():  # of a run that begins, which writes its settings next
             RunDirectory.open(path, "report")
         self.path = path
-        self._rounds, self._samples = rounds_file(path), samples_file(path)
+        self._rounds = RoundsFile(path)
 
     def version(self) -> str:
         """Describe the state of the files: another text if one of them has changed."""
@@ -163,7 +160,7 @@ class FollowedRun:
         done = (self.path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
         recorded = RecordedRun(self.path, config, rounds, summary)
-        return RunSnapshot.of(recorded, self._samples.read())
+        return RunSnapshot.of(recorded)
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -207,7 +204,6 @@ def view_of(
         "facts": facts_of(seen, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
-        "samples": first_and_last(seen.samples, run.rounds),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
         if seen.status

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -23,7 +22,7 @@ from transformers import GenerationConfig
 from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
-from ravan_flwr.tasks.extensions import Predicts, Sample
+from ravan_flwr.tasks.extensions import Predicts
 from ravan_flwr.tasks.forms import Row, Written
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
@@ -54,7 +53,6 @@ class Form(Protocol):
 
     def check(self) -> None: ...
     def question(self, row: Row) -> Written: ...
-    def sample(self, row: Row) -> Sample: ...
     def checked(self, role: str, value: Any) -> Any: ...
     def end(self) -> str: ...
 
@@ -232,17 +230,6 @@ class Decoder(Predicts):
 
     def checked(self, role: str, value: Any) -> Any:
         return self.form.checked(role, value)
-
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
-        found: list[Sample] = []
-        for row in examples:
-            with suppress(UnreadableError):
-                sample = self.form.sample(row)
-                question_tokens(self.reader, self.form.question(sample.values), self.max_length)
-                found.append(sample)
-            if len(found) == most:
-                break
-        return found
 
     @property
     def _answer_tokens(self) -> int:

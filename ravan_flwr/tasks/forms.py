@@ -29,7 +29,6 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError, text_of
-from ravan_flwr.tasks.extensions import Sample
 
 ASSISTANT = "assistant"
 MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
@@ -198,9 +197,9 @@ class Conversations:
     """Read the column `messages`.
 
     Like `Completions` it writes an example as a text; UnreadableError for one that it cannot write.
-    `whole` is the example with its answers, `question` what is before the answer, `sample` what is
-    asked last, what is right and what the model is given; `check` refuses a tokenizer that cannot
-    write this form, `checked` a value of an example, and `end` is what stands after an answer.
+    `whole` is the example with its answers, `question` what is before the answer; `check` refuses a
+    tokenizer that cannot write this form, `checked` a value of an example, and `end` is what stands
+    after an answer.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -224,15 +223,6 @@ class Conversations:
 
     def question(self, row: Row) -> Written:
         return question(self.reader, messages_of(row["messages"]))
-
-    def sample(self, row: Row) -> Sample:
-        messages = messages_of(row["messages"])
-        while messages and not (messages[-1]["role"] == ASSISTANT and messages[-1]["content"]):
-            messages.pop()
-        if len(messages) < 2:
-            raise UnreadableError("its conversation has no question and answer")
-        *given, right = messages
-        return Sample(given[-1]["content"], right["content"], {"messages": given})
 
     def checked(self, role: str, value: Any) -> Any:
         return messages_of(value)
@@ -260,14 +250,6 @@ class Completions:
 
     def question(self, row: Row) -> Written:
         return Written(self._filled(row))
-
-    def sample(self, row: Row) -> Sample:
-        right = text_of("completion", row["completion"])
-        return Sample(self._filled(row), right, self.given(row))
-
-    def given(self, row: Row) -> dict[str, Any]:
-        """List what a prompt is made of."""
-        return {role: row[role] for _, roles in self.prompts for role in roles}
 
     def _filled(self, row: Row) -> str:
         def whole(roles: Sequence[str]) -> bool:

@@ -26,7 +26,6 @@ from ravan_flwr.data.rows import UnreadableError, text_of
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
 from ravan_flwr.tasks.decoder import Decoder, Learned
-from ravan_flwr.tasks.extensions import Sample
 from ravan_flwr.tasks.forms import (
     ASSISTANT,
     Completions,
@@ -203,16 +202,6 @@ class Pairs:
             self.talks.check()
             return question(self.reader, messages_of(row["prompt"]))
         return self.completions.question(row)
-
-    def sample(self, row: Row) -> Sample:
-        asked = self._asked(row)
-        if asked is not None:
-            right = self._answer("chosen", row)["content"]
-            role = "chosen" if self.completions is None else "prompt"
-            return Sample(asked[-1]["content"], right, {role: asked})
-        assert self.completions is not None
-        given = self.completions.given(row)
-        return Sample(self.question(row).text, text_of("chosen", row["chosen"]), given)
 
     def checked(self, role: str, value: Any) -> Any:
         if value is None:

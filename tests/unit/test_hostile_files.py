@@ -361,14 +361,13 @@ def run(tmp_path):
     return directory.path
 
 
-ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "samples.jsonl", "summary.json"]
+ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "summary.json"]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_runs_files_are_regular_files(name, endless, run):
     """Whoever watches a run, or reports of it, does not wait for ever."""
     from ravan_flwr.runs.history import RecordedRun
-    from ravan_flwr.runs.samples import samples_file
 
     endless(run / name)
     followed = FollowedRun(run)
@@ -376,7 +375,6 @@ def test_a_runs_files_are_regular_files(name, endless, run):
         followed.version,
         followed.read,
         lambda: RecordedRun.read(run),
-        samples_file(run).read,
     ):
         with suppress(ValueError):
             use()
