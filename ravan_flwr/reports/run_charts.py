@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import accumulate, takewhile
 from statistics import mean
 
+import pandas as pd
+
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.reports.charts import (
     Caption,
@@ -23,7 +25,6 @@ from ravan_flwr.reports.charts import (
 )
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
-from ravan_flwr.runs.record import Spread
 from ravan_flwr.tasks import NO_FRACTIONS
 
 _MOST_BARS = 100
@@ -216,28 +217,21 @@ def _has_heads(run: RecordedRun) -> bool:
     )
 
 
-def spreads(run: RecordedRun) -> tuple[str, dict[int, Spread]]:
-    """Collect the spread of the run's metric over the clients, by round."""
-    name = common_metric([run])
-    found = {record["round"]: record["spread"] for record in run.rounds if "spread" in record}
-    return name, {number: spread[name] for number, spread in found.items() if name in spread}
-
-
 def _clients(run: RecordedRun) -> list[Chart]:
     """Draw how a metric differs from client to client, where they evaluate."""
-    name, found = spreads(run)
+    name = common_metric([run])
+    found = {
+        record["round"]: record["spread"][name]
+        for record in run.rounds
+        if name in record.get("spread", {})
+    }
     if not found:
         return []
     about = f"The {name} that each client measures on its validation split: over all clients."
     caption = Caption("clients", "How the clients differ", about)
-    rounds = list(found)
-    series = [
-        Series("greatest", [(rounds, [one["max"] for one in found.values()])]),
-        Series("upper quartile", [(rounds, [one["upper-quartile"] for one in found.values()])]),
-        Series("median", [(rounds, [one["median"] for one in found.values()])]),
-        Series("lower quartile", [(rounds, [one["lower-quartile"] for one in found.values()])]),
-        Series("least", [(rounds, [one["min"] for one in found.values()])]),
-    ]
+    values = pd.DataFrame(found.values())
+    ends = ["max", "upper-quartile", "median", "lower-quartile", "min"]
+    series = [Series(end, [(list(found), values[end].tolist())]) for end in ends]
     return [lines(caption, series, "round", name)]
 
 

@@ -15,7 +15,6 @@ from ravan_flwr.config.keys import as_typed
 from ravan_flwr.reports.card import privacy_of
 from ravan_flwr.reports.charts import Chart
 from ravan_flwr.reports.classes import class_table, classes_of
-from ravan_flwr.reports.run_charts import spreads
 from ravan_flwr.runs import status
 from ravan_flwr.runs.console import (
     LOG_FILE,
@@ -222,62 +221,47 @@ def title_of(config: Mapping[str, Any]) -> str:
 
 def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, str]:
     """Give a run so far in a few numbers."""
-    run = seen.run
-    metric = common_metric([run])
+    run, metric = seen.run, common_metric([seen.run])
     summary: Mapping[str, Any] = run.summary or {}
     curve, losses = run.curve(metric), run.train_loss()[1]
     rounds, values = curve.get("round", []), curve.get(metric, [])
     extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
     best = choose(range(len(values)), key=values.__getitem__, default=0)
-    spent: Mapping[str, Any] = (run.rounds[-1].get("privacy") if run.rounds else None) or {}
-    until, left = run.config.get("until-metric"), None
-    if seen.under_way and run.rounds and seen.rounds:
-        seconds = [record["seconds"] for record in run.rounds]
-        left = remaining(seconds, seen.rounds - seen.last_round)
-    reached = summary.get("reached")
+    last: Mapping[str, Any] = run.rounds[-1] if run.rounds else {}
+    spent = last.get("privacy") or {}
+    seconds = [record["seconds"] for record in run.rounds]
+    took = minutes(sum(seconds))
+    if seen.under_way and last and seen.rounds:
+        took += f", about {minutes(remaining(seconds, seen.rounds - seen.last_round))} left"
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, {extreme}": f"{values[best]:.4f}, round {rounds[best]}" if values else "-",
-        "macro-F1, last": f"{classes['macro-f1']:.4f}" if classes else "",
-        "last, client by client": _spread_in_words(run),
         "training loss, last": f"{losses[-1]:.4f}" if losses else "",
         "rounds": f"{seen.last_round} of {seen.rounds or '?'}",
-        "time": minutes(sum(record["seconds"] for record in run.rounds)),
-        "simulated time": f"{run.rounds[-1]['time']:.4g} s"
-        if run.rounds and run.in_simulated_time
-        else "",
-        "time left, about": "" if left is None else minutes(left),
+        "time": took,
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
-        "on the links, about": megabytes(link) if link else "",
         "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
-        "until-metric": f"{until:g}, "
-        + ("not reached" if reached is None else f"reached in round {reached}")
-        if until and summary
-        else "",
-        "privacy": privacy_of(spent) if spent else "",
-        "epsilon to the server": f"{spent['epsilon-to-server']:.3f}"
-        if "epsilon-to-server" in spent
-        else "",
         "uploads": uploads_seen(run.config),
-        "trained parameters": f"{summary['trainable-parameters']:,}"
-        if "trainable-parameters" in summary
-        else "",
     }
+    if classes:
+        facts["macro-F1, last"] = f"{classes['macro-f1']:.4f}"
+    if last and run.in_simulated_time:
+        facts["simulated time"] = f"{last['time']:.4g} s"
+    if link:
+        facts["on the links, about"] = megabytes(link)
+    if summary and (until := run.config.get("until-metric")):
+        reached = summary.get("reached")
+        how = "not reached" if reached is None else f"reached in round {reached}"
+        facts["until-metric"] = f"{until:g}, {how}"
+    if spent:
+        facts["privacy"] = privacy_of(spent)
+    if "epsilon-to-server" in spent:
+        facts["epsilon to the server"] = f"{spent['epsilon-to-server']:.3f}"
+    if "trainable-parameters" in summary:
+        facts["trained parameters"] = f"{summary['trainable-parameters']:,}"
     return {name: value for name, value in facts.items() if value}
-
-
-def _spread_in_words(run: RecordedRun) -> str:
-    """Describe the last spread over the clients in a line; empty where there is none."""
-    name, found = spreads(run)
-    if not found:
-        return ""
-    last = found[max(found)]
-    return (
-        f"{name} {last['min']:.4f} to {last['max']:.4f}, median {last['median']:.4f}, standard "
-        f"deviation {last['std']:.4f}, over {last['clients']:.0f} clients"
-    )
 
 
 def _collapsed(run: RecordedRun) -> str:

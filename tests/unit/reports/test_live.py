@@ -51,7 +51,7 @@ def test_a_run_that_goes_on(tmp_path):
     assert "ravan on digits-vit" in page.words
     assert "running Round 4 of 10: training, 1 of 2 clients have answered, for 21 s." in page.words
     assert f"accuracy, last {record(3)['metrics']['accuracy']:.4f}" in page.words
-    assert "rounds 3 of 10 time 12 s time left, about 28 s" in page.words
+    assert "rounds 3 of 10 time 12 s, about 28 s left" in page.words
     assert "sent by clients 0.15 MB sent to clients 0.31 MB rejected replies 0" in page.words
     assert "0 at work 0 s ago cuda:0 0.5 72" in page.words
     assert (
@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_is_told(tmp_path):
     assert "stopped Its process is gone after 3 rounds, without a result." in words
     assert "Nothing has been heard of it for 2 h 00 min." in words
     assert f"To continue: resume={folder} (flwr run needs the same settings" in words
-    assert "time left" not in words
+    assert "s left" not in words
     assert "at work" not in words
 
 
