@@ -359,8 +359,8 @@ class _TableReader:
         table, taken = self.table, {OVERVIEW, *(other.title for other in self.earlier)}
         self._require(
             table.title not in taken,
-            f"two tables are called {table.title!r}, or it is called {OVERVIEW!r}, which in a "
-            "page stands for all of them; expected different titles; rename it",
+            f"its title is another's, or {OVERVIEW!r}, which in a page stands for all of them; "
+            "expected one of its own; rename it",
         )
         choosing = [other for other in self.earlier if not other.rates_of]
         lender = self._earlier("rates-of", table.rates_of, choosing)
@@ -451,8 +451,7 @@ class _TableReader:
             not (table.rates_of and (table.choose is not None or table.leave_one_seed_out))
             and not (table.run_as_good and table.leave_one_seed_out),
             "got choose and rates-of, or leave-one-seed-out beside rates-of or run-as-good, "
-            "expected one of them: rows choose for themselves, or take what was chosen for another "
-            "table; take one away",
+            "expected one of them; take one away",
         )
 
     def _earlier(self, field: str, title: str, tables: Sequence[Table]) -> Table | None:

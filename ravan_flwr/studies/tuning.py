@@ -139,25 +139,24 @@ def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
 
 def check_validation_size(tuning: Tuning) -> int:
     """Count the examples that all clients hold back; ValueError where one has none to train on."""
-    share, counts = tuning.config.validation_share, []
-    for seed in tuning.grid.rungs[-1].seeds:
-        seeded = replace(tuning.config, seed=seed)
-        sizes = [len(rows) for rows in ModelAndData(seeded).rows(tuning.row.num_clients)]
-        counts.append(sum(validation_size(seeded, size) for size in sizes))
-        if validation_size(seeded, min(sizes)) >= min(sizes):
-            raise ValueError(
-                f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}"
-                f", expected enough for a validation split of {100 * share:g} % and for training; "
-                "use fewer clients with num-clients=..., or more examples"
-            )
-    if counts[0] < FEW:
+    seed = tuning.grid.rungs[-1].seeds[0]
+    config = replace(tuning.config, seed=seed)
+    sizes = [len(rows) for rows in ModelAndData(config).rows(tuning.row.num_clients)]
+    if validation_size(config, min(sizes)) >= min(sizes):
+        raise ValueError(
+            f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}, "
+            f"expected enough for a validation split of {100 * config.validation_share:g} % and "
+            "for training; use fewer clients with num-clients=..., or more examples"
+        )
+    number = sum(validation_size(config, size) for size in sizes)
+    if number < FEW:
         log.warning(
             "the validation splits have %d examples in all, so that one answer changes the metric "
             "by %.1f %%: rates may differ by chance; raise validation-share, or use more examples",
-            counts[0],
-            100 / counts[0],
+            number,
+            100 / number,
         )
-    return counts[0]
+    return number
 
 
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:

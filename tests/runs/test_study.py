@@ -89,7 +89,7 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ({"seeds": ["x"]}, r"seeds\.0: got 'x': Input should be a valid integer"),
         ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected seeds for that in choose"),
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
-        ({"tables": 2 * TABLES[:1]}, "two tables are called 'One', .* expected diff"),
+        ({"tables": 2 * TABLES[:1]}, "its title is another's, .* expected one of its own"),
         ({"choose": {"seeds": [1]}}, r"choose\.learning-rate: got .*: Field required"),
         ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "choose: learning-rate = -1"),
         ({"tables": [{"title": "T"}]}, r"tables\.0\.rows: got .*: Field required"),
