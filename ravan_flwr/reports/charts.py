@@ -378,10 +378,13 @@ def heat(
         if len(columns) <= _MOST_IN_CELLS and len(table) <= _MOST_NAMES:
             written = table if counts is None else np.asarray(counts)
             digits = 3 if len(columns) <= 4 or counts is not None else 2
+            size = 10 if len(columns) <= 8 else 8
             for (row, column), value in np.ndenumerate(table):
                 colour = "#ffffff" if value < 0.6 * top else "#000000"
                 number = f"{written[row, column]:.{digits}g}"
-                axes.text(column, row, number, fontsize=8, color=colour, ha="center", va="center")
+                axes.text(
+                    column, row, number, fontsize=size, color=colour, ha="center", va="center"
+                )
     return Chart(*caption, figure, broad=width > _WIDTH)
 
 
