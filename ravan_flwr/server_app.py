@@ -19,8 +19,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
 from ravan_flwr.reports.export import natural_form, write_result
-from ravan_flwr.reports.samples import Samples
-from ravan_flwr.runs.callback import Callback, Callbacks
+from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import Progress, logging_to, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
@@ -182,8 +181,12 @@ def _hold_rounds(
         personal = in_process(grid) and bench.model.method.personal is not None
         own_parts = grid.own_parts if personal else None
         recorder = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
-        callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
-        strategy.callbacks.all += [*callbacks, watching]
+        strategy.callbacks.all += [recorder, StatusFile(directory.path)]
+        if config.deliver:
+            given = (config, strategy.registry, strategy.mail, strategy.status)
+            delivery = resolve_name(DELIVERY)(grid, *given, directory, start.state)
+            strategy.callbacks.all.append(delivery)
+        strategy.callbacks.all.append(watching)
         strategy.callbacks.on_run_begin()
         strategy.start(
             grid,
@@ -202,21 +205,6 @@ def _hold_rounds(
     _save_result(strategy.state.tensors, bench, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
-
-
-def _callbacks_of(
-    grid: Any, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
-    strategy: FederatedTuning, recorder: RunRecorder,
-) -> list[Callback]:  # fmt: skip
-    """List the app's own callbacks, in the order in which they hear of a round."""
-    callbacks: list[Callback] = [recorder, StatusFile(directory.path)]
-    if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
-        anew = start.done is None and bench.model.method.calibration is None
-        callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
-    if config.deliver:
-        given = (config, strategy.registry, strategy.mail, strategy.status)
-        callbacks.append(resolve_name(DELIVERY)(grid, *given, directory, start.state))
-    return callbacks
 
 
 def _evaluation_of(

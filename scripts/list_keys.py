@@ -17,7 +17,7 @@ SECTION = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n)(?:.+\n)*")
 # The keys that a version added. Those of no version are as old as 0.2.0.
 SINCE = {
     "0.3.0": """aggregation backbone-dtype batching beta buffer-size clip-norm concurrency deliver
-    delta devices epsilon evaluate-samples head-mean learning-rate-schedule limits local-epochs
+    delta devices epsilon head-mean learning-rate-schedule limits local-epochs
     max-bytes max-gradient-norm max-staleness micro-batch-size noise-cohort noise-multiplier privacy
     processes secure-aggregation secure-minimum sparsity until-metric until-time
     weight-decay""".split(),

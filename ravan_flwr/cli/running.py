@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,9 +40,7 @@ def add(commands: Commands) -> None:
         "Report what a run will train, send and need. Nothing is run.", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
-        option("--picture", type=Path, metavar="FILE",
-            help="with --partition: write it as a picture, a new .png or .svg, without names of "
-            "clients"), epilog=table)
+        epilog=table)
     offer(commands, "new", _new, "write a preset for your own data and model",
         "Look at a data set and a model, and write conf/NAME.yaml, a preset for them. A folder of "
         "data holds CSV, JSON lines or parquet (train.csv, test.csv), or images in a folder for "
@@ -130,13 +127,8 @@ def _hidden_size(model: ModelSpec) -> int | None:
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     checked = read_config(own_preset(config))  # before anything heavy is imported
-    if parsed.picture is not None and not parsed.partition:
-        raise ValueError(
-            f"--picture {parsed.picture}: got no --partition beside it, expected both, since the "
-            "picture shows the partition; add --partition, or leave --picture out to see the costs"
-        )
     if parsed.partition:
-        _show_partition(config, num_clients, parsed.picture)
+        _show_partition(config, num_clients)
         return
 
     say_loading()
@@ -163,24 +155,12 @@ def _time_told(config: Config) -> str:
     )
 
 
-def _show_partition(
-    config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
-) -> None:
-    if picture is not None:
-        from ravan_flwr.reports.partition_picture import check_picture  # noqa: PLC0415
-
-        check_picture(picture)
+def _show_partition(config: Mapping[str, Scalar], num_clients: int | None) -> None:
     say_loading()
     with importing():
         from ravan_flwr.reports.partition import as_text, assign  # noqa: PLC0415
 
-    assigned = assign(config, num_clients)
-    say(as_text(assigned, shutil.get_terminal_size((100, 24)).columns) + "\n")
-    if picture is not None:
-        from ravan_flwr.reports.partition_picture import write_picture  # noqa: PLC0415
-
-        write_picture(assigned, picture)
-        sys.stdout.write(f"wrote {picture.absolute()}\n")
+    say(as_text(assign(config, num_clients)) + "\n")
 
 
 def _new(parsed: argparse.Namespace) -> None:

@@ -115,8 +115,6 @@ class Config:
     evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or the "
         "clients' validation splits; auto: the clients' where each has a model of its own (such as "
         "local), or the server's", choices=(AUTO, "server", "clients"))
-    evaluate_samples: int = key(0, "answers that the model writes at each evaluation, to the same "
-        "few test examples, for a person to read", low=0, high=50, of_result=False)
     validation_share: float = auto_key("fraction of its examples that is each client's validation "
         "split; auto: 0.2 where clients evaluate, or 0", low=0, high=0.9)
 

@@ -110,7 +110,6 @@ PAIRS = (
 )  # fmt: skip
 
 _LOOK_AT = 10_000  # rows from which the values of a column are judged
-_LONGER = 3  # a column whose texts are so many times longer than all others' is the text
 
 
 @dataclass(frozen=True)
@@ -169,19 +168,10 @@ def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[
     for first, second in PAIRS:
         if {first, second} <= set(strings):
             return {"text": first, "text-pair": second}
-    lengths = {}
-    for name in strings:
-        values = [value for value in examples[name][:_LOOK_AT] if value]
-        lengths[name] = sum(map(len, values)) / max(1, len(values))
-    named = [name for name in TEXTS if name in strings]
-    by_length = sorted(lengths, key=lambda name: -lengths[name])
-    if named and lengths[named[0]] * _LONGER >= lengths[by_length[0]]:
+    if named := [name for name in TEXTS if name in strings]:
         return {"text": named[0]}
-    if len(by_length) > 1 and lengths[by_length[0]] < _LONGER * lengths[by_length[1]]:
-        by_length = [name for name in by_length if not _few_values(examples, name)]
-    if len(by_length) > 1 and lengths[by_length[0]] >= _LONGER * lengths[by_length[1]]:
-        by_length = by_length[:1]
-    return {"text": _only(by_length, "text", "--text", where)}
+    different = [name for name in strings if not _few_values(examples, name)]
+    return {"text": _only(different or strings, "text", "--text", where)}
 
 
 def _label(examples: datasets.Dataset, taken: Sequence[str], where: str) -> str:

@@ -125,8 +125,6 @@ def _about_data(seen: DataSummary, asked: int) -> Iterator[str]:
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
     unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
     yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
-    if seen.sizes:
-        yield f"       images of {seen.sizes} pixels"
     if seen.left_out:
         yield f"       splits that are not used: {', '.join(seen.left_out)}"
     if spec.labels:

@@ -8,18 +8,15 @@ from pathlib import Path
 import datasets
 import numpy as np
 from datasets.data_files import FILES_TO_IGNORE
-from PIL import Image
 
 from ravan_flwr.config.presets import place_of
 from ravan_flwr.data.examples import labels_of, mask_of_test, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
-from ravan_flwr.data.rows import UnreadableError, check_bits, opened_image
 from ravan_flwr.preset_wizard.columns import PAIR, NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
-_IMAGES = 5_000  # whose sizes are read
 _KINDS = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
 
 
@@ -33,7 +30,6 @@ class DataSummary:
     held_back: bool  # there is no test part, so that one is taken from `train`
     left_out: Sequence[str]  # splits that are not used
     train: datasets.Dataset
-    sizes: str  # of images, in pixels; "" where there are none
 
     @property
     def is_image(self) -> bool:
@@ -124,7 +120,6 @@ def look_at_data(
         held_back=not test_name,
         left_out=[split for split in splits if split not in (train_name, test_name)],
         train=train,
-        sizes=_sizes(train, columns["image"], where) if "image" in columns else "",
     )
 
 
@@ -188,25 +183,6 @@ def _check_whole(
                     f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; take "
                     "them out"
                 )
-
-
-def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
-    """Read the sizes of images from the beginnings of their files."""
-    sizes: set[tuple[int, int]] = set()
-    files = train.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    for row in files.select(range(min(len(files), _IMAGES))):
-        path = row[column]["path"]
-        try:
-            with opened_image(row[column], Path()) as file:
-                sizes.add(file.size)
-                check_bits(file.mode, f"{where}: {path or 'an image'}")
-        except (OSError, SyntaxError, UnreadableError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"{where}: {path or 'an image'} cannot be read ({error}), expected an image; take "
-                "it out, or save it again"
-            ) from None
-    least, most = (" x ".join(map(str, side(sizes))) for side in (min, max))
-    return least if least == most else f"{least} to {most}"
 
 
 def _counts(

@@ -24,9 +24,7 @@ from ravan_flwr.training.bundled import bundled_names
 from ravan_flwr.training.network import CONFIGS, build_skeleton
 from ravan_flwr.training.plan import suggested_heads
 
-_CHARACTERS = 5_000_000  # of texts whose tokens are counted
-_CHARACTERS_A_TOKEN = 4  # about
-_EXAMPLES = 5_000
+_EXAMPLES = 1_000  # whose tokens are counted
 COVERED = 99  # percent of the texts that are read whole
 
 
@@ -167,10 +165,8 @@ def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths
 
 def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list[int]]:
     """Read a sample of the texts; note what is wrong with examples that cannot be learned."""
-    train, columns = data.train, [data.spec.column(role) for role in ("text", "text-pair")]
-    names = [name for name in columns if name]
+    train = data.train
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
-    read = 0
     if isinstance(task, Decoder):  # questions with their answers, as far as they can be read
         for row in by_role(train.select(rows), task.data, f"data {task.data.name}"):
             try:
@@ -178,15 +174,9 @@ def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list
             except UnreadableError as error:
                 problems.append(str(error))
                 continue
-            longest = max((text.ids for text in found.texts), key=len)
-            yield longest
-            read += _CHARACTERS_A_TOKEN * len(longest)
-            if read > _CHARACTERS:
-                return
+            yield max((text.ids for text in found.texts), key=len)
         return
+    names = [name for role in ("text", "text-pair") if (name := data.spec.column(role))]
     for batch in train.select_columns(names).select(rows).iter(batch_size=256):
         texts = [[str(text or "") for text in batch[name]] for name in names]
         yield from task.reader(*texts, verbose=False).input_ids
-        read += sum(len(text) for column in texts for text in column)
-        if read > _CHARACTERS:
-            return

@@ -72,22 +72,16 @@ class Chart:
         # matplotlib has escaped the texts in it.
         return Markup(text.replace("<svg", label.format(self.about), 1))  # noqa: S704
 
-    def png(self, origin: str = "") -> bytes:
-        """Draw it for everywhere else, on white; a small line below it says whose it is."""
+    def png(self) -> bytes:
+        """Draw it for everywhere else, on white."""
         buffer = io.BytesIO()
-        below = textwrap.wrap(origin, int(16 * self.figure.get_figwidth()))
-        how: dict[str, Any] = {"bbox_inches": "tight"} if below else {}
         with mpl.rc_context(_DRAWN | {"savefig.transparent": False}):
-            line = self.figure.text(
-                0.99, 0, "\n".join(map(plain, below)), ha="right", va="top", fontsize=6.5
-            )
-            self._save(self.figure, buffer, format="png", dpi=_DPI, facecolor="white", **how)
-            line.remove()
+            self._save(self.figure, buffer, format="png", dpi=_DPI, facecolor="white")
         return buffer.getvalue()
 
-    def write(self, folder: Path, origin: str = "") -> list[Path]:
+    def write(self, folder: Path) -> list[Path]:
         """Write the picture, and its numbers where it has some; return the paths."""
-        written = {folder / f"{self.name}.png": self.png(origin)}
+        written = {folder / f"{self.name}.png": self.png()}
         if self.numbers:
             written[folder / f"{self.name}.csv"] = self.numbers
         for path, content in written.items():
@@ -126,14 +120,14 @@ _FAR = 20  # times the shortest line: beyond it a logarithmic axis shows both
 _MOST_COUNTED = 12  # bars that have room for their numbers
 _ROOM = 56  # letters beside each other in a legend within the axes
 _LONGEST = 84  # letters of a line's name above them
-_MOST_STACKED = 200  # places
-_LETTERS = 24  # of a class
+_LETTERS = 32  # of a name beside a map
+_MOST_NAMES = 40  # beside a map, and below it
+_MOST_IN_CELLS = 20  # columns of a map whose cells have numbers
 _COLUMNS = 4  # of panels, at most
 _LARGEST = 1e30  # number that is drawn
 _GREY = "#7F7F7F"
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X"
-_CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # of a band; runs by points
 
@@ -249,27 +243,6 @@ def panels(
     return Chart(*caption, figure, broad=True)
 
 
-def bands(
-    caption: Caption, at: Sequence[float], middle: Sequence[float],
-    ranges: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str,
-) -> Chart:  # fmt: skip
-    """Draw a median as a line, in bands from the least to the greatest; the broadest is first."""
-    with mpl.rc_context(STYLE):
-        figure, axes = _figure()
-        for number, (label, ends) in enumerate(ranges.items()):
-            low, high = zip(*ends, strict=True)
-            look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.15 + 0.15 * number}
-            if len(at) == 1:  # a band of one round would have no width
-                axes.vlines(at, low, high, lw=8 + 6 * number, label=label, **look)
-            else:
-                axes.fill_between(at, low, high, lw=0, label=label, **look)
-        axes.plot(at, middle, color=COLOURS[0], lw=1.8, marker="o", ms=3, label="median")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _name(axes, x, y)
-        axes.legend(fontsize=10)
-    return Chart(*caption, figure)
-
-
 def bars(
     caption: Caption, values: Mapping[str, float], x: str, y: str, *, counted: bool = False
 ) -> Chart:
@@ -291,44 +264,6 @@ def bars(
         slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if sum(map(len, shown)) > 50 else {}
         axes.set_xticks(range(0, len(values), step), shown, **slant)
         axes.grid(visible=False, axis="x")
-        _name(axes, x, y)
-    return Chart(*caption, figure)
-
-
-def stacks(
-    caption: Caption, at: Sequence[float], parts: Mapping[str, Sequence[float]], x: str, y: str
-) -> Chart:
-    """Draw parts on top of each other at each whole number; of many, means over neighbours."""
-    starts = np.arange(0, len(at), -(-len(at) // _MOST_STACKED))
-    counts = np.diff(np.append(starts, len(at)))
-    edges = np.append(np.asarray(at)[starts] - 0.5, at[-1] + 0.5)
-    with mpl.rc_context(STYLE):
-        figure, axes = _figure()
-        bottom = np.zeros(len(starts))
-        for number, (part, values) in enumerate(parts.items()):
-            top = bottom + np.add.reduceat(np.clip(values, 0, _LARGEST), starts) / counts
-            look: dict[str, Any] = {"fill": True, "color": COLOURS[number], "label": part}
-            axes.stairs(top, edges, baseline=bottom, **look)
-            bottom = top
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(visible=False, axis="x")
-        _name(axes, x, y)
-        axes.legend(fontsize=10, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1))
-    return Chart(*caption, figure)
-
-
-def spans(
-    caption: Caption, values: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str
-) -> Chart:
-    """Draw a row for each name, with a bar from each beginning to its end."""
-    with mpl.rc_context(STYLE):
-        figure, axes = _figure(height=max(2.6, 0.16 * len(values) + 1.2))
-        for row, spans_of in enumerate(values.values()):
-            begins, ends = np.clip(np.asarray(spans_of, float), 0, _LARGEST).T
-            axes.barh(row, ends - begins, left=begins, height=0.7, color=COLOURS[0], ec="white")
-        step = -(-len(values) // 20)
-        axes.set_yticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
-        axes.grid(visible=False, axis="y")
         _name(axes, x, y)
     return Chart(*caption, figure)
 
@@ -414,81 +349,47 @@ def differences(
 
 def heat(
     caption: Caption, values: ArrayLike, rows: Sequence[str], columns: Sequence[str], x: str,
-    label: str, y: str = "",
+    label: str, y: str = "", *, counts: Sequence[Sequence[int]] | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw a map of numbers by named rows and columns, each number in its cell if there is room."""
-    table = np.asarray(values, float)
-    with mpl.rc_context(STYLE):
-        longest = max(map(len, columns))
-        long = longest > 3
-        below = 0.06 * longest * long  # inches, for names that are turned
-        figure, axes = _figure(height=min(9.0, max(3.2, 0.32 * len(table) + 1.0) + below))
-        top = float(table.max()) or 1.0
-        draw_map(figure, axes, table, label, vmax=top)
-        # Of many, some have their names.
-        down, across = max(1, -(-len(rows) // 40)), -(-len(columns) // 25)
-        axes.set_yticks(range(0, len(rows), down), [*map(plain, rows[::down])], fontsize=10)
-        axes.set_xticks(
-            range(0, len(columns), across), [*map(plain, columns[::across])],
-            rotation=45 * long, ha="right" if long else "center",
-        )  # fmt: skip
-        _name(axes, x, y)
-        if table.shape[1] <= 8 and len(table) <= 40:
-            digits = 3 if table.shape[1] <= 4 else 2
-            _write_cells(axes, table, table / top, f"{{:.{digits}g}}", 10)
-    return Chart(*caption, figure)
+    """Draw a map of numbers by named rows and columns; of many names some are written.
 
-
-def confusion(
-    caption: Caption, counts: Sequence[Sequence[int]], labels: Sequence[str], numbers: bytes
-) -> Chart:
-    """Draw how often examples of each class (a row) were taken for each class (a column).
-
-    The colour is the share of the row, so that rare classes are seen as well; nothing is drawn
-    where there is no example. Cells and letters stay legible from two classes to a hundred.
+    Where there is room, each cell has its number, or its count if there are counts.
     """
-    table = np.asarray(counts, float)
-    number, many = len(table), len(table) > 20
-    shares = np.ma.masked_equal(table / np.maximum(table.sum(1, keepdims=True), 1), 0)
-    short = [" ".join(label.split()) for label in labels]
-    names = [plain(one if len(one) <= _LETTERS else f"{one[: _LETTERS - 1]}…") for one in short]
-    cell = max(0.23, min(0.6, 4 / number))  # inches
-    letters = 7 if many else 8
-    side = number * cell + 0.4 + 0.065 * max(map(len, names)) * (2 if many else 1)
+    table = np.asarray(values, float)
+    top = float(table.max()) or 1.0
+    rows, columns = ([_shortened(name) for name in names] for names in (rows, columns))
+    longest = max(map(len, columns))
+    turned = longest > 3
+    below = 0.06 * longest * turned  # inches
+    width = min(11.0, max(_WIDTH, 0.35 * len(columns) + 2.2))
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(max(side + 1.0, 4.4), max(side, 3.4))
-        draw_map(figure, axes, shares, "share of the class", vmax=1, aspect="equal", fraction=0.03)
-        axes.grid(visible=many)  # to follow a long row to its name
-        axes.set_xticks(range(number), names, fontsize=letters, rotation=90)
-        axes.set_yticks(range(number), names, fontsize=letters)
-        _name(axes, "predicted class", "right class")
-        axes.tick_params(labeltop=many, labelright=many)
-        widest = len(f"{table.max():.0f}")
-        size = min(letters, 72 * cell / (0.72 * widest))  # points, so that a number fits its cell
-        _write_cells(axes, np.ma.masked_equal(table, 0), shares, "{:.0f}", size)
-    return Chart(*caption, figure, broad=number > 10, numbers=numbers)
+        figure, axes = _figure(width, min(9.0, max(3.2, 0.32 * len(table) + 1.0) + below))
+        axes.grid(visible=False)
+        image = axes.imshow(
+            table, vmin=0, vmax=top, aspect="auto", cmap="viridis", interpolation="nearest"
+        )
+        scale: Any = figure.colorbar(image, ax=axes, label=label)
+        scale.outline.set_visible(False)
+        down, across = max(1, -(-len(rows) // _MOST_NAMES)), -(-len(columns) // _MOST_NAMES)
+        axes.set_yticks(range(0, len(rows), down), rows[::down], fontsize=10)
+        rotation = 90 if turned else 0
+        axes.set_xticks(range(0, len(columns), across), columns[::across], rotation=rotation)
+        _name(axes, x, y)
+        if len(columns) <= _MOST_IN_CELLS and len(table) <= _MOST_NAMES:
+            written = table if counts is None else np.asarray(counts)
+            digits = 3 if len(columns) <= 4 or counts is not None else 2
+            size = 10 if len(columns) <= 8 else 8
+            for (row, column), value in np.ndenumerate(table):
+                colour = "#ffffff" if value < 0.6 * top else "#000000"
+                number = f"{written[row, column]:.{digits}g}"
+                axes.text(
+                    column, row, number, fontsize=size, color=colour, ha="center", va="center"
+                )
+    return Chart(*caption, figure, broad=width > _WIDTH)
 
 
-def draw_map(
-    figure: Figure, axes: Axes, table: np.ndarray, label: str, *, vmax: float | None = None,
-    aspect: Any = "auto", **bar: Any,
-) -> None:  # fmt: skip
-    """Draw a table as a map of colours, with their scale beside it."""
-    axes.grid(visible=False)
-    image = axes.imshow(
-        table, vmin=0, vmax=vmax, aspect=aspect, cmap="viridis", interpolation="nearest"
-    )
-    scale: Any = figure.colorbar(image, ax=axes, label=label, **bar)
-    scale.outline.set_visible(False)
-
-
-def _write_cells(axes: Axes, table: np.ndarray, shares: np.ndarray, form: str, size: float) -> None:
-    """Write the numbers of a map into its cells, light on dark."""
-    for place, value in np.ndenumerate(table):
-        if not np.ma.is_masked(value) and not np.ma.is_masked(shares[place]):
-            colour = "#ffffff" if shares[place] < 0.6 else "#000000"
-            row, column = place
-            axes.text(column, row, form.format(value), fontsize=size, color=colour, **_CENTRED)
+def _shortened(name: str) -> str:
+    return plain(textwrap.shorten(name, _LETTERS, placeholder="…"))
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

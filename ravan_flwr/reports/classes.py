@@ -120,13 +120,3 @@ def _mistaken(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
         return ""
     number, other = max(wrong, key=lambda one: one[0])
     return f"{labels[other]} ({number})"
-
-
-def without_classes(config: Mapping[str, Any]) -> str:
-    """Say why a run that knows classes has no table of them; empty where nothing is to be said."""
-    if config.get("evaluate-on") == "clients" and config["data"]["labels"]:
-        return (
-            "Not known: clients evaluated on their validation splits, and sent sums alone "
-            "(evaluate-on=clients). ravan-flwr evaluate measures the result on other examples."
-        )
-    return ""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ravan_flwr.config.presets import chosen_data
 from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.data.examples import other_examples
@@ -53,7 +55,6 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
     return content
 
 
-_BROADEST = 60  # characters of a cell
 _COUNTED = ("classes", "confusion", "no-label")
 
 
@@ -71,27 +72,9 @@ def as_text(content: dict[str, Any]) -> str:
     lines = [f"{content['examples']} examples ({content['split']} of {content['data']})", metrics]
     if "classes" in content:
         table = class_table(content | content["metrics"])
-        lines += ["", *_aligned([table["heads"], *table["rows"]])]
+        rows = [[plain(str(cell)) for cell in row] for row in table["rows"]]  # names are the data's
+        lines += ["", pd.DataFrame(rows, columns=table["heads"]).to_string(index=False)]
     return "\n".join(lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    """Write a value for a terminal, as one line: names of classes come from the data."""
-    text = plain(str(value))
-    return text if len(text) <= _BROADEST else text[: _BROADEST - 3] + "..."
-
-
-def _aligned(rows: list[tuple[object, ...]]) -> list[str]:
-    """Write a table with columns as broad as their longest cell; numbers stand on the right."""
-    cells = [[_cell(cell) for cell in row] for row in rows]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(cells[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if 0 < place < 5 else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import datasets
 import numpy as np
+import pandas as pd
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
@@ -16,6 +17,7 @@ from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import column_for, partition_of, settle, validation_size
 
 ROWS = 40  # clients that have a line of their own
+CLASSES = 20  # that have a column of their own
 NAME = 24  # characters of a name
 
 
@@ -65,11 +67,6 @@ class Assignment:
     report: PartitionReport
     classes: str  # the column that they are counted by; "" if none
     steps: np.ndarray  # of each client in a round
-
-    @property
-    def by_label(self) -> bool:
-        """Tell whether they are counted by the task's own labels, whose names are no secret."""
-        return self.classes == "label" and bool(self.config.data.labels)
 
 
 def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
@@ -138,8 +135,8 @@ def _name_of(
     return str(value)
 
 
-def as_text(assigned: Assignment, width: int = 100) -> str:
-    """Write the partition for people; classes that have no room within `width` are left out."""
+def as_text(assigned: Assignment) -> str:
+    """Write the partition for people."""
     found, config = assigned.report, assigned.config
     by = f", counted by {plain(assigned.classes, NAME)!r}" if found.classes else ""
     lines = [
@@ -159,7 +156,7 @@ def as_text(assigned: Assignment, width: int = 100) -> str:
     lines.append(f"steps a round   {_span(assigned.steps)}")
     if config.validation_share:
         lines.append(f"validation      {config.validation_share:g} of them, to evaluate on")
-    return "\n".join([*lines, "", *_table(assigned, width)])
+    return "\n".join([*lines, "", *_table(assigned)])
 
 
 def _span(numbers: np.ndarray) -> str:
@@ -169,27 +166,24 @@ def _span(numbers: np.ndarray) -> str:
     return f"{low:,} to {high:,}, median {middle:,.10g}"
 
 
-def _table(assigned: Assignment, width: int) -> list[str]:
+def _table(assigned: Assignment) -> list[str]:
     """Write a line for each client, or for some of many, with its examples of each class."""
     found = assigned.report
-    clients, told = np.arange(len(found.sizes)), list[str]()
+    clients, lines = np.arange(len(found.sizes)), list[str]()
     if len(clients) > ROWS:
         way = "their largest class" if found.classes else "size"
-        told = [f"{ROWS} of {len(clients):,} clients, in the order of {way}:"]
+        lines = [f"{ROWS} of {len(clients):,} clients, in the order of {way}:"]
         clients = found.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
-    digits = max(3, len(str(found.counts[clients].max())) + 1)
-    heads, named = list[str](), ""
-    if found.classes and digits * len(found.classes) <= width - 16 - (NAME + 2) * bool(found.names):
-        heads = [plain(name, digits - 1) for name in found.classes]
-        if any(len(name) >= digits for name in found.classes):
-            heads = [str(number) for number in range(len(found.classes))]
-            pairs = zip(heads, found.classes, strict=True)
-            named = "classes: " + ", ".join(f"{head} {plain(name, NAME)}" for head, name in pairs)
-    elif found.classes:
-        named = f"{len(found.classes)} classes do not fit here; --picture FILE draws them"
-    lines = [" client     all  " + "".join(f"{head:>{digits}}" for head in heads)]
-    for client in clients:
-        cells = "".join(f"{count or '.':>{digits}}" for count in found.counts[client][: len(heads)])
-        name = f"  {plain(found.names[client], NAME)}" if found.names else ""
-        lines.append(f"{client:>7}{found.sizes[client]:>8}  {cells}{name}".rstrip())
-    return [*told, *lines, *filter(None, [named])]
+    frame = pd.DataFrame({"client": clients, "all": found.sizes[clients]})
+    few = len(found.classes) <= CLASSES
+    for number in range(len(found.classes) if few else 0):
+        frame[str(number)] = [str(count or ".") for count in found.counts[clients, number]]
+    if found.names:
+        frame["name"] = [plain(found.names[client], NAME) for client in clients]
+    lines.append(frame.to_string(index=False))
+    if not few:
+        lines.append(f"{len(found.classes)} classes are too many for columns")
+    elif [*found.classes] != [str(number) for number in range(len(found.classes))]:
+        named = (f"{number} {plain(name, NAME)}" for number, name in enumerate(found.classes))
+        lines.append(f"classes: {', '.join(named)}")
+    return lines

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
 from ravan_flwr.runs.lock import NAME as LOCK
 
 log = logging.getLogger(__name__)
-
-_MOST_ORIGINS = 4  # named below a picture
 
 # Reasons, devices and versions come from clients, who may lie: all is escaped that is not marked as
 # HTML here.
@@ -81,11 +80,9 @@ def write_report(
         compared += charts_of_runs([run.path for run in runs])
     charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
     views = [view_of(RunSnapshot.of(run), live=False) for run in runs]  # before anything is drawn
-    for chart in compared:
-        chart.write(folder, origin(runs))
-    for run, view, drawn in zip(runs, views, charts, strict=True):
-        for chart in drawn:
-            chart.write(folder, origin([run]))
+    for chart in chain(compared, *charts):
+        chart.write(folder)
+    for view, drawn in zip(views, charts, strict=True):
         view["pictures"] = [*map(picture_of, drawn if several else [*compared, *drawn])]
     page = folder / "index.html"
     title = ", ".join(dict.fromkeys(title_of(run.config) for run in runs))
@@ -94,17 +91,6 @@ def write_report(
         comparison = comparison_of(groups) | {"pictures": [*map(picture_of, compared)]}
     write_atomically(page, render(views, title, comparison=comparison))
     return page
-
-
-def origin(runs: Sequence[RecordedRun]) -> str:
-    """Say whose a picture is: preset, method, seed and name of a run, or of the first few."""
-    lines = [
-        f"{run.config['preset']}, {run.config['method']}, seed {run.config['seed']}: "
-        f"{run.path.absolute().name}"
-        for run in runs[:_MOST_ORIGINS]
-    ]
-    more = len(runs) - _MOST_ORIGINS
-    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
 
 
 def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:

@@ -3,115 +3,210 @@
 Runs that differ in nothing but the seed are one line with a band.
 """
 
-import csv
-import io
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, takewhile
+from statistics import mean
+
+import pandas as pd
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.reports.charts import (
     Caption,
     Chart,
+    Ends,
     Series,
-    bands,
     bars,
-    confusion,
     heat,
+    least_and_greatest,
     lines,
-    stacks,
+    panels,
 )
 from ravan_flwr.reports.classes import classes_of
-from ravan_flwr.reports.prediction import no_formula
-from ravan_flwr.reports.time_charts import time_charts
-from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
-from ravan_flwr.runs.record import Spread
+from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
 from ravan_flwr.tasks import NO_FRACTIONS
 
-_MOST_BARS = 100  # of clients, or of numbers of rounds
+_MOST_BARS = 100
+_MOST_KINDS = 40  # of devices
 _MOST_HEADS = int(KEYS["heads"].high)
+_MOST_TOGETHER = 6  # lines that can be told apart in one picture
 
-Points = tuple[list[float], list[float]]
-
-
-def comparison_charts(groups: Groups) -> list[Chart]:
-    """Draw metric and losses by round, and the metric by megabyte, as far as they were measured."""
-    runs = [run for members in groups.values() for run in members]
-    metric = common_metric(runs)
-    charts = [
-        chart
-        for name in dict.fromkeys((metric, "loss"))
-        if any(name in run.metrics for run in runs)
-        for chart in _measured(name, groups, by_bytes=name == metric)
-    ]
-    if not any(run.train_loss()[0] for run in runs):
-        return charts  # of private runs, whose clients tell none
-    about = "The mean loss of the clients' own training steps in each round."
-    caption = Caption("train-loss", "Training loss by round", about)
-    return [
-        *charts,
-        lines(caption, _series(groups, RecordedRun.train_loss), "round", "training loss"),
-    ]
+# What a metric is drawn against, by its name in a curve: the unit, the end of the picture's name,
+# the heading, the name of the axis, and a sentence.
+_AGAINST: dict[str, tuple[float, str, str, str, str]] = {
+    "round": (1, "", "by round", "round", "after each round"),
+    "bytes": (
+        1e6, "-by-bytes", "by megabyte sent", "MB sent, up and down",
+        "against all that was sent so far, to the clients and back",
+    ),
+    "client-seconds": (
+        1, "-by-seconds", "by seconds of the clients", "client seconds",
+        "against the seconds that clients took to train so far, summed over them",
+    ),
+    "time": (
+        1, "-by-time", "by time of the devices", "seconds of the devices",
+        "against the time of the devices, simulated or real",
+    ),
+}  # fmt: skip
 
 
-def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:
-    """Draw what the server or the clients measured, by round and by megabyte."""
-    top, title = None if name in NO_FRACTIONS else 1.0, name.capitalize()
-    about = f"The {name} on examples that no client trains on, after each round."
-    by_round = _series(groups, lambda run: run.measured(name))
-    drawn = [lines(Caption(name, f"{title} by round", about), by_round, "round", name, top=top)]
-    if by_bytes:
-        about = f"The same {name} against all that was sent so far, to the clients and back."
-        caption = Caption(f"{name}-by-bytes", f"{title} by megabyte sent", about)
-        series = _series(groups, lambda run: run.measured(name, by_bytes=True))
-        drawn.append(lines(caption, series, "MB sent, up and down", name, whole=False, top=top))
-    runs = [run for members in groups.values() for run in members]
-    if by_bytes and all(run.has_time_of_devices for run in runs):
-        kind = "simulated " if all(run.in_simulated_time for run in runs) else ""
-        about = f"The same {name} against the time of the {kind}devices."
-        caption = Caption(f"{name}-by-time", f"{title} by {kind}time", about)
-        longest = max(run.rounds[-1].get("time", 0.0) for run in runs)
-        unit, seconds = ("hours", 3600.0) if longest >= 3600 else ("seconds", 1.0)
-        series = _series(groups, lambda run: run.by_time(name, seconds))
-        drawn.append(lines(caption, series, f"{kind}{unit}", name, whole=False, top=top))
+def courses(
+    metric: str, curves: Mapping[str, Sequence[Curve]], keys: Sequence[str], *,
+    grey: str = "", ends: Ends = least_and_greatest, bands: str = "",
+) -> list[Chart]:  # fmt: skip
+    """Draw a metric of the runs of each row, by round and by what it costs.
+
+    Many rows have a panel each, with the row `grey` in all of them.
+    """
+    drawn = []
+    for key in keys:
+        unit, suffix, heading, x, about = _AGAINST[key]
+        series = [
+            Series(name, [([at / unit for at in one[key]], one[metric]) for one in measured])
+            for name, found in curves.items()
+            if (measured := [one for one in found if metric in one])
+        ]
+        moving = [one for one in series if any(len(at) > 1 for at, _ in one.runs)]
+        if not series or (key == "round" and not moving):
+            continue  # all were evaluated once: a table has it
+        caption = Caption(
+            f"{metric}{suffix}",
+            f"{metric.capitalize()} {heading}",
+            f"The {metric} on examples that no client trains on, {about}.{bands}",
+        )
+        shown = moving or series  # one point is no course
+        if len(shown) > _MOST_TOGETHER:
+            drawn.append(panels(caption, shown, grey, x, metric, ends=ends))
+        else:
+            top = None if metric in NO_FRACTIONS else 1.0
+            whole = key == "round"
+            drawn.append(lines(caption, shown, x, metric, whole=whole, ends=ends, top=top))
     return drawn
 
 
-def _series(groups: Groups, points: Callable[[RecordedRun], Points]) -> list[Series]:
-    return [Series(name, [points(run) for run in runs]) for name, runs in groups.items()]
+def comparison_charts(groups: Groups) -> list[Chart]:
+    """Draw metric and losses by round, and the metric by its cost, as far as it was measured."""
+    runs = [run for members in groups.values() for run in members]
+    metric, charts = common_metric(runs), list[Chart]()
+    costs = ["bytes", "time"] if all(run.has_time_of_devices for run in runs) else ["bytes"]
+    for name in dict.fromkeys((metric, "loss")):
+        curves = {row: [run.curve(name) for run in members] for row, members in groups.items()}
+        keys = ["round", *costs] if name == metric else ["round"]
+        charts += courses(name, curves, keys, grey=next(iter(groups)))
+    losses = [Series(row, [run.train_loss() for run in members]) for row, members in groups.items()]
+    if any(rounds for one in losses for rounds, _ in one.runs):  # private runs have none
+        about = "The mean loss of the clients' own training steps in each round."
+        caption = Caption("train-loss", "Training loss by round", about)
+        charts.append(lines(caption, losses, "round", "training loss"))
+    return charts
 
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Draw what travelled, who took part, which heads were trained, and where the time went."""
-    charts = [_sent(run, prefix), _participation(run, prefix), *time_charts(run, prefix)]
-    norms = run.summary.get("head-norms", {}) if run.summary else {}
+    drawn = [
+        _sent(run),
+        _participation(run),
+        *_devices(run),
+        *_heads(run),
+        *_clients(run),
+        _seconds(run),
+        *_confusion(run),
+    ]
+    return [replace(chart, name=f"{prefix}{chart.name}") for chart in drawn]
+
+
+def _sent(run: RecordedRun) -> Chart:
+    """Draw what travelled so far."""
+    rounds = [record["round"] for record in run.rounds]
+    up = list(accumulate(record["bytes-up"] / 1e6 for record in run.rounds))
+    down = list(accumulate(record["bytes-down"] / 1e6 for record in run.rounds))
+    about = "Megabytes sent so far, rejected replies and evaluations among them."
+    series = [Series("by clients", [(rounds, up)]), Series("to clients", [(rounds, down)])]
+    return lines(Caption("sent", "Megabytes sent", about), series, "round", "MB")
+
+
+def _participation(run: RecordedRun) -> Chart:
+    """Draw how many clients took part in no round, in one, in two, and so on."""
+    replies = [
+        (record["round"], client["partition-id"])
+        for record in run.rounds
+        for client in record["clients"]
+    ]
+    rounds = Counter(partition for number, partition in replies if number)
+    # As many as nodes said, so that nothing is listed by it; some may be gone since.
+    known = max(run.config["num-clients"], len({partition for _, partition in replies}))
+    clients = Counter(rounds.values()) + Counter({0: known - len(rounds)})
+    width = -(-(max(clients, default=0) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
+    values = {
+        str(first): float(sum(clients[k] for k in range(first, first + width)))
+        for first in range(0, max(clients, default=0) + 1, width)
+    }
+    caption = Caption(
+        "participation",
+        "Clients by the rounds in which they took part",
+        f"For each number of rounds: how many of the {known:,} clients had their reply used in so "
+        "many.",
+    )
+    x = "rounds" if width == 1 else f"rounds, {width} to a bar"
+    return bars(caption, values, x, "clients", counted=True)
+
+
+def _devices(run: RecordedRun) -> list[Chart]:
+    """Draw how long devices were idle, and whose updates were used, if it was measured on them."""
+    clients = [client for r in run.rounds if r["round"] for client in r["clients"]]
+    if not (run.has_time_of_devices and clients and all("span" in one for one in clients)):
+        return []
+    busy, kinds = defaultdict[int, float](float), dict[int, str]()
+    for client in clients:
+        partition, (begin, end) = client["partition-id"], client["span"]
+        busy[partition] += end - begin
+        kinds[partition] = client.get("device", f"client {partition}")
+    updates = Counter(kinds[client["partition-id"]] for client in clients)
+    shown = sorted(updates)[:: -(-len(updates) // _MOST_KINDS)]
+    parts = {kind: 100 * updates[kind] / updates.total() for kind in shown}
+    about = "For each kind of device: its part of all updates that were used."
+    drawn = [bars(Caption("devices", "Updates by device", about), parts, "device", "%")]
+    whole = run.rounds[-1].get("time", 0.0)
+    if whole > 0:
+        idle: dict[str, list[float]] = {kind: [] for kind in shown}
+        for partition, seconds in busy.items():
+            if kinds[partition] in idle:
+                idle[kinds[partition]].append(max(0.0, 100 * (1 - seconds / whole)))
+        about = (
+            "For each kind of device: the part of the run's time in which a client worked on no "
+            "update that was used, as a mean over the clients that took part."
+        )
+        values = {kind: mean(found) for kind, found in idle.items()}
+        drawn.append(bars(Caption("idle", "Idle time by device", about), values, "device", "%"))
+    return drawn
+
+
+def _heads(run: RecordedRun) -> list[Chart]:
+    """Draw how often each head was trained, and how much it adds to its layer."""
+    charts, norms = list[Chart](), run.summary.get("head-norms", {}) if run.summary else {}
     known = len(next(iter(norms.values()), []))
     times = run.heads_trained(known) if _has_heads(run) else []
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
-        heads = [str(head) for head in range(len(times[0]))]
         caption = Caption(
-            f"{prefix}heads",
+            "heads",
             "How often each head was trained",
             "A head is one of the parallel parts of a layer's adapter. For each layer and head: "
             "the number of clients' replies with that head.",
         )
+        heads = [str(head) for head in range(len(times[0]))]
         charts.append(heat(caption, times, layers, heads, "head", "replies"))
     if norms:
         caption = Caption(
-            f"{prefix}norms",
+            "norms",
             "How much each head adds",
             "The Frobenius norm of the matrix that each head adds to its layer's weight, after "
             "the last round. A LoRA counts as one head.",
         )
         heads = [str(head) for head in range(known)]
         charts.append(heat(caption, list(norms.values()), layers, heads, "head", "norm"))
-    return [
-        *charts,
-        *_spread_over_clients(run, prefix),
-        _seconds(run, prefix),
-        *_classes(run, prefix),
-    ]
+    return charts
 
 
 def _has_heads(run: RecordedRun) -> bool:
@@ -122,131 +217,70 @@ def _has_heads(run: RecordedRun) -> bool:
     )
 
 
-def _sent(run: RecordedRun, prefix: str) -> Chart:
-    """Draw what travelled so far."""
-    rounds = [record["round"] for record in run.rounds]
-    up = list(accumulate(record["bytes-up"] / 1e6 for record in run.rounds))
-    down = list(accumulate(record["bytes-down"] / 1e6 for record in run.rounds))
-    about = "Megabytes sent so far, rejected replies and evaluations among them."
-    series = [Series("by clients", [(rounds, up)]), Series("to clients", [(rounds, down)])]
-    return lines(Caption(f"{prefix}sent", "Megabytes sent", about), series, "round", "MB")
-
-
-def _participation(run: RecordedRun, prefix: str) -> Chart:
-    """Draw the rounds of each client; of many, how many had so many rounds."""
-    took_part = [
-        (record["round"], client["partition-id"])
+def _clients(run: RecordedRun) -> list[Chart]:
+    """Draw how a metric differs from client to client, where they evaluate."""
+    name = common_metric([run])
+    found = {
+        record["round"]: record["spread"][name]
         for record in run.rounds
-        for client in record["clients"]
-    ]
-    rounds = Counter(partition for number, partition in took_part if number)
-    known = {partition for _, partition in took_part}
-    number = run.config["num-clients"]  # as nodes said, so that nothing is listed by it
-    name = f"{prefix}participation"
-    if max(number, len(known)) > _MOST_BARS:
-        return _rounds_of_many(rounds, max(number, len(known)), name)
-    about = (
-        "For each client, named by its partition of the data: the number of rounds in which its "
-        "reply was used."
-    )
-    values = {str(one): float(rounds[one]) for one in sorted(known | set(range(number)))}
-    caption = Caption(name, "Rounds in which each client took part", about)
-    return bars(caption, values or {"": 0.0}, "client (partition)", "rounds")
-
-
-def _rounds_of_many(rounds: Counter[int], number: int, name: str) -> Chart:
-    """Draw how many of so many clients took part in no round, in one, in two, and so on."""
-    clients = Counter(rounds.values()) + Counter({0: number - len(rounds)})
-    width = -(-(max(clients) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
-    values = {
-        str(first): float(sum(clients[k] for k in range(first, first + width)))
-        for first in range(0, max(clients) + 1, width)
+        if name in record.get("spread", {})
     }
-    caption = Caption(
-        name,
-        "Clients by the rounds in which they took part",
-        f"For each number of rounds: how many of the {number:,} clients had their reply used in so "
-        "many.",
-    )
-    x = "rounds" if width == 1 else f"rounds, {width} to a bar"
-    return bars(caption, values, x, "clients", counted=True)
+    if not found:
+        return []
+    about = f"The {name} that each client measures on its validation split: over all clients."
+    caption = Caption("clients", "How the clients differ", about)
+    values = pd.DataFrame(found.values())
+    ends = ["max", "upper-quartile", "median", "lower-quartile", "min"]
+    series = [Series(end, [(list(found), values[end].tolist())]) for end in ends]
+    return [lines(caption, series, "round", name)]
 
 
-def _seconds(run: RecordedRun, prefix: str) -> Chart:
-    parts: dict[str, list[float]] = {"training": [], "evaluation": [], "the rest": []}
-    for record in run.rounds:
-        train, evaluate = (record["phases"].get(phase, 0.0) for phase in ("train", "evaluate"))
-        rest = max(0.0, record["seconds"] - train - evaluate)
-        for part, seconds in zip(parts.values(), (train, evaluate, rest), strict=True):
-            part.append(seconds)
+def _seconds(run: RecordedRun) -> Chart:
+    """Draw how long each phase of each round took."""
+    rounds = [record["round"] for record in run.rounds]
+    training = [record["phases"].get("train", 0.0) for record in run.rounds]
+    evaluation = [record["phases"].get("evaluate", 0.0) for record in run.rounds]
+    whole = [record["seconds"] for record in run.rounds]
     about = (
-        "How long each round took: training and waiting for the clients' replies, evaluation, "
-        "and the rest, such as the checkpoint."
+        "How long each round took, and of that training, with waiting for the clients' replies, "
+        "and evaluation. The rest is what else the server does, such as the checkpoint."
     )
-    caption = Caption(f"{prefix}seconds", "Seconds by phase", about)
-    return stacks(caption, [record["round"] for record in run.rounds], parts, "round", "seconds")
+    series = [
+        Series("the round", [(rounds, whole)]),
+        Series("training", [(rounds, training)]),
+        Series("evaluation", [(rounds, evaluation)]),
+    ]
+    return lines(Caption("seconds", "Seconds by phase", about), series, "round", "seconds")
 
 
-def _classes(run: RecordedRun, prefix: str) -> list[Chart]:
+def _confusion(run: RecordedRun) -> list[Chart]:
     """Draw which class was taken for which, where that is known."""
     classes = classes_of(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
+    labels = [one["label"] for one in classes["classes"]]
+    return [confusion_chart(classes["confusion"], labels)]
+
+
+def confusion_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Chart:
+    """Draw how often examples of each class (a row) were taken for each class (a column).
+
+    The colour is the fraction of the row, so that rare classes are seen as well.
+    """
     caption = Caption(
-        f"{prefix}confusion",
+        "confusion",
         "Which class was taken for which",
         "For each class (a row), how many of its examples were taken for each class (a column), "
         "after the last round that was evaluated. Right predictions are on the diagonal.",
     )
-    counts, labels = classes["confusion"], [one["label"] for one in classes["classes"]]
-    return [confusion(caption, counts, labels, confusion_csv(counts, labels))]
-
-
-def confusion_csv(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> bytes:
-    """Write the numbers as a table for spreadsheets: rows are right, columns are predicted."""
-    text = io.StringIO()
-    table = csv.writer(text)
-    table.writerow(["right / predicted", *map(no_formula, labels)])
-    table.writerows([no_formula(label), *row] for label, row in zip(labels, counts, strict=True))
-    return text.getvalue().encode(errors="backslashreplace")
-
-
-def spreads(run: RecordedRun) -> tuple[str, dict[int, Spread]]:
-    """Collect the spread of the run's metric over the clients, by round."""
-    name = common_metric([run])
-    found = {record["round"]: record["spread"] for record in run.rounds if "spread" in record}
-    return name, {number: spread[name] for number, spread in found.items() if name in spread}
-
-
-def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
-    """Draw how a metric differs from client to client, where they evaluate."""
-    name, found = spreads(run)
-    if not found:
-        return []
-    caption = Caption(
-        f"{prefix}clients",
-        "How the clients differ",
-        f"The {name} that each client measures on its validation split: the median of "
-        "all clients, the middle half of them, and from the least to the greatest.",
-    )
-    ranges = {
-        "all clients": [(one["min"], one["max"]) for one in found.values()],
-        "the middle half": [
-            (one["lower-quartile"], one["upper-quartile"]) for one in found.values()
-        ],
-    }
-    medians = [one["median"] for one in found.values()]
-    return [bands(caption, list(found), medians, ranges, "round", name)]
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    x, label, y = "predicted class", "fraction of the class", "right class"
+    return heat(caption, shares, labels, labels, x, label, y, counts=counts)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Shorten dotted names by the words that all of them share at the same place."""
+    """Shorten dotted names by the words at both ends that all of them share."""
     words = [name.split(".") for name in names]
-    if len(words) < 2:
-        return list(names)
-    if len({len(name) for name in words}) == 1:
-        places = [i for i, there in enumerate(zip(*words, strict=True)) if len(set(there)) > 1]
-        return [".".join(name[i] for i in places) for name in words]
     start = _shared(words)
     end = _shared([name[start:][::-1] for name in words])
     return [".".join(name[start : len(name) - end]) or ".".join(name) for name in words]

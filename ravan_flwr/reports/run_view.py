@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,7 @@ from markupsafe import Markup
 from ravan_flwr.config.keys import as_typed
 from ravan_flwr.reports.card import privacy_of
 from ravan_flwr.reports.charts import Chart
-from ravan_flwr.reports.classes import class_table, classes_of, without_classes
-from ravan_flwr.reports.run_charts import spreads
+from ravan_flwr.reports.classes import class_table, classes_of
 from ravan_flwr.runs import status
 from ravan_flwr.runs.console import (
     LOG_FILE,
@@ -25,17 +24,16 @@ from ravan_flwr.runs.console import (
     remaining,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RunDirectory, rounds_file
+from ravan_flwr.runs.directory import RoundsFile, RunDirectory
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
-from ravan_flwr.runs.samples import SampleLine, compared, samples_file, samples_of
-from ravan_flwr.runs.status import RunStatus, read_status
+from ravan_flwr.runs.status import NodeStatus, RunStatus, read_status
 from ravan_flwr.tasks import LOWER_IS_BETTER
 
 _SIGNS_OF_LIFE = ("config.json", "rounds.jsonl", status.NAME, LOG_FILE, LOCK)
-_WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json", "samples.jsonl")
+_WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json")
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,12 @@ class RunSnapshot:
     failure: str | None
     status: RunStatus | None  # None in runs of earlier versions
     log: list[str]
-    samples: list[SampleLine]  # what a model wrote, if it was asked to
     holder: Holder  # who works on it
     heard: float  # when something was written last, in seconds since 1970
 
     @classmethod
-    def of(cls, run: RecordedRun, samples: list[SampleLine] | None = None) -> "RunSnapshot":
-        """Read what lies beside a run's records; `samples` are its answers, if already read."""
+    def of(cls, run: RecordedRun) -> "RunSnapshot":
+        """Read what lies beside a run's records."""
         there = (run.path / "failure.json").is_file()
         failure = RunDirectory(run.path).read_json("failure.json") if there else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))
@@ -61,7 +58,6 @@ class RunSnapshot:
             failure=None if failure is None else str(failure.get("error", "no reason given")),
             status=read_status(run.path),
             log=last_lines(run.path),
-            samples=samples_file(run.path).read() if samples is None else samples,
             holder=holder_of(run.path),
             heard=max((s.st_mtime for s in stats), default=time.time()),
         )
@@ -143,7 +139,7 @@ class FollowedRun:
         if not (path / LOCK).is_file():  # of a run that begins, which writes its settings next
             RunDirectory.open(path, "report")
         self.path = path
-        self._rounds, self._samples = rounds_file(path), samples_file(path)
+        self._rounds = RoundsFile(path)
 
     def version(self) -> str:
         """Describe the state of the files: another text if one of them has changed."""
@@ -163,7 +159,7 @@ class FollowedRun:
         done = (self.path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
         recorded = RecordedRun(self.path, config, rounds, summary)
-        return RunSnapshot.of(recorded, self._samples.read())
+        return RunSnapshot.of(recorded)
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -207,8 +203,6 @@ def view_of(
         "facts": facts_of(seen, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
-        "without_classes": without_classes(config),
-        "samples": compared(samples_of(seen.samples, run.rounds, last=live)),
         "people": _participants(seen, live),
         "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
         if seen.status
@@ -227,58 +221,45 @@ def title_of(config: Mapping[str, Any]) -> str:
 
 def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, str]:
     """Give a run so far in a few numbers."""
-    run = seen.run
-    metric = common_metric([run])
+    run, metric = seen.run, common_metric([seen.run])
     summary: Mapping[str, Any] = run.summary or {}
-    (rounds, values), losses = run.measured(metric), run.train_loss()[1]
+    curve, losses = run.curve(metric), run.train_loss()[1]
+    rounds, values = curve.get("round", []), curve.get(metric, [])
     extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
     best = choose(range(len(values)), key=values.__getitem__, default=0)
-    spent: Mapping[str, Any] = (run.rounds[-1].get("privacy") if run.rounds else None) or {}
-    until, left = run.config.get("until-metric"), None
-    if seen.under_way and run.rounds and seen.rounds:
-        seconds = [record["seconds"] for record in run.rounds]
-        left = remaining(seconds, seen.rounds - seen.last_round)
-    reached = summary.get("reached")
+    last: Mapping[str, Any] = run.rounds[-1] if run.rounds else {}
+    spent = last.get("privacy") or {}
+    seconds = [record["seconds"] for record in run.rounds]
+    took = minutes(sum(seconds))
+    if seen.under_way and last and seen.rounds:
+        took += f", about {minutes(remaining(seconds, seen.rounds - seen.last_round))} left"
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, {extreme}": f"{values[best]:.4f}, round {rounds[best]}" if values else "-",
-        "macro-F1, last": f"{classes['macro-f1']:.4f}" if classes else "",
-        "last, client by client": _spread_in_words(run),
         "training loss, last": f"{losses[-1]:.4f}" if losses else "",
         "rounds": f"{seen.last_round} of {seen.rounds or '?'}",
-        "time": minutes(sum(record["seconds"] for record in run.rounds)),
-        "simulated time": f"{run.rounds[-1]['time']:.4g} s"
-        if run.rounds and run.in_simulated_time
-        else "",
-        "time left, about": "" if left is None else minutes(left),
+        "time": took,
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
-        "on the links, about": megabytes(link) if link else "",
         "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
-        "until-metric": f"{until:g}, "
-        + ("not reached" if reached is None else f"reached in round {reached}")
-        if until and summary
-        else "",
-        "privacy": privacy_of(spent) if spent else "",
         "uploads": uploads_seen(run.config),
-        "trained parameters": f"{summary['trainable-parameters']:,}"
-        if "trainable-parameters" in summary
-        else "",
     }
+    if classes:
+        facts["macro-F1, last"] = f"{classes['macro-f1']:.4f}"
+    if last and run.in_simulated_time:
+        facts["simulated time"] = f"{last['time']:.4g} s"
+    if link:
+        facts["on the links, about"] = megabytes(link)
+    if summary and (until := run.config.get("until-metric")):
+        reached = summary.get("reached")
+        how = "not reached" if reached is None else f"reached in round {reached}"
+        facts["until-metric"] = f"{until:g}, {how}"
+    if spent:
+        facts["privacy"] = privacy_of(spent)
+    if "trainable-parameters" in summary:
+        facts["trained parameters"] = f"{summary['trainable-parameters']:,}"
     return {name: value for name, value in facts.items() if value}
-
-
-def _spread_in_words(run: RecordedRun) -> str:
-    """Describe the last spread over the clients in a line; empty where there is none."""
-    name, found = spreads(run)
-    if not found:
-        return ""
-    last = found[max(found)]
-    return (
-        f"{name} {last['min']:.4f} to {last['max']:.4f}, median {last['median']:.4f}, standard "
-        f"deviation {last['std']:.4f}, over {last['clients']:.0f} clients"
-    )
 
 
 def _collapsed(run: RecordedRun) -> str:
@@ -303,109 +284,99 @@ def comparison_of(groups: Groups) -> dict[str, Any]:
 
 def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, ...]:
     """Sum up runs that differ in the seed alone."""
-    values = [value for run in runs for value in run.measured(metric)[1][-1:]]
+    values = [value for run in runs for value in run.curve(metric).get(metric, [])[-1:]]
     mean = f"{sum(values) / len(values):.4f}" if values else "not evaluated"
     spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
-    sent = sum(run.bytes_so_far()[-1] for run in runs) / len(runs)
+    sent = sum(r["bytes-up"] + r["bytes-down"] for run in runs for r in run.rounds) / len(runs)
     rounds = ", ".join(map(str, sorted({run.rounds[-1]["round"] for run in runs})))
     if not all(run.summary for run in runs):
         rounds += ", unfinished"
     if number := sum("collapsed" in run.rounds[-1] for run in runs):
         rounds += f", {number} collapsed at the end"
-    return name, len(runs), rounds, mean, spread, f"{sent:.2f} MB"
-
-
-@dataclass
-class Participant:
-    """Hold what the page says of one client."""
-
-    partition: int
-    device: str = ""
-    budget: str = ""
-    examples: str = ""
-    rounds: int = 0  # in which its reply was used
-    last_round: int = 0
-    heads: str = ""
-    seconds: str = ""
-    bytes_up: float = 0
-    bytes_down: float = 0
-    heard: float | None = None  # in seconds since 1970
-    now: str = ""
-    rejected: int = 0
-    reason: str = ""  # of the last rejection
+    return name, len(runs), rounds, mean, spread, f"{sent / 1e6:.2f} MB"
 
 
 def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
     """List the clients by partition; where there are too many, those that do or did something."""
-    people: dict[int, Participant] = {}
-    nodes = seen.status["nodes"] if seen.status else []
-    for node in nodes:  # what the nodes said of themselves
-        one = people.setdefault(node["partition-id"], Participant(node["partition-id"]))
-        one.device = "" if seen.run.in_simulated_time else node["device"]
-        one.budget = f"{node['share']:g}"
-        one.examples = f"{node['examples']:,}{' of its own' if node['own-data'] else ''}"
-        one.heard = node["heard"] or None
+    nodes = {node["partition-id"]: node for node in seen.status["nodes"]} if seen.status else {}
+    replies: dict[int, list[tuple[int, ClientRecord]]] = {number: [] for number in nodes}
+    rejected = defaultdict[str, list[str]](list)
     for record in seen.run.rounds:
         for client in record["clients"]:
-            number = client["partition-id"]
-            _add_reply(people.setdefault(number, Participant(number)), record["round"], client)
-    _add_rejections(people, seen.run)
-    if live and seen.under_way:
-        _add_now(people, seen)
+            replies.setdefault(client["partition-id"], []).append((record["round"], client))
+        for reply in record["rejected"]:
+            rejected[reply["client"]].append(f"round {record['round']}: {reply['reason']}")
+    now = _now(seen) if live and seen.under_way else {}
+    blank = dict.fromkeys(("device", "budget", "examples", "heard", "heads", "seconds"), "")
+    people = [
+        {
+            **blank,
+            "partition": number,
+            "now": now.get(number, ""),
+            "rejected": len(rejected[f"partition {number}"]),
+            "reason": "".join(rejected[f"partition {number}"][-1:]),  # of the last rejection
+            "rounds": len(found),  # in which its reply was used
+            "last_round": found[-1][0] if found else 0,
+            "bytes_up": sum(client["bytes-up"] for _, client in found),
+            "bytes_down": sum(client["bytes-down"] for _, client in found),
+            **_of_node(nodes.get(number), simulated=seen.run.in_simulated_time),
+            **(_of_reply(found[-1][1], known=number in nodes) if found else {}),
+        }
+        for number, found in replies.items()
+    ]
     # Who is at work first, then who does or has something else, then who was the last.
     chosen = sorted(
-        people.values(),
-        key=lambda x: (x.now != AT_WORK, not (x.now or x.rejected), -x.last_round, x.partition),
+        people,
+        key=lambda one: (
+            one["now"] != AT_WORK,
+            not (one["now"] or one["rejected"]),
+            -one["last_round"],
+            one["partition"],
+        ),
     )[:MOST]
     known = max(len(people), seen.status.get("members", 0) if seen.status else 0)
     partitions = max((record["partitions"] for record in seen.run.rounds), default=0)
     if seen.status:
         partitions = seen.status["partitions"] if nodes else 0
     return {
-        "listed": sorted(chosen, key=lambda one: one.partition),
+        "listed": sorted(chosen, key=lambda one: one["partition"]),
         "more": known - len(chosen),
         "missing": max(0, partitions - known) if live else 0,
     }
 
 
-def _add_reply(one: Participant, number: int, client: ClientRecord) -> None:
-    one.rounds += 1
-    one.last_round = number
-    one.bytes_up += client["bytes-up"]
-    one.bytes_down += client["bytes-down"]
-    one.heads = f"{client['heads']:g}"
-    one.seconds = f"{client['seconds']:.1f}" if "seconds" in client else ""
+def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
+    """Give what a node said of itself; in simulated time its processor is that of this machine."""
+    if node is None:
+        return {}
+    return {
+        "device": "" if simulated else node["device"],
+        "budget": f"{node['share']:g}",
+        "examples": f"{node['examples']:,}{' of its own' if node['own-data'] else ''}",
+        "heard": node["heard"],
+    }
+
+
+def _of_reply(client: ClientRecord, *, known: bool) -> dict[str, Any]:
+    """Give what a client's last reply says, without what is known of its node already."""
+    found = {
+        "heads": f"{client['heads']:g}",
+        "seconds": f"{client['seconds']:.1f}" if "seconds" in client else "",
+    }
     if "device" in client and "span" in client:  # a simulated one, which takes simulated seconds
         begin, end = client["span"]
-        one.device, one.seconds = client["device"], f"{end - begin:.3g}"
-    one.budget = one.budget or f"{client['share']:g}"
-    one.examples = one.examples or f"{client['examples']:,}"
+        found |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
+    if not known:
+        found |= {"budget": f"{client['share']:g}", "examples": f"{client['examples']:,}"}
+    return found
 
 
-def _add_rejections(people: Mapping[int, Participant], run: RecordedRun) -> None:
-    """Add how often a client's reply was rejected, and why the last time."""
-    rejected: Counter[str] = Counter()
-    reasons: dict[str, str] = {}
-    for record in run.rounds:
-        for reply in record["rejected"]:
-            name = str(reply["client"])
-            rejected[name] += 1
-            reasons[name] = f"round {record['round']}: {reply['reason']}"
-    for one in people.values():
-        name = f"partition {one.partition}"
-        one.rejected, one.reason = rejected[name], reasons.get(name, "")
-
-
-def _add_now(people: Mapping[int, Participant], seen: RunSnapshot) -> None:
-    """Add what each is doing, in a run under way."""
+def _now(seen: RunSnapshot) -> dict[int, str]:
+    """Find what each client is doing, in a run under way."""
     last: Mapping[str, Any] = seen.run.rounds[-1] if seen.run.rounds else {}
-    for key, word in (
-        ("resting", "is skipped: it was unresponsive"), ("left-out", "cannot afford it")
-    ):  # fmt: skip
-        for number in last.get(key, []):
-            if number in people:
-                people[number].now = word
+    now = dict.fromkeys(last.get("resting", []), "is skipped: it was unresponsive")
+    now |= dict.fromkeys(last.get("left-out", []), "cannot afford it")
     if seen.status is not None:
-        answered = set(seen.status["answered"])
-        for number in set(seen.status["asked"]) & people.keys():
-            people[number].now = "has answered" if number in answered else AT_WORK
+        now |= dict.fromkeys(seen.status["asked"], AT_WORK)
+        now |= dict.fromkeys(seen.status["answered"], "has answered")
+    return now

@@ -6,12 +6,11 @@ rank an adapter needs. The effective rank of a matrix with singular values sigma
 exp(-sum p log p) with p = sigma / sum sigma (Roy and Vetterli, 2007): r for r equal values.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -106,13 +105,17 @@ def _points(values: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _csv(groups: dict[str, list[Spectra]]) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    writer.writerow(["group", "seed", "layer", "effective-rank", "norm", "singular-values"])
-    for name, members in groups.items():
-        for one in members:
-            for layer, values in one.values.items():
-                rank, norm = f"{effective_rank(values):.4f}", f"{float(values.norm()):.6g}"
-                numbers = " ".join(f"{value:.6g}" for value in values.tolist())
-                writer.writerow([name, one.run.config["seed"], layer, rank, norm, numbers])
-    return buffer.getvalue()
+    rows = [
+        {
+            "group": name,
+            "seed": one.run.config["seed"],
+            "layer": layer,
+            "effective-rank": f"{effective_rank(values):.4f}",
+            "norm": f"{float(values.norm()):.6g}",
+            "singular-values": " ".join(f"{value:.6g}" for value in values.tolist()),
+        }
+        for name, members in groups.items()
+        for one in members
+        for layer, values in one.values.items()
+    ]
+    return str(pd.DataFrame(rows).to_csv(index=False))

@@ -1,6 +1,6 @@
 """Call what watches a run: at its beginning, after each round, and at its end.
 
-The app's own files are written so: records and checkpoints, samples, the dashboard's status; and
+The app's own files are written so: records and checkpoints, and the dashboard's status; and
 devices are delivered their result.
 """
 

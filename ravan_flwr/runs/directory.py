@@ -5,7 +5,6 @@ settings.json      the settings that were given, with which it is resumed
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
 classes.json       the last evaluation on the server, class by class (reports/classes.py)
-samples.jsonl      what a model wrote at each evaluation, if it was asked to (samples.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)
@@ -22,19 +21,17 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.files import LARGE, opened, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed
 from ravan_flwr.specs import Scalar
-
-Line = TypeVar("Line")
 
 
 class RunDirectory:
@@ -161,7 +158,7 @@ class RunDirectory:
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; a last line that was cut off does not count."""
-        return rounds_file(self.path).read()
+        return RoundsFile(self.path).read()
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
         """Read the rounds up to `last`, which must be there."""
@@ -180,20 +177,15 @@ class RunDirectory:
         self.write("rounds.jsonl", "".join(lines))
 
 
-class LinesFile(Generic[Line]):
-    """Read a file of JSON lines again and again, and only what is new in it.
+class RoundsFile:
+    """Read a run's `rounds.jsonl` again and again, and only what is new in it."""
 
-    `check` reads a line, with what the line before it held; `do` is the advice where it cannot.
-    """
-
-    def __init__(
-        self, path: Path, check: Callable[[bytes, Line | None], Line], do: str = "restore it"
-    ) -> None:
-        self._path, self._check, self._do = path, check, do
+    def __init__(self, run: Path) -> None:
+        self._path = run / "rounds.jsonl"
         self._inode = self._bytes = 0  # of the lines that were read
-        self._lines: list[Line] = []
+        self._lines: list[RoundRecord] = []
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[RoundRecord]:
         """Return all lines so far; a last one that is still being written does not count."""
         found = self._path.stat() if self._path.exists() else None
         inode, size = (found.st_ino, found.st_size) if found else (0, 0)
@@ -206,19 +198,14 @@ class LinesFile(Generic[Line]):
             for line in file.read().split(b"\n")[:-1]:
                 try:
                     before = self._lines[-1] if self._lines else None
-                    self._lines.append(self._check(line, before))
+                    self._lines.append(check_line(line, before))
                 except ValueError as error:
                     raise ValueError(
                         f"{self._path}: line {len(self._lines) + 1} is damaged ({error}), "
-                        f"expected a record of this version; {self._do}"
+                        "expected a record of this version; restore it"
                     ) from None
                 self._bytes += len(line) + 1
         return list(self._lines)
-
-
-def rounds_file(run: Path) -> LinesFile[RoundRecord]:
-    """Return a run's `rounds.jsonl`, to be read as it grows."""
-    return LinesFile(run / "rounds.jsonl", check_line)
 
 
 def check_writable(parent: Path) -> None:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,34 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 # Runs that differ in these alone are seeds of one thing.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
+
+
+# round, bytes, client-seconds, time, and each metric, by evaluation
+Curve = dict[str, list[float]]
+
+
+def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:
+    """Sum bytes and seconds up to each round in which the metric was measured."""
+    curve: Curve = {}
+    sent = seconds = 0.0
+    for record in rounds:
+        sent += record["bytes-up"] + record["bytes-down"]
+        seconds += client_seconds(record)
+        if metric in record["metrics"]:
+            point = {
+                "round": record["round"],
+                "bytes": sent,
+                "client-seconds": round(seconds, 3),
+                "time": record.get("time", 0.0),
+            }
+            for name, value in (point | record["metrics"]).items():
+                curve.setdefault(name, []).append(value)
+    return curve
+
+
+def client_seconds(record: RoundRecord) -> float:
+    """Sum the seconds that the clients of a round took, as far as they are told."""
+    return sum(client.get("seconds", 0.0) for client in record["clients"])
 
 
 class NoRoundError(ValueError):
@@ -60,10 +88,9 @@ class RecordedRun:
         """Return the names of all metrics that were measured."""
         return {name for record in self.rounds for name in record["metrics"]}
 
-    def bytes_so_far(self) -> list[float]:
-        """Sum the megabytes sent both ways, up to the end of each round."""
-        sent = accumulate(record["bytes-up"] + record["bytes-down"] for record in self.rounds)
-        return [total / 1e6 for total in sent]
+    def curve(self, metric: str) -> Curve:
+        """Return the course of a metric, by round and by what it cost."""
+        return curve_of(self.rounds, metric)
 
     @property
     def in_simulated_time(self) -> bool:
@@ -75,18 +102,6 @@ class RecordedRun:
         """Return whether its time is that of devices: of simulated ones, or of SuperNodes."""
         real = all("link-bytes-estimate" in r and "time" in r for r in self.rounds)
         return real or self.in_simulated_time
-
-    def by_time(self, name: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
-        """Return the time at which a metric was measured, in units of seconds, and its values."""
-        found = [r for r in self.rounds if name in r["metrics"]]
-        return [r["time"] / unit for r in found], [r["metrics"][name] for r in found]
-
-    def measured(self, name: str, *, by_bytes: bool = False) -> tuple[list[float], list[float]]:
-        """Return the rounds, or megabytes, at which a metric was measured, and its values."""
-        at = self.bytes_so_far() if by_bytes else [record["round"] for record in self.rounds]
-        pairs = zip(at, self.rounds, strict=True)
-        points = [(x, record["metrics"][name]) for x, record in pairs if name in record["metrics"]]
-        return [x for x, _ in points], [y for _, y in points]
 
     def train_loss(self) -> tuple[list[float], list[float]]:
         """Return the rounds and the clients' mean loss in each."""

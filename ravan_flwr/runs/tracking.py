@@ -98,11 +98,11 @@ class Trackers:
     def round(self, record: RoundRecord) -> None:
         """Report a round that has ended."""
         for name, (log_numbers, close) in [*self._all.items()]:
-            del self._all[name]
-            with self._warning(f"tracking with {name} stops"):
+            try:
                 log_numbers(numbers_of(record), record["round"])
-                self._all[name] = (log_numbers, close)
-            if name not in self._all:
+            except Exception as error:  # noqa: BLE001 (whatever the package raises)
+                log.warning("tracking with %s stops: %s", name, error)
+                del self._all[name]
                 with self._warning(f"tracking with {name}"):
                     close()
 

@@ -265,12 +265,6 @@ def planned(study: Study, results: Results) -> list[PlannedRun]:
     return _each_once(chain(best, chain.from_iterable(others)))
 
 
-def to_come(study: Study, results: Results) -> list[PlannedRun]:
-    """List the runs of rows whose rate is not known, with any rate: as many will follow."""
-    rows = [row for row in study.rows if row.grid and not runs_of(row, results)]
-    return _each_once(run for row in rows if row.grid for run in row.runs(row.grid.values[0]))
-
-
 def _each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Drop runs that mean the same, in whatever order their settings stand."""
     return list({run.name: run for run in runs}.values())

@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,10 +18,10 @@ from ravan_flwr.reports.charts import (
     Series,
     differences,
     least_and_greatest,
-    lines,
     panels,
     points,
 )
+from ravan_flwr.reports.run_charts import courses
 from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
@@ -29,8 +29,6 @@ from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
 from ravan_flwr.tasks import NO_FRACTIONS, TIME
-
-_MOST_TOGETHER = 6  # lines that can be told apart in one picture
 
 
 def charts(table: Table, results: Results) -> list[Chart]:
@@ -112,66 +110,17 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
     ]
 
 
-class _Along(NamedTuple):
-    """Say what a metric is drawn against."""
-
-    key: str  # in a curve
-    unit: float
-    suffix: str  # of the picture's name
-    heading: str
-    label: str  # of the axis
-    about: str
-
-
-_ALONG = (
-    _Along("round", 1, "", "by round", "round", "after each round"),
-    _Along(
-        "bytes", 1e6, "-by-bytes", "by megabyte sent", "MB sent, up and down",
-        "against all that was sent so far, to the clients and back",
-    ),
-    _Along(
-        "client-seconds", 1, "-by-seconds", "by seconds of the clients", "client seconds",
-        "against the seconds that clients took to train so far, summed over them",
-    ),
-    _Along(
-        TIME, 1, "-by-time", "by simulated time", "simulated seconds",
-        "against the time of the simulated devices",
-    ),
-)  # fmt: skip
-
-
 def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
-    """Draw the metric by round, by megabyte and by the clients' seconds."""
-    metric, drawn = rows[0].metric, []
-    metric = rows[0].first.metric if metric == TIME else metric
-    for along in _ALONG:
-        unknown = along.key == "client-seconds" and any(row.client_seconds is None for row in rows)
-        unknown |= any(along.key not in x.curve for row in rows for x in row.results.values())
-        if unknown:
-            continue  # a run has not noted it
-        series = [
-            Series(row.row, [([x / along.unit for x in one[along.key]], one[metric])
-                             for result in row.results.values() if metric in (one := result.curve)])
-            for row in rows
-        ]  # fmt: skip
-        if not all(any(x for x, _ in one.runs) for one in series):
-            continue
-        # One point is no course.
-        moving = [one for one in series if any(len(x) > 1 for x, _ in one.runs)]
-        if along.key == "round" and not moving:
-            continue  # all were evaluated once: the table has it
-        told = f"The {metric} on examples that no client trains on, {along.about}. "
-        caption = Caption(
-            f"{metric}{along.suffix}",
-            f"{metric.capitalize()} {along.heading}",
-            told + _said_of_bands(rows),
-        )
-        shown, x = moving or series, along.label
-        if len(shown) > _MOST_TOGETHER:
-            drawn.append(panels(caption, shown, table.against, x, metric, ends=band_ends))
-        else:
-            drawn.append(lines(caption, shown, x, metric, whole=x == "round", ends=band_ends))
-    return drawn
+    """Draw the metric by round, by megabyte, by the clients' seconds and by time, where noted."""
+    metric = rows[0].first.metric if rows[0].metric == TIME else rows[0].metric
+    curves = {row.row: [result.curve for result in row.results.values()] for row in rows}
+    keys = ["round", "bytes"]
+    if all(row.client_seconds is not None for row in rows):
+        keys.append("client-seconds")
+    if all(TIME in curve for found in curves.values() for curve in found):
+        keys.append(TIME)
+    bands = f" {_said_of_bands(rows)}"
+    return courses(metric, curves, keys, grey=table.against, ends=band_ends, bands=bands)
 
 
 def _said_of_bands(rows: Sequence[Line]) -> str:

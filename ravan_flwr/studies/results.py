@@ -25,7 +25,8 @@ from scipy import stats
 
 from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
-from ravan_flwr.runs.record import RoundRecord, Summary, first_wrong
+from ravan_flwr.runs.history import Curve, client_seconds, curve_of
+from ravan_flwr.runs.record import first_wrong
 from ravan_flwr.studies.spec import LEAST, PlannedRun
 from ravan_flwr.tasks import TIME
 
@@ -33,9 +34,6 @@ NAME = "runs.jsonl"  # of the record, in the folder of a study
 _DIGITS = 6  # of the numbers of a curve, which are drawn
 
 log = logging.getLogger(__name__)
-
-# round, bytes, client-seconds, with simulated devices time, and each metric, by evaluation
-Curve = dict[str, list[int | float]]
 
 
 class Result(BaseModel):
@@ -65,19 +63,24 @@ class Result(BaseModel):
     def of(cls, directory: RunDirectory) -> "Result":
         """Read it from the directory of a run that is done."""
         summary, rounds = directory.read_summary(), directory.read_rounds()
-        clients = [client for one in rounds for client in one["clients"]]
-        known = all("seconds" in client for client in clients)  # not told in some private runs
-        spent = [sum(client.get("seconds", 0.0) for client in one["clients"]) for one in rounds]
+        # Not told in some private runs.
+        known = all("seconds" in client for one in rounds for client in one["clients"])
+        seconds = round(sum(map(client_seconds, rounds)), 3)
         final: dict[str, float] = dict(summary["metrics"]["final"])
         timed = directory.read_config().get("devices") is not None
+        curve = curve_of(rounds, summary["metric"])
+        for name in curve.keys() & final.keys():
+            curve[name] = [float(f"{value:.{_DIGITS}g}") for value in curve[name]]
+        if not timed:
+            curve.pop(TIME, None)
         # A run that was to reach a target, and has not, would have taken longer (`missed`).
-        if timed and ("until-metric" not in summary or "reached" in summary):
+        elif "until-metric" not in summary or "reached" in summary:
             final[TIME] = rounds[-1].get("time", 0.0)
         own = {
             "final": final,
             "parameters": summary["adapter-parameters"],
-            "client-seconds": round(sum(spent), 3) if spent and known else None,
-            "curve": _curve(summary, rounds, spent if known else [0.0] * len(rounds), timed=timed),
+            "client-seconds": seconds if rounds and known else None,
+            "curve": curve,
         }
         return cls.model_validate({**summary, **own})
 
@@ -97,23 +100,6 @@ class Result(BaseModel):
                 "evaluations; evaluate it" + " (time: set devices)" * (name == TIME)
             )
         return statistics.mean(self.curve[name][-last:]) if last else self.final[name]
-
-
-def _curve(
-    summary: Summary, rounds: list[RoundRecord], spent: list[float], *, timed: bool
-) -> Curve:
-    """Sum bytes and seconds up to each round that was evaluated."""
-    curve: Curve = {}
-    sent = seconds = 0.0
-    for record, more in zip(rounds, spent, strict=True):
-        sent, seconds = sent + record["bytes-up"] + record["bytes-down"], seconds + more
-        if summary["metric"] in record["metrics"]:
-            point = {"round": record["round"], "bytes": sent, "client-seconds": round(seconds, 3)}
-            point |= {TIME: record.get("time", 0.0)} if timed else {}
-            for name, value in (point | record["metrics"]).items():
-                short = float(f"{value:.{_DIGITS}g}") if name in record["metrics"] else value
-                curve.setdefault(name, []).append(short)
-    return curve
 
 
 class Results:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.choosing import candidates, planned, to_come
+from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import LEAST, PlannedRun, Study, read_study
 from ravan_flwr.studies.tables import Page, write_tables
@@ -114,12 +114,12 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
             log.info("table %r: %d runs, %d of them done", table.title, len(runs), done)
             if not todo:
                 break
-            _run(study, todo, results, options)
+            _run(todo, results, options)
             attempted |= set(todo)
 
 
-def _run(study: Study, todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
-    """Run these, and tell after each how long the whole study may still take."""
+def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
+    """Run these, and log after each how long the rest of them may take."""
     environment = dict(os.environ)
     if options.jobs > 1:  # side by side they share the cores; a number of the user's is kept
         environment[CORES] = str(max(1, usable_cores() // options.jobs))
@@ -135,33 +135,22 @@ def _run(study: Study, todo: Sequence[PlannedRun], results: Results, options: Ru
             places.put(place)
 
     children, pool = _Children(), ThreadPoolExecutor(options.jobs)
-    started, done = time.monotonic(), 0
+    started, done, rounds = time.monotonic(), 0, sum(run.num_rounds for run in todo)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, last = waiting[future], future.result()
             done += run.num_rounds
-            text = f"{run}: {last}"
-            left = minutes((time.monotonic() - started) / done * rounds_left(study, results, run))
+            left = minutes((time.monotonic() - started) / done * (rounds - done))
             if results.of(run) is None:
                 results.note_failure(run, last)
-            log.info("%d/%d  left %s  %s", number, len(todo), left, text)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # no further run begins
         children.end()
         raise
     finally:
         pool.shutdown()
-
-
-def rounds_left(study: Study, results: Results, ended: PlannedRun | None = None) -> int:
-    """Count the rounds of the runs that are to be run, as far as they are known.
-
-    Rates beyond an edge, and those that turn out to be as good as the best, are left out.
-    """
-    runs = candidates(study, results) + planned(study, results) + to_come(study, results)
-    lacking = {run.name: run for run in runs if not (results.of(run) or results.failure(run))}
-    return sum(run.num_rounds for run in lacking.values() if run != ended)
 
 
 class _Children:

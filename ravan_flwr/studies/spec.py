@@ -1,7 +1,6 @@
 """Describe a study: a file names rows of settings; every row is run with every seed, once.
 
     title: ...
-    paper: vision                           # optional: numbers of paper/vision.yaml beside ours
     num-clients: 20
     seeds: [0, 1, 2]
     settings: {num-rounds: 10}              # of all rows
@@ -24,6 +23,7 @@
         leave-one-seed-out: true            # optional: choose by the other seeds of this table
         contrasts: [fedit, fed-sb]          # optional: rows whose p-values Holm's method corrects
         spectra: true                       # optional: draw the rows' singular values
+        paper: {fedit: 68.66}               # optional: a paper's numbers, in percent, beside ours
         metric: accuracy-matched            # optional: another one than the task's; `time`: the
                                             # simulated seconds that a run took
         rows:
@@ -232,13 +232,13 @@ class TableOptions(Checked):
     mean_of_last: int | None = None  # of how many evaluations every value is the mean
     leave_one_seed_out: bool = False  # does each seed take the rate that is best by the others?
     contrasts: list[str] = []  # rows whose differences to `against` were planned
+    paper: dict[str, float] = {}  # row -> what a paper has, in percent
 
 
 class Table(TableOptions):
     """Rows by name."""
 
     rows: dict[str, Row]
-    paper: dict[str, float] = {}  # row -> what the paper has, in percent
     chosen: str = RATE  # the key whose values its rows choose from
     grid: Grid | None = None
     change_from: "Table | None" = None  # whose rows of the same names are compared as well
@@ -294,7 +294,6 @@ class _StudyFile(Checked):
     settings: dict[str, Any]
     tables: list[_TableOfFile]
     choose: _Choose = _Choose(learning_rate=[], seeds=[])
-    paper: str = ""
 
 
 _Content = TypeVar("_Content", bound=Checked)
@@ -324,15 +323,8 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
             check_key("seed", seed)
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         _require(not twice, f"{where}: got seeds {twice} twice; expected each once")
-    numbers = _read_paper(path, content.paper) if content.paper else {}
     for table in content.tables:
-        paper = numbers.pop(table.title, {})
-        tables.append(_TableReader(where, content, table, dict(here or {}), tables).read(paper))
-    _require(
-        not numbers,
-        f"{where}: the paper's numbers name tables {list(numbers)}, which it does not have; "
-        "correct them",
-    )
+        tables.append(_TableReader(where, content, table, dict(here or {}), tables).read())
     return Study(content.title, tables)
 
 
@@ -362,13 +354,13 @@ class _TableReader:
     def _require(self, holds: object, wrong: str) -> None:
         _require(holds, f"{self.where}: {wrong}")
 
-    def read(self, paper: dict[str, float]) -> Table:
-        """Read it; `paper` has the paper's number for each of its rows, if any."""
+    def read(self) -> Table:
+        """Read it, and check what it says."""
         table, taken = self.table, {OVERVIEW, *(other.title for other in self.earlier)}
         self._require(
             table.title not in taken,
-            f"two tables are called {table.title!r}, or it is called {OVERVIEW!r}, which in a "
-            "page stands for all of them; expected different titles; rename it",
+            f"its title is another's, or {OVERVIEW!r}, which in a page stands for all of them; "
+            "expected one of its own; rename it",
         )
         choosing = [other for other in self.earlier if not other.rates_of]
         lender = self._earlier("rates-of", table.rates_of, choosing)
@@ -379,7 +371,7 @@ class _TableReader:
         competing = [name for name in rows if name not in table.references] or list(rows)
         against = table.against or next(iter(["ravan"] if "ravan" in rows else competing), "")
         for what, names in (
-            ("references", table.references), ("the paper's", paper),
+            ("references", table.references), ("paper", table.paper),
             ("contrasts", table.contrasts), ("against", [against] if against else []),
         ):  # fmt: skip
             unknown = [name for name in names if name not in rows]
@@ -395,7 +387,7 @@ class _TableReader:
             rows |= self._taking(rows, lender)
         options = table.model_dump(include={*TableOptions.model_fields} - {"against"})
         return Table(
-            **options, against=against, rows=rows, paper=paper, chosen=key, grid=grid,
+            **options, against=against, rows=rows, chosen=key, grid=grid,
             change_from=self._change_from(),
         )  # fmt: skip
 
@@ -459,8 +451,7 @@ class _TableReader:
             not (table.rates_of and (table.choose is not None or table.leave_one_seed_out))
             and not (table.run_as_good and table.leave_one_seed_out),
             "got choose and rates-of, or leave-one-seed-out beside rates-of or run-as-good, "
-            "expected one of them: rows choose for themselves, or take what was chosen for another "
-            "table; take one away",
+            "expected one of them; take one away",
         )
 
     def _earlier(self, field: str, title: str, tables: Sequence[Table]) -> Table | None:
@@ -551,16 +542,3 @@ class _TableReader:
             f"{key} = {last}, expected 2 evaluations or more, and no more than the {most} of a "
             "row's run; correct it, or eval-every",
         )
-
-
-def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:
-    """Read the numbers of a file in `paper/` beside the study: table -> row -> percent."""
-    path = study.parent / "paper" / f"{name}.yaml"
-    told = f"study {study}: paper = {name!r}: found no file {path}; correct it"
-    _require(path.is_file(), told)
-    content = read_yaml(path)
-    tables = content.items() if isinstance(content, dict) else []
-    for title, rows in tables:
-        numbers = isinstance(rows, dict) and all(type(x) in (int, float) for x in rows.values())
-        _require(numbers, f"{path}: {title!r} is {rows!r}, expected numbers by row; correct it")
-    return {str(title): {str(row): float(x) for row, x in rows.items()} for title, rows in tables}

@@ -31,16 +31,6 @@ from ravan_flwr.studies.results import Interval, Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
 from ravan_flwr.tasks import NO_FRACTIONS, TIME
 
-COLUMNS = [
-    *("table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank"),
-    *("parameters", "bytes-up", "bytes-down", "seconds", "paper", "interval", "seeds", "against"),
-    *("difference", "difference-interval", "change", "change-interval", "best", "client-seconds"),
-    *("key", "rate", "tried", "as-good", "runs", "as-good-finals"),
-    *("late-difference", "late-interval"),
-]
-OF_RATES = ["table", "row", "key", "rate", "seed", "metric", "value"]
-
-
 LEGEND = """\
 Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
 Bold: the best row that competes, and those not significantly different from it. *Edge*: the
@@ -255,40 +245,65 @@ def _name(row: str, measured: Measured) -> str:
 
 def rows_as_csv(study: Study, results: Results) -> str:
     """Write every row of every table; of intervals, how far they reach to each side."""
-    lines = [_values(line) for table in study.tables for line in lines_of(table, results)]
-    more = ["p", "p-holm"] if any(table.contrasts for table in study.tables) else []
-    return _as_csv([*COLUMNS, *more], lines)
+    contrasts = any(table.contrasts for table in study.tables)
+    lines = [line for table in study.tables for line in lines_of(table, results)]
+    rows = [_values(line, contrasts=contrasts) for line in lines]
+    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False))
 
 
-def _values(line: Line) -> list[object]:
-    """List a row's values, as `COLUMNS` names them."""
+def _values(line: Line, *, contrasts: bool) -> dict[str, object]:
+    """Give a row's values by their columns."""
     first, choice, table = line.first, line.choice, line.table
     values = list(line.values.values())
-    found, spread = line.interval, statistics.stdev(values) if len(values) > 1 else 0.0
-    of_choice: list[object] = [None] * 5
-    if choice:
-        taken = _words(choice.by_seed.values()) if choice.by_seed else choice.rate
-        good = _words(choice.within_noise)
-        of_choice = [table.chosen, taken, _words(choice.tried), good, choice.runs]
-    return [
-        *(table.title, line.row, line.metric, found.mean, spread, _words(values)),
-        *(first.learning_rate, choice is not None, first.rank, first.parameters),
-        *(line.mean_of(name) for name in ("bytes_up", "bytes_down", "seconds")),
-        *(table.paper.get(line.row), found.half, _words(line.values), table.against),
-        *_ends(line.apart), *_ends(line.change),
-        *(line.best, line.client_seconds, *of_choice),
-        "; ".join(f"{rate}: {_words(x.values())}" for rate, x in line.as_good.items()),
-        *_ends(line.late), line.apart.p if line.apart else None, line.p_holm,
-    ]  # fmt: skip
+    taken: object = choice and choice.rate
+    if choice and choice.by_seed:
+        taken = _words(choice.by_seed.values())
+    cells: dict[str, object] = {
+        "table": table.title,
+        "row": line.row,
+        "metric": line.metric,
+        "mean": line.interval.mean,
+        "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "finals": _words(values),
+        "learning-rate": first.learning_rate,
+        "chosen": choice is not None,
+        "rank": first.rank,
+        "parameters": first.parameters,
+        "bytes-up": line.mean_of("bytes_up"),
+        "bytes-down": line.mean_of("bytes_down"),
+        "seconds": line.mean_of("seconds"),
+        "paper": table.paper.get(line.row),
+        "interval": line.interval.half,
+        "seeds": _words(line.values),
+        "against": table.against,
+        **_ends("difference", line.apart),
+        **_ends("change", line.change),
+        "best": line.best,
+        "client-seconds": line.client_seconds,
+        "key": table.chosen if choice else None,
+        "rate": taken,
+        "tried": _words(choice.tried) if choice else None,
+        "as-good": _words(choice.within_noise) if choice else None,
+        "runs": choice.runs if choice else None,
+        "as-good-finals": "; ".join(
+            f"{rate}: {_words(x.values())}" for rate, x in line.as_good.items()
+        ),
+        **_ends("late", line.late),
+    }
+    if contrasts:
+        cells |= {"p": line.apart.p if line.apart else None, "p-holm": line.p_holm}
+    return cells
 
 
-def _ends(found: Interval | None) -> tuple[float | None, float | None]:
-    return (found.mean, found.half) if found else (None, None)
+def _ends(name: str, found: Interval | None) -> dict[str, object]:
+    """Give a difference and its interval by the columns of that name."""
+    mean = "late-difference" if name == "late" else name
+    return {mean: found and found.mean, f"{name}-interval": found and found.half}
 
 
 def rates_as_csv(study: Study, results: Results) -> str:
     """Write what each learning rate has reached on held-back examples, with each seed."""
-    lines = [
+    rows = [
         (table.title, _name(row, one), table.chosen, rate, seed, score.metric, value)
         for table in study.tables
         for row, choice in choices_of(table, results).items()
@@ -296,16 +311,12 @@ def rates_as_csv(study: Study, results: Results) -> str:
         for rate, score in sorted(one.scores.items())
         for seed, value in zip(one.rung.seeds, score.values, strict=True)
     ]
-    return _as_csv(OF_RATES, lines)
+    columns = ["table", "row", "key", "rate", "seed", "metric", "value"]
+    return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))
 
 
 def _words(values: Iterable[float]) -> str:
     return " ".join(map(str, values))
-
-
-def _as_csv(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    cut = [line[: len(columns)] for line in lines]
-    return str(pd.DataFrame(cut, columns=columns, dtype=object).to_csv(index=False))
 
 
 _RATES = "rates of "

@@ -139,25 +139,24 @@ def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
 
 def check_validation_size(tuning: Tuning) -> int:
     """Count the examples that all clients hold back; ValueError where one has none to train on."""
-    share, counts = tuning.config.validation_share, []
-    for seed in tuning.grid.rungs[-1].seeds:
-        seeded = replace(tuning.config, seed=seed)
-        sizes = [len(rows) for rows in ModelAndData(seeded).rows(tuning.row.num_clients)]
-        counts.append(sum(validation_size(seeded, size) for size in sizes))
-        if validation_size(seeded, min(sizes)) >= min(sizes):
-            raise ValueError(
-                f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}"
-                f", expected enough for a validation split of {100 * share:g} % and for training; "
-                "use fewer clients with num-clients=..., or more examples"
-            )
-    if counts[0] < FEW:
+    seed = tuning.grid.rungs[-1].seeds[0]
+    config = replace(tuning.config, seed=seed)
+    sizes = [len(rows) for rows in ModelAndData(config).rows(tuning.row.num_clients)]
+    if validation_size(config, min(sizes)) >= min(sizes):
+        raise ValueError(
+            f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}, "
+            f"expected enough for a validation split of {100 * config.validation_share:g} % and "
+            "for training; use fewer clients with num-clients=..., or more examples"
+        )
+    number = sum(validation_size(config, size) for size in sizes)
+    if number < FEW:
         log.warning(
             "the validation splits have %d examples in all, so that one answer changes the metric "
             "by %.1f %%: rates may differ by chance; raise validation-share, or use more examples",
-            counts[0],
-            100 / counts[0],
+            number,
+            100 / number,
         )
-    return counts[0]
+    return number
 
 
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
@@ -197,9 +196,20 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
     """Write the rate into the preset's file; return what was done, for people."""
     path, rate, method = tuning.preset, cast(float, choice.rate), tuning.config.method
     told = notes(tuning, choice)
+    other = as_key_values({key: tuning.given[key] for key in _OTHER if key in tuning.given})
     try:
-        if not (why := _why_not(tuning) if write else "--no-write"):
-            _write(tuning, rate, told)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if not write:
+            why = "--no-write"
+        elif other:
+            why = f"the rate was chosen with {' '.join(other)}, which the preset does not have"
+        elif not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+            why = "the file is read-only"
+        else:
+            place = path.resolve()
+            edited = with_rate(place.read_bytes().decode("utf-8"), method, rate, told)
+            write_atomically(place, edited.encode())
+            place.chmod(mode)
             return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
     except (ValueError, OSError) as error:
         why = str(error)
@@ -212,25 +222,6 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             f"  {method}: {as_written(rate)}",
         ]
     )
-
-
-def _why_not(tuning: Tuning) -> str:
-    """Say why the preset is left alone; empty where it is not."""
-    words = as_key_values({key: tuning.given[key] for key in _OTHER if key in tuning.given})
-    if words:
-        return f"the rate was chosen with {' '.join(words)}, which the preset does not have"
-    if not tuning.preset.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-        return "the file is read-only"
-    return ""
-
-
-def _write(tuning: Tuning, rate: float, told: Sequence[str]) -> None:
-    """Edit the file, with the permissions that it has."""
-    place = tuning.preset.resolve()
-    before, mode = place.read_bytes(), stat.S_IMODE(place.stat().st_mode)
-    edited = with_rate(before.decode("utf-8"), tuning.config.method, rate, told)
-    write_atomically(place, edited.encode())
-    place.chmod(mode)
 
 
 def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
@@ -293,31 +284,26 @@ def _loaded(text: str) -> dict[str, Any]:
 
 
 def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
-    """Change the method's line of the block, or add one at the block's end."""
+    """Put the method's line, with its notes, in place of the former one, or first in the block."""
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end)
-    at, indent, line = len(lines) + 1, "  ", f"{method}: {rate}"
     root: Any = yaml.compose(text)
     found = {key.value: (key, value) for key, value in root.value}
     if RATE not in found:
         lines.append(f"{RATE}:")
-    else:
-        key, block = found[RATE]
-        at = key.start_mark.line + 1
-        if isinstance(block, yaml.MappingNode):
-            rates = {one.value: (one, value) for one, value in block.value}
-            if not rates:  # an empty {}
-                lines[at - 1] = lines[at - 1].replace("{}", "", 1)
-            else:
-                one, value = rates.get(method) or block.value[-1]
-                at, indent = value.end_mark.line + 1, " " * one.start_mark.column
-            if method in rates:
-                at -= 1
-                before = lines.pop(at)
-                line = before[len(indent) : value.start_mark.column] + rate
-                line += before[value.end_mark.column :]
-                while lines[at - 1].lstrip().startswith(f"# tune of {method}: "):
-                    at -= 1
-                    del lines[at]
-    own = [f"# tune of {method}: {note}" for note in notes]
-    return end.join([*lines[:at], *(indent + one for one in (*own, line)), *lines[at:], ""])
+    key, block = found.get(RATE, (None, None))
+    at, indent = (key.start_mark.line + 1 if key else len(lines)), "  "
+    rates = block.value if isinstance(block, yaml.MappingNode) else []
+    if not rates:
+        lines[at - 1] = lines[at - 1].replace("{}", "", 1)
+    for name, value in rates:
+        indent = " " * name.start_mark.column
+        if name.value == method:
+            at = value.start_mark.line
+            del lines[at]
+    note = f"# tune of {method}: "
+    while lines[at - 1].lstrip().startswith(note):
+        at -= 1
+        del lines[at]
+    own = [indent + one for one in (*(note + told for told in notes), f"{method}: {rate}")]
+    return end.join([*lines[:at], *own, *lines[at:], ""])

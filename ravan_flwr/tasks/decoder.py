@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import GenerationConfig
 from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
-from ravan_flwr.tasks.extensions import Predicts, Sample
+from ravan_flwr.tasks.extensions import Predicts
 from ravan_flwr.tasks.forms import Form, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
@@ -224,17 +223,6 @@ class Decoder(Predicts):
 
     def checked(self, role: str, value: Any) -> Any:
         return self.form.checked(role, value)
-
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
-        found: list[Sample] = []
-        for row in examples:
-            with suppress(UnreadableError):
-                sample = self.form.sample(row, self.right)
-                question_tokens(self.reader, self.form.question(sample.values), self.max_length)
-                found.append(sample)
-            if len(found) == most:
-                break
-        return found
 
     @property
     def _answer_tokens(self) -> int:

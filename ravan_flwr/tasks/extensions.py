@@ -1,6 +1,6 @@
 """Define what a task may do beside what every task does (base.py), and what asks for it.
 
-Predicts     the command `predict`, and `evaluate-samples`
+Predicts     the command `predict`
 Packs        `batching=packed`: short texts side by side; its row says packs=True
 ByExample    `privacy=example`, and a plan of it
 
@@ -9,10 +9,8 @@ ByExample    `privacy=example`, and a plan of it
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
-import datasets
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,15 +20,6 @@ from ravan_flwr.tasks.base import Batch, Columns, Task
 from ravan_flwr.tasks.tally import Tally
 
 Wanted = TypeVar("Wanted", bound=Task)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Hold a test example whose answer a person reads."""
-
-    asked: str
-    right: str
-    values: Mapping[str, Any]  # by role, what the model is given
 
 
 class Predicts(Task):
@@ -56,10 +45,6 @@ class Predicts(Task):
     @abstractmethod
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         """Predict the `prediction_columns` of each of some encoded inputs."""
-
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
-        """Take the first few examples that a person can compare answers with, if there is text."""
-        return []
 
 
 class Packs(Task):

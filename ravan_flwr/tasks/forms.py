@@ -30,7 +30,6 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError, text_of
-from ravan_flwr.tasks.extensions import Sample
 
 ASSISTANT = "assistant"
 MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
@@ -237,20 +236,6 @@ class Form:
         if span is None:
             raise UnreadableError("the chat template's text does not show where its answers are")
         return Written(text, (span,), plain=False)
-
-    def sample(self, row: Row, role: str) -> Sample:
-        """Return what is asked last, what is right, and what the model is given."""
-        if self.prompts and self._asked(row) is None:
-            given = {name: row[name] for _, roles in self.prompts for name in roles}
-            return Sample(self._filled(row), text_of(role, row[role]), given)
-        messages = self._messages(row, role)
-        while messages and not (messages[-1]["role"] == ASSISTANT and messages[-1]["content"]):
-            messages.pop()
-        if len(messages) < 2:
-            raise UnreadableError("its conversation has no question and answer")
-        *asked, right = messages
-        place = "prompt" if self.prompts else self.talk
-        return Sample(asked[-1]["content"], right["content"], {place: asked})
 
     def checked(self, role: str, value: Any) -> Any:
         """Check a value of an example."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
-from ravan_flwr.tasks.extensions import ByExample, Predicts, Sample
+from ravan_flwr.tasks.extensions import ByExample, Predicts
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
     describe,
@@ -129,12 +129,6 @@ class TextToText(Predicts, ByExample):
         self, texts: Sequence[str], answers: Sequence[Sequence[str]], tally: Tally
     ) -> None:
         """Count which label was written for which, where the answers are labels."""
-
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
-        few = examples.select(range(min(most, len(examples))))
-        rows = [{role: row[role] for role in self.given} for row in few]
-        pairs = zip(rows, self.answers(few), strict=True)
-        return [Sample(self.data.prompt.format(**row), right[0], row) for row, right in pairs]
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         return [(text,) for text in self._written(network, batch)]

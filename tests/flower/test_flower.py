@@ -148,7 +148,7 @@ def test_flwr_run_does_what_simulate_does(superlink, app, tmp_path):
 
 
 def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_path):
-    settings = preset(tmp_path, **{"evaluate-samples": 2, "report": True})
+    settings = preset(tmp_path, report=True)
     shutil.copy(tmp_path / "p.yaml", app / "conf" / "docstrings.yaml")
     start = ModelAndData(read_config(own_preset(settings)))
     with start.model.holding(start.model.initial_state()):
@@ -159,9 +159,7 @@ def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_pat
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["rejected"] == 0
     assert summary["metrics"]["final"]["perplexity"] < 0.8 * before["perplexity"]
-    told = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in told] == [0, 0, 1, 1, 2, 2]
-    assert "What the model writes" in (directory / "report" / "index.html").read_text()
+    assert (directory / "report" / "index.html").is_file()
 
 
 def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, app, tmp_path, capfd):

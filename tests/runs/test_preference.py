@@ -147,16 +147,6 @@ def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path)
         assert begun.evaluate()["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
-def test_samples_are_answers_to_the_prompt(tmp_path):
-    run = simulate(
-        preset(tmp_path, as_talks, **{"num-rounds": 1, "local-steps": 1, "evaluate-samples": 2}), 3
-    )
-    told = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
-    chosen = {row["chosen"]: row["prompt"] for row in rows()}
-    assert len(told) == 4
-    assert all(chosen[line["expected"]] == line["instruction"] for line in told)
-
-
 @pytest.mark.parametrize("at_a_time", [4, 2])
 def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, preferred):
     """Of pairs as long as they may be: what is kept is the policy's alone, by its two texts."""

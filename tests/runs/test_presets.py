@@ -78,8 +78,6 @@ def test_every_file_is_a_preset_or_a_study():
     studies = sorted((conf_folder() / "studies").glob("*.yaml"))
     for path in studies:  # test_study.py reads them
         parsed.add(path)
-        if paper := yaml.safe_load(path.read_text()).get("paper"):
-            parsed.add(path.parent / "paper" / f"{paper}.yaml")
     assert parsed == {path for path in conf_folder().rglob("*") if path.is_file()}
 
 

@@ -31,7 +31,6 @@ from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
 from ravan_flwr.reports.prediction import new_table
-from ravan_flwr.reports.run_charts import confusion_csv
 from ravan_flwr.reports.run_view import FollowedRun
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
@@ -94,10 +93,6 @@ def to_evaluate(root):
     encode(other_examples(DataSpec(**vars(IMAGES) | {"name": str(folders(root, EPS))}))[0])
 
 
-def for_a_new_preset(root):
-    look_at_data(str(folders(root, EPS)), "", NamedColumns("", "", "", ""))
-
-
 def to_predict(root):
     (row, *_) = rows_of(folders(root, EPS), {"image": "image"})
     image_of(row.values["image"], root)
@@ -129,7 +124,7 @@ def as_a_label(root):
 
 
 EVERYWHERE = [
-    on_a_device, for_a_run, to_evaluate, for_a_new_preset, to_predict, as_bytes_of_a_hub,
+    on_a_device, for_a_run, to_evaluate, to_predict, as_bytes_of_a_hub,
     as_a_label,
 ]  # fmt: skip
 
@@ -367,14 +362,13 @@ def run(tmp_path):
     return directory.path
 
 
-ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "samples.jsonl", "summary.json"]
+ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "summary.json"]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_runs_files_are_regular_files(name, endless, run):
     """Whoever watches a run, or reports of it, does not wait for ever."""
     from ravan_flwr.runs.history import RecordedRun
-    from ravan_flwr.runs.samples import samples_file
 
     endless(run / name)
     followed = FollowedRun(run)
@@ -382,7 +376,6 @@ def test_a_runs_files_are_regular_files(name, endless, run):
         followed.version,
         followed.read,
         lambda: RecordedRun.read(run),
-        samples_file(run).read,
     ):
         with suppress(ValueError):
             use()
@@ -409,8 +402,6 @@ def test_no_cell_of_a_table_is_computed_by_a_spreadsheet(tmp_path):
         rows = list(csv.reader(file))[1:]
     assert [label for _, label in rows] == [*(f"'{text}" for text in FORMULAS), *harmless]
     assert all(name.startswith("'") for name, _ in rows[: len(FORMULAS)])
-    read = list(csv.reader(io.StringIO(confusion_csv([[1, 0], [0, 1]], FORMULAS[:2]).decode())))
-    assert read[0][1:] == [row[0] for row in read[1:]] == [f"'{text}" for text in FORMULAS[:2]]
     with new_table(tmp_path / "a.jsonl", {"label": str}) as write:
         write([FORMULAS[:1]])
     assert json.loads((tmp_path / "a.jsonl").read_text()) == {"label": FORMULAS[0]}

@@ -260,9 +260,7 @@ def names(text):
 
 def test_what_makes_two_runs_the_same():
     """Resuming, grouping seeds and finding what a study has done follow the flags of the keys."""
-    elsewhere = names(
-        "deliver device evaluate-samples output-dir processes report resume round-timeout tracking"
-    )
+    elsewhere = names("deliver device output-dir processes report resume round-timeout tracking")
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
         "eval-every limits max-bytes max-share max-update-norm min-replies num-rounds "

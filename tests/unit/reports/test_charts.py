@@ -6,10 +6,9 @@ from xml.etree import ElementTree as ET
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 
-from ravan_flwr.reports.charts import Caption, Series, lines, stacks
+from ravan_flwr.reports.charts import Caption, Series, lines
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import record
@@ -34,15 +33,6 @@ def test_one_point_is_a_picture(value):
     chart = lines(CAPTION, [Series("one", [([1], [value])])], "round", "y")
     assert chart.figure.axes[0].lines[0].get_marker() == "o"
     ET.fromstring(chart.svg())
-
-
-def test_parts_stand_on_each_other():
-    parts = {"a": [2.0, 1.0], "b": [1.0, 1.0]}
-    axes: Any = stacks(CAPTION, [1, 2], parts, "round", "seconds").figure.axes[0]
-    first, second = (patch.get_data() for patch in axes.patches)
-    assert first.values.tolist() == np.asarray(second.baseline).tolist() == [2.0, 1.0]
-    assert second.values.tolist() == [3.0, 2.0]
-    assert first.edges.tolist() == [0.5, 1.5, 2.5]
 
 
 def test_pictures_of_a_long_run_are_small_and_have_no_styles():

@@ -15,7 +15,7 @@ from tests.followed import client, record
     [
         (
             ["vit.layers.0.attention.q_proj", "vit.layers.10.attention.v_proj"],
-            ["0.q_proj", "10.v_proj"],
+            ["0.attention.q_proj", "10.attention.v_proj"],
         ),
         (["model.layers.3.q_proj", "model.layers.3.v_proj"], ["q_proj", "v_proj"]),
         (["encoder.0.q.linear", "encoder.extra.0.q.linear"], ["encoder.0.q.linear", "extra"]),
@@ -41,14 +41,8 @@ def participation(clients, rounds):
     return charts["participation"], axes, [patch.get_height() for patch in axes.patches]
 
 
-def test_each_of_few_clients_has_a_bar():
-    _, _, heights = participation(100, [[0, 7], [7, 99]])
-    assert len(heights) == 100
-    assert {at: height for at, height in enumerate(heights) if height} == {0: 1, 7: 2, 99: 1}
-
-
-@pytest.mark.parametrize("clients", [101, 1_000, 10_000, 1_000_000])
-def test_of_many_clients_a_bar_counts_those_with_as_many_rounds(clients):
+@pytest.mark.parametrize("clients", [100, 1_000, 10_000, 1_000_000])
+def test_a_bar_counts_the_clients_with_as_many_rounds(clients):
     chart, axes, heights = participation(clients, [[0, 7], [7, 99], [7, 50, 51]])
     assert heights == [clients - 5, 4, 0, 1]
     assert f"{clients:,} clients" in chart.about

@@ -28,7 +28,6 @@ from ravan_flwr.runs.directory import (
     with_those_of_the_run,
     write_atomically,
 )
-from ravan_flwr.runs.samples import samples_file
 from ravan_flwr.runs.status import write_status
 from ravan_flwr.specs import Scalar
 from tests.hand_made import ROUND
@@ -244,9 +243,6 @@ def test_json_that_no_run_writes_is_told_with_its_file(tmp_path, value):
             directory.read_config()
     with pytest.raises(ValueError, match=r"rounds.jsonl: line 1 is damaged .*; restore it"):
         directory.rounds_until(1)
-    (tmp_path / "samples.jsonl").write_text(text + "\n")
-    with pytest.raises(ValueError, match=r"samples.jsonl: line 1 is damaged"):
-        samples_file(tmp_path).read()
     (tmp_path / "round-000001.safetensors").write_bytes(safetensors.torch.save(state(1)))
     (tmp_path / "round-000001.json").write_text(text)
     with pytest.raises(ValueError, match="no usable checkpoint in"):

@@ -248,7 +248,11 @@ def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
         ({"change-from": "T", "metric": "loss"}, {}, "expected one metric in both"),
         ({"rates-of": "T", "choose": {"clip-norm": [1.0]}}, {}, "got choose and rates-of"),
         ({"change-from": "T", "rows": {"new": {}}}, {}, r"expected some of \['new'\]"),
-        ({"title": "overview"}, {}, "table 'overview': .* it is called 'overview', .* rename it"),
+        (
+            {"title": "overview"},
+            {},
+            "table 'overview': its title is another's, or 'overview', .* rename it",
+        ),
         ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
     ],
 )

@@ -1,13 +1,13 @@
-"""The time left is told by the rounds of the runs that are to come."""
+"""A study runs all rates before it chooses one."""
 
 import pytest
 import yaml
 
-from ravan_flwr.studies.choosing import candidates, planned
+from ravan_flwr.studies.choosing import candidates
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.running import rounds_left, run_study
+from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import PlannedRun, read_study
-from tests.studies import fill, result
+from tests.studies import result
 
 
 @pytest.fixture
@@ -25,21 +25,6 @@ def path(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
-
-
-def test_only_what_is_not_done_is_left_and_a_run_of_two_tables_once(path, tmp_path):
-    study, results = read_study(path), Results(tmp_path)
-    rates = 3 * 2 * 2 + 3 * 2 * 3  # three rates, two seeds, rows of two and of three rounds
-    table = 2 * 2 + 2 * 3
-    assert rounds_left(study, results) == rates + 2 * table
-    for run in candidates(study, results):  # the best is in the middle
-        rate = dict(run.settings)["learning-rate"]
-        results.note(run, result(0.9 if rate == 3e-3 else 0.5, rate=rate))
-    assert rounds_left(study, results) == 2 * table
-    first = planned(study, results)[0]
-    assert rounds_left(study, results, first) == 2 * table - 2
-    fill(study, results, lambda _: 0.9)
-    assert rounds_left(study, results) == 0
 
 
 def test_the_tables_runs_wait_for_all_rates(path, tmp_path, monkeypatch):

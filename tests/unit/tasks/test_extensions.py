@@ -9,7 +9,7 @@ from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.extensions import ByExample, Packs, Predicts, task_with
 
 OF_OPTIONS = {
-    "inputs", "predict", "checked", "samples", "prediction_columns", "packed", "sizes", "made_up",
+    "inputs", "predict", "checked", "prediction_columns", "packed", "sizes", "made_up",
 }  # fmt: skip
 
 
