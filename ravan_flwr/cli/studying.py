@@ -1,20 +1,14 @@
 """Commands that run the app many times."""
 
 import argparse
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.importing import importing
-
-if TYPE_CHECKING:
-    from ravan_flwr.studies.tuning import Tuning
 
 
 # fmt: off
@@ -101,7 +95,6 @@ def _tune(parsed: argparse.Namespace) -> None:
     folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
     log.info("%s\nfolder %s", tuning.describe(), folder.absolute())
     if parsed.dry_run:
-        log.info("%s", _time_of(tuning))
         return
     check_device(config.device)
     log.info("validation splits: %s examples", f"{check_validation_size(tuning):,}")
@@ -113,26 +106,6 @@ def _tune(parsed: argparse.Namespace) -> None:
         raise
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
     log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
-
-
-def _time_of(tuning: "Tuning") -> str:
-    """Estimate how long a tuning takes on this machine, one run after the other."""
-    from ravan_flwr.runs.console import minutes  # noqa: PLC0415
-
-    started = time.monotonic()
-    with importing():
-        from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415
-    start = time.monotonic() - started
-    runs, rounds = tuning.work
-    try:
-        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.row.num_clients))
-    except ValueError as error:
-        return f"time not estimated: {error}"
-    return (
-        f"about {minutes(rounds * seconds + runs * start)} on this machine, one run after the other"
-        f": {seconds:.2g} s for the training of a round (`ravan-flwr plan` says how that is known),"
-        f" {start:.0f} s to start a run; evaluation comes on top"
-    )
 
 
 _Number = TypeVar("_Number", int, float)

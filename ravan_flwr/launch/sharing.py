@@ -1,20 +1,18 @@
-"""Share the GPUs of this machine, or of a cluster, among the clients of a simulation.
+"""Share the GPUs of this machine among the clients of a simulation.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
 one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
 superlink.py changes. Nothing keeps a process within its share, so that it is chosen by memory: of
-what is free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs, and
-evaluates on all of this machine.
+what is free on a GPU, each client gets what the plan counts. The server's process is on the first.
 """
 
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.launch.cluster import Cluster
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import VISIBLE, Gpu, visible_gpus
@@ -32,7 +30,6 @@ class Sharing:
     gpus: Sequence[Gpu] = ()
     reason: str = ""
     settings: Mapping[str, Scalar] = field(default_factory=dict)  # what the run config gets on top
-    cluster: Cluster | None = None  # None: this machine alone
 
     @property
     def share(self) -> float:
@@ -50,43 +47,38 @@ class Sharing:
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
-            if self.cluster is None and any(gpu.uuid == gpu.index for gpu in self.gpus):
+            if any(gpu.uuid == gpu.index for gpu in self.gpus):
                 words += f" init-args-num-gpus={len(self.gpus)}"  # Ray may not find them by itself
         return words
 
     def told(self) -> str:
-        """Describe this for people, a line each for cluster and GPUs, where there are any."""
-        cluster = self.cluster.told() if self.cluster else ""
+        """Describe this for people in a line; "" where there is no GPU to share."""
         if not self.clients_per_gpu:
-            return cluster
+            return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
         return (
-            f"{cluster}{count(len(self.gpus), 'GPU')} ({names}), "
+            f"{count(len(self.gpus), 'GPU')} ({names}), "
             f"{count(self.clients_per_gpu, 'client')} at a time on "
             f"{'each' if len(self.gpus) > 1 else 'it'}: {self.reason}\n"
         )
 
 
 def share_gpus(
-    run_config: Mapping[str, Scalar],
+    config: Config,
     num_clients: int,
     clients_per_gpu: int | None = None,
     runs_at_a_time: int = 1,
     environment: Mapping[str, str] = os.environ,
-    cluster: Cluster | None = None,
 ) -> Sharing:
-    """Decide how the clients of a run share the GPUs that this environment shows, or a cluster's.
+    """Decide how the clients of a run share the GPUs that this environment shows.
 
     `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
-    memory decide. `runs_at_a_time` such runs are on the machine, or in the cluster.
+    memory decide. `runs_at_a_time` such runs are on the machine.
     """
-    config = read_config(run_config)
     _check_asked(config.device, clients_per_gpu, runs_at_a_time)
     if clients_per_gpu == 0:
-        return Sharing(settings={"device": "cpu"}, cluster=cluster)
-    gpus: Sequence[Gpu] = []
-    if config.device in (AUTO, "cuda", "cuda:0"):
-        gpus = cluster.gpus if cluster else visible_gpus(environment)
+        return Sharing(settings={"device": "cpu"})
+    gpus = visible_gpus(environment) if config.device in (AUTO, "cuda", "cuda:0") else []
     if clients_per_gpu:
         if not gpus:
             raise ValueError(
@@ -94,17 +86,13 @@ def share_gpus(
                 f"{config.device!r}: expected nvidia-smi to list one, and {VISIBLE}, if set, "
                 "to name it; leave --clients-per-gpu out"
             )
-        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so", cluster=cluster)
+        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
     if not gpus:
-        return Sharing(cluster=cluster)
-    cpus = cluster.cpus if cluster else os.cpu_count() or 1
+        return Sharing()
     # The clients a GPU that are ever at work: Ray fills one GPU before the next.
-    at_work = min(max(1, cpus // runs_at_a_time), config.at_work_of(num_clients))
-    useful = -(-at_work // len(gpus))
-    # The server evaluates on all GPUs that it sees.
-    evaluating = len(gpus) if config.evaluate_on == "server" and cluster is None else 1
-    shared = _by_memory(config, gpus, useful, runs_at_a_time, evaluating)
-    return replace(shared, cluster=cluster)
+    cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
+    useful = -(-min(cpus, config.at_work_of(num_clients)) // len(gpus))
+    return _by_memory(config, gpus, useful, runs_at_a_time)
 
 
 def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
@@ -132,20 +120,14 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
         )
 
 
-def _by_memory(
-    config: Config, gpus: Sequence[Gpu], useful: int, runs: int, evaluating: int
-) -> Sharing:
-    """Take as many clients as fit on the GPU with the least room, the server on the first few."""
+def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
+    """Take as many clients as fit on the GPU with the least room, the server on the first."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
-    fitting = [
-        int(
-            (USABLE * _free(gpu, runs) - (needs.server if place < evaluating else 0))
-            // needs.client
-        )
-        for place, gpu in enumerate(gpus)
-    ]
+    rooms = [USABLE * _free(gpu, runs) for gpu in gpus]
+    rooms[0] -= needs.server
+    fitting = [int(room // needs.client) for room in rooms]
     client, server = (f"{size / 1e9:.1f} GB" for size in (needs.client, needs.server))
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]

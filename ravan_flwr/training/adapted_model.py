@@ -4,7 +4,6 @@ The classifier, drawn from the seed, is frozen as well, or trained and averaged.
 model stays with each client (`Personal`), a trained classifier is in that part.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -183,13 +182,6 @@ class AdaptedModel:
         """List what the client's optimiser is given, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
-
-    def copied_to(self, device: torch.device) -> nn.Module:
-        """Copy the network as it is now to another device."""
-        tensors = [*self.network.parameters(), *self.network.buffers()]
-        there = {id(t): t.detach().to(device, copy=True) for t in tensors}
-        whole = {id(p): nn.Parameter(there[id(p)], False) for p in self.network.parameters()}
-        return copy.deepcopy(self.network, there | whole)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

@@ -38,7 +38,7 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device, suitable_threads
+from ravan_flwr.training.device import pick_device, suitable_threads
 from ravan_flwr.training.local_steps import accuracy, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
@@ -189,18 +189,8 @@ class ModelAndData:
     ) -> dict[str, float]:
         """Evaluate the model as it is now: on the server's examples, or on other ones."""
         chosen = self.test_sets if sets is None else sets
-        precision = self.config.precision
-        size = self.task.evaluation_batch
-        # Further GPUs have copies of the network, as long as each has a batch to evaluate; one in
-        # few bits stays where it is.
-        batches = max(-(-len(examples) // size) for examples in chosen.values())
-        most = batches - 1 if self.config.quantize == "none" else 0
-        further = further_gpus(self.model.device, self.config.device)[:most]
-        copies = [self.model.copied_to(device) for device in further]
-        found = evaluate_all(self.model, self.task, chosen, size, precision, tally, copies)
-        del copies
-        for device in further if self.shares_device else ():
-            give_back_memory(device)
+        precision, size = self.config.precision, self.task.evaluation_batch
+        found = evaluate_all(self.model, self.task, chosen, size, precision, tally)
         if sets is None and self.questions is not None:
             found["accuracy"] = accuracy(self.model, self.questions, precision)
         return found

@@ -23,10 +23,9 @@ from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.device import free_memory, further_gpus, give_back_memory, pick_device
+from ravan_flwr.training.device import free_memory, give_back_memory, pick_device
 from ravan_flwr.training.footprint import (
     CONTEXT,
     Footprint,
@@ -115,7 +114,7 @@ def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatc
     monkeypatch.setattr("os.cpu_count", lambda: cpus)
     given: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
     given |= {key.replace("_", "-"): value for key, value in settings.items()}
-    return share_gpus(given, clients, asked, runs, machine(folder, *cards))
+    return share_gpus(read_config(given), clients, asked, runs, machine(folder, *cards))
 
 
 def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
@@ -125,25 +124,20 @@ def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
     def sharing(*cards, **how):
         return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
 
-    on_clients: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.1}
     need = footprint(read_config({"preset": "cifar100-vit-b16"}))
     usable = 0.9 * 81004 * 2**20
     fit = int((usable - need.server) // need.client)
     assert 5 < fit < 30
     assert sharing(LARGE).clients_per_gpu == fit
-    # The server evaluates on both, and a share is the same on all.
+    # The server is on the first, and a share is the same on all.
     assert sharing(LARGE, LARGE).clients_per_gpu == fit
     assert len(sharing(LARGE, LARGE).gpus) == 2
-    # The smallest decides.
+    # The smallest decides, less the server's process where that is.
     less = f"Less, 40960, {int((need.client * 2.5 + need.server) / 0.9 / 2**20)}"
-    assert sharing(LARGE, less).clients_per_gpu == 2
+    assert sharing(less, LARGE).clients_per_gpu == 2
     fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
-    assert sharing(LARGE, fewer).clients_per_gpu == 1
-    held = {"evaluate_on": "clients", "validation_share": 0.1}  # then the server is on one alone
-    need = footprint(read_config(on_clients | {"preset": "cifar100-vit-b16"}))
-    fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
-    assert sharing(LARGE, fewer, **held).clients_per_gpu == 2
-    need = footprint(read_config({"preset": "cifar100-vit-b16"}))
+    assert sharing(fewer, LARGE).clients_per_gpu == 1
+    assert sharing(LARGE, fewer).clients_per_gpu == 2
     # No more than there are CPUs and clients for, spread over the GPUs.
     assert sharing(LARGE, LARGE, cpus=3).clients_per_gpu == 2
     assert sharing(LARGE, clients_per_round=3).clients_per_gpu == 3
@@ -535,52 +529,6 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
         link.end()
     SpawnStarter({}, None).start().end()
     assert given[4] is None
-
-
-@pytest.mark.parametrize("preset", ["digits-vit"])
-def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, monkeypatch):
-    """Three processors stand for GPUs."""
-    bench = ModelAndData(read_config({"preset": preset, "seed": 3}))
-    monkeypatch.setattr(type(bench.task), "evaluation_batch", 50)
-    whole = bench.evaluate(alone := Tally())
-    monkeypatch.setattr(
-        "ravan_flwr.training.model_and_data.further_gpus", lambda *_: [torch.device("cpu")] * 2
-    )
-    given_back: list[torch.device] = []
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.give_back_memory", given_back.append)
-    networks: dict[int, int] = {}
-    measure = type(bench.task).measure
-
-    def measured(self, network, batch, *more):
-        networks[id(network)] = networks.get(id(network), 0) + len(batch["labels"])
-        return measure(self, network, batch, *more)
-
-    monkeypatch.setattr(type(bench.task), "measure", measured)
-    assert bench.evaluate(shared := Tally()) == pytest.approx(whole, rel=1e-6)
-    assert shared.pairs == alone.pairs
-    assert len(networks) == 3
-    assert len(given_back) == 2
-    assert sum(networks.values()) == len(alone)
-    # With another state the copies have that.
-    with bench.model.holding({k: v + 0.3 for k, v in bench.model.initial_state().items()}):
-        found = bench.evaluate()
-        monkeypatch.setattr("ravan_flwr.training.model_and_data.further_gpus", lambda *_: [])
-        assert bench.evaluate() == pytest.approx(found, rel=1e-6)
-    assert found["loss"] != pytest.approx(whole["loss"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked", "expected"),
-    [
-        ("cuda", "auto", [1, 2]),
-        ("cuda", "cuda", [1, 2]),
-        ("cuda", "cuda:0", []),
-        ("cpu", "auto", []),
-    ],
-)
-def test_gpus_beside_the_first_are_those_that_nobody_ruled_out(kind, asked, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert [device.index for device in further_gpus(torch.device(kind), asked)] == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
