@@ -260,7 +260,7 @@ def test_a_plan_tells_what_the_server_sees_of_the_client_that_is_drawn_most_ofte
     """Its account is what a run tells as epsilon-to-server."""
     told = plan_of(NOISED | {"clients-per-round": 50, "num-rounds": 20, "delta": 1e-4}, 500)
     each = 50 / (34 * Z * Z)
-    assert f"epsilon {epsilon_seen(2 * each, 1e-4):.3f} of a\n" in told
+    assert f"epsilon {epsilon_seen(2 * each, 1e-4):.3f} of a client in 2 rounds" in told
     assert f"{epsilon_seen(7 * each, 1e-4):.3f} of the client that is drawn most often" in told
 
 
