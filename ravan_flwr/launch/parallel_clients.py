@@ -15,7 +15,6 @@ import psutil
 import torch
 from flwr.app import Message, MessageType
 
-from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.launch.worker_process import reply_of
 from ravan_flwr.launch.workers import (
@@ -29,7 +28,7 @@ from ravan_flwr.launch.workers import (
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.device import most_workers
-from ravan_flwr.training.machine import Gpu, usable_cores, visible_gpus
+from ravan_flwr.training.machine import usable_cores
 from ravan_flwr.training.model_and_data import get_model_and_data
 
 log = getLogger(__name__)
@@ -96,7 +95,7 @@ class SideBySide:
                 raise OSError("it takes sockets that Windows does not have")
             else:
                 divided = threads if bench.model.threads else None  # None: a user has set a number
-                starter = SpawnStarter(self._run_config, divided, self._gpus)
+                starter = SpawnStarter(self._run_config, divided)
             self._pool = WorkerPool(starter, number)
         except OSError as error:
             log.warning(ALONE, error)
@@ -108,13 +107,6 @@ class SideBySide:
             "%s at work at a time, each in a process with %s",
             count(self.processes, "client"), count(threads, "thread"),
         )  # fmt: skip
-
-    @property
-    def _gpus(self) -> list[Gpu]:
-        """List the GPUs for workers, if there are several; the server's comes last."""
-        on_gpu = get_model_and_data(self._config).model.device.type == "cuda"
-        gpus = visible_gpus() if on_gpu and self._config.device in (AUTO, "cuda") else []
-        return [*gpus[1:], gpus[0]] if len(gpus) > 1 else []
 
     @property
     def _work(self) -> float:

@@ -47,8 +47,6 @@ class Sharing:
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
-            if any(gpu.uuid == gpu.index for gpu in self.gpus):
-                words += f" init-args-num-gpus={len(self.gpus)}"  # Ray may not find them by itself
         return words
 
     def told(self) -> str:

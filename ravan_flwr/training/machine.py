@@ -2,8 +2,7 @@
 
 `nvidia-smi` comes with the driver. Of the GPUs that it lists, CUDA uses those that
 CUDA_VISIBLE_DEVICES names. It may number unequal GPUs in another order than `nvidia-smi` does;
-nothing here depends on which of them is which. Where the system has GPUs that it does not list, an
-AMD one or an older Jetson's, a process with PyTorch is asked.
+nothing here depends on which of them is which.
 """
 
 import logging
@@ -11,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,23 +19,11 @@ from joblib import cpu_count
 
 log = logging.getLogger(__name__)
 
-# What AMD's driver and that of a Jetson have in place of nvidia-smi.
-OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvmap"))
 DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder a GPU, also for a process that sees none
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARE_FOR_EXAMPLE = '--federation-config "... client-resources-num-gpus=0.25"'
 _COLUMNS = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
-# Prints what nvidia-smi would. The GPU of a Jetson has the machine's memory, of which CUDA calls
-# free only what no cache of files is in.
-_ASK_PYTORCH = """
-import psutil, torch
-for i in range(torch.cuda.device_count()):
-    about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-    if getattr(about, "is_integrated", False):
-        free = max(free, psutil.virtual_memory().available)
-    print(i, i, about.name, total >> 20, free >> 20, sep=",")
-"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class Gpu:
     """Describe a GPU, or a part of one, with its memory in bytes where that is known."""
 
     index: str
-    uuid: str  # or another word for it in CUDA_VISIBLE_DEVICES
+    uuid: str  # which CUDA_VISIBLE_DEVICES takes
     name: str
     total: int | None
     free: int | None
@@ -84,13 +70,9 @@ def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
 
 
 def _listed(environment: Mapping[str, str]) -> list[Gpu]:
-    """List all GPUs of the machine that the driver answers for, or else PyTorch."""
-    lines = _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
-    if not lines and any(path.exists() for path in OTHER_DRIVERS):
-        everything = {key: value for key, value in environment.items() if key != VISIBLE}
-        lines = _lines_of([sys.executable, "-c", _ASK_PYTORCH], everything)
+    """List all GPUs of the machine that the driver answers for."""
     gpus = []
-    for line in lines:
+    for line in _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"):
         index, uuid, rest = (part.strip() for part in line.split(",", 2))
         name, *sizes = (part.strip() for part in rest.rsplit(",", 2))
         # "[N/A]" of a GPU that has the machine's memory.
@@ -102,13 +84,11 @@ def _listed(environment: Mapping[str, str]) -> list[Gpu]:
 def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
     """Read the lines that nvidia-smi answers; none where there is no driver, or it fails."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    return [] if program is None else _lines_of([program, *options])
-
-
-def _lines_of(command: list[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    if program is None:
+        return []
     try:
         answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [program, *options], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []

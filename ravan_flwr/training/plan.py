@@ -55,7 +55,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
 
 def describe(config: Config) -> str:
     """Write the plan for people."""
-    built = Skeleton.build(config)
+    built = Skeleton(config)
     there = config.num_clients or number_of_clients(config)
     parts = (_sizes(config, built), _clients(config, built), _run(config, built, there))
     batch = [f"{config.batch_size}"]
@@ -125,7 +125,7 @@ def _clients(config: Config, built: Skeleton) -> Iterator[str]:
 
 def bytes_of_round(config: Config, built: Skeleton | None = None) -> int:
     """Count what a round with an evaluation sends at most, up and down."""
-    built = built or Skeleton.build(config)
+    built = built or Skeleton(config)
     there, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
     evaluating = there if config.evaluate_on == "clients" else 0
     return config.asked_of(there) * (built.bytes_up(1.0) + down) + evaluating * down
@@ -252,9 +252,8 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> Iterator[st
 
 def _private_examples(config: Config, built: Skeleton, there: int) -> Iterator[str]:
     """Tell it of the client with the fewest examples, whose are drawn most often."""
-    method, adapters = built.largest_round(), built.adapters
-    method.load(adapters, method.broadcast(method.initial_state(adapters), 1.0))  # what is trained
-    trained = [*method.parameters(adapters), *built.classifier]
+    built.receive(1.0)
+    trained = built.trained()
     check_trained(built.network, trained)
     fewest = min(filter(None, get_model_and_data(config).partition_sizes(there)))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds

@@ -21,7 +21,7 @@ class Workload:
 
     @cached_property
     def _built(self) -> Skeleton:
-        return Skeleton.build(self.config)
+        return Skeleton(self.config)
 
     @cached_property
     def bytes_up(self) -> Callable[[float], int]:

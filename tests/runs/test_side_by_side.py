@@ -263,7 +263,7 @@ def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
     ((starter, _, *given),) = started
     forked = forks and threads == 1
     assert isinstance(starter, ForkStarter if forked else SpawnStarter)
-    assert given == ([] if forked else [None, []])  # OMP_NUM_THREADS is set: conftest.py
+    assert given == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
 
 
 def test_workers_that_cannot_be_forked_are_started_anew(started_anew, preset, tmp_path):

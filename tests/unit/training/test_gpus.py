@@ -5,11 +5,9 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
-from flwr.supercore.utils import simulation_config_from_json
 
 from benchmarks.gpu import classes, fitting
 from ravan_flwr import simulate
@@ -17,7 +15,6 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
-from ravan_flwr.launch.workers import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
@@ -378,41 +375,6 @@ def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, 
         pick_device("cuda")
 
 
-# GPUs that nvidia-smi does not list.
-
-TORCH = """
-from types import SimpleNamespace
-class cuda:
-    device_count = lambda: 2
-    get_device_properties = lambda i: SimpleNamespace(name="Orin", is_integrated=bool(i))
-    mem_get_info = lambda i: (2**30, 64 * 2**30)
-"""
-
-
-def test_gpus_without_nvidia_smi_are_found_by_pytorch(tmp_path, monkeypatch):
-    """On AMD's and on older Jetsons; that of a Jetson has the machine's memory."""
-    (tmp_path / "torch.py").write_text(TORCH)
-    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    monkeypatch.setattr(found_gpus, "OTHER_DRIVERS", (tmp_path / "nvmap",))
-    assert visible_gpus(environment) == []  # PyTorch is not asked in vain
-    (tmp_path / "nvmap").touch()
-    first, second = visible_gpus(environment)
-    assert (first.uuid, first.name, first.free, first.total) == ("0", "Orin", 2**30, 2**36)
-    assert second.free == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    assert names(environment | {"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
-    # Clients ask for a share, and Ray is told of the GPUs, which it may not find.
-    words = Sharing(2, [first, second]).federation(4).split()
-    assert {"client-resources-num-gpus=0.5", "init-args-num-gpus=2"} <= {*words}
-    assert (
-        simulation_config_from_json(
-            {k.replace("-", "_"): int(v) for k, v in [words[-1].split("=")]}
-        ).init_args_num_gpus
-        == 2
-    )
-    listed = visible_gpus(machine(tmp_path / "bin", LARGE))
-    assert "init-args" not in Sharing(2, listed).federation(4)
-
-
 class FakeCuda:
     """What CUDA says of a GPU's memory, in bytes."""
 
@@ -495,40 +457,6 @@ def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
     seen.clear()
     running.run_study(file, tmp_path / "others", jobs=2, here={"device": "cuda:1"})
     assert seen == [None, None]
-
-
-def test_workers_are_started_where_the_fewest_are(monkeypatch):
-    """The server's GPU comes last, and who takes another's place is on the same GPU."""
-    given = []
-
-    class Process:
-        returncode = None
-
-        def __init__(self, *_, env, **__):
-            given.append(env.get("CUDA_VISIBLE_DEVICES"))
-
-        def poll(self):
-            return self.returncode
-
-        def kill(self):
-            self.returncode = -9
-
-        wait = poll
-
-    monkeypatch.setattr("ravan_flwr.launch.workers.subprocess.Popen", Process)
-    monkeypatch.setattr("ravan_flwr.launch.workers.send_records", lambda *_: None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
-    starter = SpawnStarter({}, None, cards)
-    links = [starter.start() for _ in range(3)]
-    assert given == ["GPU-1", "GPU-0", "GPU-1"]
-    links[1].end()
-    links.append(starter.start())
-    assert given[3] == "GPU-0"
-    for link in (links[0], *links[2:]):
-        link.end()
-    SpawnStarter({}, None).start().end()
-    assert given[4] is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
