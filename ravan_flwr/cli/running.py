@@ -27,38 +27,34 @@ def add(commands: Commands) -> None:
     keys = option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
     table = key_table()
     offer(commands, "simulate", _simulate, "run the app on this machine, with simulated clients",
-        "Run the app on this machine, with simulated clients.", keys, *ENGINE,
+        keys, *ENGINE,
         option("--runs-at-a-time", type=int, default=1, metavar="N",
-            help="with --engine flower: so many such runs share this machine's GPUs and CPUs, as "
-            "under study --jobs (default: 1)"), epilog=table)
-    offer(commands, "plan", _plan, "report what a run will train, send and need",
-        "Report what a run will train, send and need. Nothing is run.", keys,
+            help="with --engine flower: so many such runs share this machine (default: 1)"),
+        epilog=table)
+    offer(commands, "plan", _plan, "report what a run will train, send and need", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
         option("--picture", type=Path, metavar="FILE",
-            help="with --partition: write it as a picture, a new .png or .svg, without names of "
-            "clients"), epilog=table)
+            help="with --partition: write it as a picture without names, a new .png or .svg"),
+        more="Nothing is run.", epilog=table)
     offer(commands, "new", _new, "write a preset for your own data and model",
-        "Look at a data set and a model, and write conf/NAME.yaml, a preset for them. A folder of "
-        "data holds CSV, JSON lines or parquet (train.csv, test.csv), or images in a folder for "
-        "each class (train/CLASS/*.png, test/CLASS/*.png).",
         option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
         option("--data", required=True, metavar="FOLDER",
             help="a folder, or an id of the Hugging Face Hub"),
         option("--model", required=True, metavar="FOLDER",
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
         option("--clients", type=int, default=0, metavar="N",
-            help="number of devices; without it as many simulated clients as the data feed"),
+            help="number of devices (default: as many simulated clients as the data feed)"),
         *(option(name, default="", metavar=what, help=about) for name, what, about in (
             ("--text", "COLUMN", "the column of texts, where the data leave it open"),
             ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),
             ("--image", "COLUMN", "the column of images"),
             ("--label", "COLUMN", "the column of classes"),
             ("--subset", "NAME", "of a data set that has several"),
-            ("--targets", "ENDS", "ends of the names of the layers to adapt, with commas between "
-             "them, for architectures that ravan-flwr does not know"),
-            ("--chat-template", "FILE", "a Jinja template that writes conversations, in place of "
-             "the tokenizer's"))))
+            ("--targets", "ENDS", "ends of names of the layers to adapt, with commas between them"),
+            ("--chat-template", "FILE", "a Jinja template in place of the tokenizer's"))),
+        more="A folder of data holds CSV, JSON lines or parquet (train.csv, test.csv), or images "
+        "in a folder for each class (train/CLASS/*.png, test/CLASS/*.png).")
 # fmt: on
 
 

@@ -15,32 +15,28 @@ from ravan_flwr.config.run_config import read_config
 def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
     how = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
-    about = "run a grid of settings and seeds that is not done yet, and write a table"
-    offer(commands, "study", _study, about, f"{about.capitalize()}; docs/reports.md has more.",
+    offer(commands, "study", _study,
+        "run a grid of settings and seeds that is not done yet, and write a table",
         option("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml"),
         option("settings", nargs="*", metavar="KEY=VALUE",
             help="data, model, device or processes of this machine, for every run"),
         option("--output", type=Path, help="folder of the study (default: studies/NAME)"),
         option("--page", type=Path, metavar="PAGE.md",
-            help="write the tables into this page as well, numbers and pictures into the folder "
-            "beside it"),
+            help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
-            help="run nothing: write the tables of what is done"), *how)
+            help="run nothing: write the tables of what is done"), *how,
+        more="docs/reports.md describes it.")
     offer(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
-        "Try learning rates around the default by successive halving, each measured\n"
-        "on the clients' validation splits, and write the best one into the preset.\n"
-        "Runs that are done already are not run again.",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
         option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
         option("--rates", metavar="RATE,RATE,...",
             help="try these rates alone (default: five around the preset's, more at an edge)"),
         option("--seeds", metavar="SEED,SEED,...",
-            help="seeds of the last runs, the first of them that of all others (default: "
-            "100,101,102)"),
-        option("--no-write", action="store_true",
-            help="print the line rather than change the preset"),
+            help="seeds of the last runs; the first is that of all others (default: 100,101,102)"),
+        option("--no-write", action="store_true", help="print the line, keep the preset"),
         option("--dry-run", action="store_true", help="print what would be run, run none"), *how,
+        more="Rates are compared by successive halving on the clients' validation splits.",
         epilog=key_table())
 # fmt: on
 
