@@ -32,7 +32,6 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.model_and_data import get_model_and_data
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,6 @@ def run(start: Start, callbacks: Iterable[object] = ()) -> Simulation:
     """Run what was read, as `simulate` does."""
     config, number = start.config, start.num_clients
     run_config = {key: spec.default for key, spec in KEYS.items()} | dict(start.run_config)
-    # Server and clients are this process, and lend each other this one workbench; with `processes`
-    # others compute on the device as well.
-    get_model_and_data(config).shares_device = (config.processes or 1) > 1
-
     context = Context(1, 0, {}, RecordDict(), run_config)
     if config.devices is None:
         grid = InProcessGrid(run_config, number)

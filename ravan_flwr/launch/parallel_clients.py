@@ -28,7 +28,6 @@ from ravan_flwr.launch.workers import (
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.device import most_workers
-from ravan_flwr.training.machine import usable_cores
 from ravan_flwr.training.model_and_data import get_model_and_data
 
 log = getLogger(__name__)
@@ -37,10 +36,6 @@ log = getLogger(__name__)
 # is a second or two. To start one takes a tenth of a second.
 LEAST_WORK = 10**9
 ALONE = "clients work one after the other, since no other process can be started: %s"
-CROWDED = (
-    "%s compute on %s, and each waits for the others: it may be several times slower; set "
-    "processes lower or to auto, or unset OMP_NUM_THREADS and MKL_NUM_THREADS"
-)
 LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # what workers do
 
 
@@ -62,11 +57,8 @@ class SideBySide:
             return
         self._ready = True
         config, model = self._config, get_model_and_data(self._config).model
-        on_cpu = model.device.type == "cpu"
-        most = most_workers(config, self._num_clients, model.threads, on_cpu=on_cpu)
-        wanted, cores = most.number * most.threads, usable_cores()
-        if on_cpu and most.number > 1 and most.threads > 1 and wanted > cores:
-            log.warning(CROWDED, count(wanted, "thread"), count(cores, "core"))
+        on_cpu, clients = model.device.type == "cpu", self._num_clients
+        most = most_workers(config, clients, model.threads, on_cpu=on_cpu)
         # A fork of this process can compute: see workers.py. Where there is an accelerator, PyTorch
         # starts threads for it, also if it is not used.
         may_fork = (

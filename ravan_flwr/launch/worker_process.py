@@ -22,7 +22,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from ravan_flwr import client_app
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.flower_private import TaskIdentity
-from ravan_flwr.messages.records import Header, KnownArrays, receive_records, send_records
+from ravan_flwr.messages.records import Header, receive_records, send_records
 from ravan_flwr.specs import Scalar
 
 FIRST_TO_END = "500"  # of a thousand: when memory runs out, a worker rather than the server
@@ -66,15 +66,11 @@ def serve(connection: Connection) -> NoReturn:
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
     threading.Thread(target=_end_with_the_server, args=(connection,), daemon=True).start()
     told = _Told()
-    known = KnownArrays()
     with suppress(EOFError, OSError):
         while True:
             header, records = receive_records(connection)
-            known.put_back(header["left-out"], records)
-            known.remember(records)
             answer, records = _answer(header, *records)
-            left_out, records = known.leave_out(records)
-            send_records(connection, answer | {"left-out": left_out, "log": told.taken()}, records)
+            send_records(connection, answer | {"log": told.taken()}, records)
     os._exit(0)
 
 

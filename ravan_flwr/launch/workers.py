@@ -5,9 +5,8 @@ process, and what a client keeps is changed by no reply that was not asked for. 
 what was asked for, but replies that wait and messages at work are twice as many as workers at most:
 memory does not grow with the number of clients.
 
-`concurrent.futures` and PyTorch's pools end all workers when one ends, cannot end one that takes
-too long, and send every message whole. Here one worker ends and is replaced, and what a worker
-knows is not sent again.
+`concurrent.futures` and PyTorch's pools end all workers when one ends, and cannot end one that
+takes too long. Here one worker ends and is replaced.
 
 Workers start as forks, where that is safe, or as new processes. A fork shares the model and the
 examples with the server's process until it writes to them, and is there in a tenth of a second; a
@@ -38,7 +37,7 @@ from typing import NoReturn, Protocol
 from flwr.app import Context, Error, Message, RecordDict
 
 from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
-from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
+from ravan_flwr.messages.records import receive_records, send_records
 from ravan_flwr.specs import Scalar
 
 log = logging.getLogger(__name__)
@@ -75,31 +74,24 @@ class WorkerLink:
         self, connection: Connection, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.connection, self._process = connection, process
-        self._known = KnownArrays()
 
     def ask(self, job: Job) -> None:
-        """Send a message, with the client's context; without the arrays that the worker has."""
+        """Send a message, with the client's context."""
         message, context = job.message, job.context
-        question = [message.content, context.state]
-        left_out, records = self._known.leave_out(question)
-        self._known.remember(question)
         header = {
             "kind": message.metadata.message_type,
             "group": message.metadata.group_id,
             "node-id": context.node_id,
             "node-config": dict(context.node_config),
             "run-config": dict(context.run_config),
-            "left-out": left_out,
         }
-        send_records(self.connection, header, records)
+        send_records(self.connection, header, [message.content, context.state])
 
     def answer(self) -> tuple[RecordDict | Error, RecordDict]:
         """Receive the reply and what the client keeps, and log what the worker has logged."""
-        header, records = receive_records(self.connection)
-        self._known.put_back(header["left-out"], records)
+        header, (content, state) = receive_records(self.connection)
         for name, level, text in header["log"]:
             logging.getLogger(name).log(level, "%s", text)
-        content, state = records
         return Error(*header["error"]) if "error" in header else content, state
 
     def end(self) -> None:

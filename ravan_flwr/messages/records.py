@@ -4,7 +4,6 @@ No torch here: a device's process for a message of a secure round loads nothing 
 """
 
 import json
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -58,50 +57,6 @@ def _record(kind: str, items: Any, connection: Connection) -> _Record:
             }
         )
     return ConfigRecord(items) if kind == "config" else MetricRecord(items)
-
-
-class KnownArrays:
-    """Leave out of records the arrays that the other end has, from the last question it was sent.
-
-    Each end of a connection keeps one. The broadcast of a round and the fixed tensors in a client's
-    state are the same for many messages, and travel with the first of them.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[tuple[ArrayRecord, list[Array]]] = []
-
-    def leave_out(self, records: Sequence[RecordDict]) -> tuple[list[Any], list[RecordDict]]:
-        """Return the records without what is known, and where that has to be put back."""
-        left_out, rest = [], []
-        for index, each in enumerate(records):
-            others = RecordDict()
-            for name, record in each.items():
-                if (number := self._number(record)) is None:
-                    others[name] = record
-                else:
-                    left_out.append([index, name, number])
-            rest.append(others)
-        return left_out, rest
-
-    def put_back(self, left_out: Sequence[Any], records: Sequence[RecordDict]) -> None:
-        """Put back what the other end left out."""
-        for index, name, number in left_out:
-            records[index][name] = self._known[number][0]
-
-    def remember(self, question: Sequence[RecordDict]) -> None:
-        """Know the arrays of this question from now on, and no others.
-
-        In the order of their names: what was put back is the last of its question at one end only.
-        """
-        records = (each.array_records[n] for each in question for n in sorted(each.array_records))
-        self._known = [(record, list(record.values())) for record in records]
-
-    def _number(self, record: _Record) -> int | None:
-        """Find the very same arrays; equal ones would take as long to find as to send."""
-        for number, (known, arrays) in enumerate(self._known):
-            if known is record and all(map(operator.is_, known.values(), arrays)):
-                return number if len(known) == len(arrays) else None
-        return None
 
 
 def to_pieces(parts: Mapping[str, bytes]) -> ArrayRecord:

@@ -24,7 +24,7 @@ class AdaptedModel:
 
     def __init__(
         self, backbone: "Backbone", make_method: Callable[[list[Layer], int], Method], *,
-        train_classifier: bool, threads: int | None = None, shares_device: bool = True,
+        train_classifier: bool, threads: int | None = None,
     ) -> None:  # fmt: skip
         """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
@@ -36,7 +36,6 @@ class AdaptedModel:
         self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
         self.train_classifier = train_classifier
-        self.shares_device = shares_device  # with other processes, which may want its memory
         if train_classifier and not classifier:
             raise ValueError(
                 "classifier = 'trained': the model has none, it answers with its pretrained "
@@ -145,8 +144,7 @@ class AdaptedModel:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():
                 parameter.grad = None
-            if self.shares_device:
-                give_back_memory(self.device)
+            give_back_memory(self.device)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, split_classifier(tensors)[0])

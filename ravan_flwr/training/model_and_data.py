@@ -124,7 +124,6 @@ class ModelAndData:
     def __init__(self, config: Config) -> None:
         self.config = config = settle(config)
         self.task = make_task(config)
-        self.shares_device = True  # with the processes of other clients and of the server
         self._rows: list[np.ndarray] = []  # the rows of each client
         self._own: dict[str, Encoded] = {}  # a device's own examples, by path
 
@@ -147,7 +146,6 @@ class ModelAndData:
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
-            shares_device=self.shares_device,
         )
         if keeps_casts(config):
             keep_casts(model.network)

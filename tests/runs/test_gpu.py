@@ -113,7 +113,6 @@ def steps_take(settings, number=3):
     """The bytes of a model's steps beyond the model, and what the plan says."""
     config = read_config(settings | {"device": "cuda"})
     bench = ModelAndData(config)
-    bench.shares_device = False
     examples = bench.partition(0, 4).train
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
     model = bench.model

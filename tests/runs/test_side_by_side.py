@@ -17,7 +17,6 @@ from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.device import Workers
 from ravan_flwr.training.machine import CORES
 from testing import ROOT
 
@@ -143,16 +142,6 @@ def test_auto_starts_workers_where_they_pay_and_gives_the_same_bits(tmp_path, mo
     assert "2 clients at work at a time, each in a process with 1 thread" in capsys.readouterr().out
     assert_same(one, tiny)
     assert_same(one, long)
-
-
-def test_more_threads_than_cores_are_warned_of(tmp_path, monkeypatch, capsys):
-    told = "4 threads compute on 2 cores, and each waits for the others"
-    monkeypatch.setattr(parallel_clients.SideBySide, "_start", lambda *_, **__: None)
-    run(tmp_path, 2)
-    assert told not in capsys.readouterr().out
-    monkeypatch.setattr(parallel_clients, "most_workers", lambda *_, **__: Workers(2, 2))
-    run(tmp_path, 2)
-    assert told in capsys.readouterr().out
 
 
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):

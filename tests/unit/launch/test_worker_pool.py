@@ -1,4 +1,4 @@
-"""A crew answers in order, goes ahead by one reply for each worker, and sends arrays once."""
+"""A crew answers in order, and goes ahead by one reply for each worker."""
 
 import socket
 import threading
@@ -13,14 +13,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from ravan_flwr.launch.worker_process import identify
 from ravan_flwr.launch.workers import Job, WorkerLink, WorkerPool
-from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
+from ravan_flwr.messages.records import receive_records, send_records
 
 
 class Threads:
     """Workers that are threads; each adds one to what a client keeps."""
 
     def __init__(self, behave=lambda _: None):
-        self.behave, self.begun, self.started, self.sizes = behave, [], 0, []
+        self.behave, self.begun, self.started = behave, [], 0
 
     def start(self):
         self.started += 1
@@ -33,23 +33,17 @@ class Threads:
         pass
 
     def _serve(self, connection):
-        known = KnownArrays()
         with suppress(EOFError, OSError):
             while True:
-                header, records = receive_records(connection)
+                header, (_, state) = receive_records(connection)
                 self.begun.append(header["node-id"])
-                self.sizes.append(sum(len(each.array_records) for each in records))
-                known.put_back(header["left-out"], records)
-                known.remember(records)
-                _, state = records
                 if self.behave(header["node-id"]) == "die":
                     connection.close()
                     return
                 kept = state.config_records.get("kept", ConfigRecord({"times": []}))
                 state["kept"] = ConfigRecord({"times": [*cast(list[int], kept["times"]), 1]})
                 reply = RecordDict({"config": ConfigRecord({"of": header["node-id"]})})
-                left_out, records = known.leave_out([reply, state])
-                send_records(connection, {"left-out": left_out, "log": []}, records)
+                send_records(connection, {"log": []}, [reply, state])
 
 
 def array(number):
@@ -121,17 +115,14 @@ def test_what_is_not_expected_is_answered_all_the_same(jobs):
     crew.close()
 
 
-def test_arrays_travel_once_and_come_back_as_what_they_were(jobs):
-    starter = Threads()
-    crew = WorkerPool(starter, 1)
-    fixed = jobs[0].context.state["fixed"]
+def test_what_a_client_keeps_comes_back_as_it_was(jobs):
+    crew = WorkerPool(Threads(), 1)
+    before = jobs[0].context.state["fixed"]["a"].numpy()
     for _ in range(2):
         crew.expect(jobs[:3])
         for job in jobs[:3]:
             crew.answer(job)
-    # The broadcast, once; the first client's fixed tensors, again after two without them.
-    assert starter.sizes == [2, 0, 0, 1, 0, 0]
-    assert jobs[0].context.state["fixed"] is fixed
+    assert (jobs[0].context.state["fixed"]["a"].numpy() == before).all()
     assert jobs[0].context.state["kept"]["times"] == [1, 1]
     crew.close()
 
@@ -182,31 +173,3 @@ def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
     assert "no other can be started: no memory" in caplog.text
     with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
         crew.answer(jobs[1])
-
-
-def test_arrays_that_a_client_changed_in_place_travel(jobs):
-    known = KnownArrays()
-    arrays = array(1)
-    question = [RecordDict({"arrays": arrays})]
-    known.remember(question)
-    assert known.leave_out(question)[0] == [[0, "arrays", 0]]
-    arrays["a"] = Array(np.zeros(4))
-    assert known.leave_out(question)[0] == []
-    arrays["b"] = Array(np.zeros(4))
-    assert known.leave_out(question)[0] == []
-
-
-def test_arrays_of_one_question_keep_their_places_at_both_ends():
-    """As of a secure round: the state, the same for all, and beside it what is a client's own."""
-    ours, theirs = KnownArrays(), KnownArrays()
-    state = array(0)
-    for client in range(1, 5):
-        question = [RecordDict({"arrays": state, "secure": array(client)})]
-        left_out, sent = ours.leave_out(question)
-        ours.remember(question)
-        assert left_out == ([[0, "arrays", 0]] if client > 1 else [])
-        got = [RecordDict(dict(each.items())) for each in sent]
-        theirs.put_back(left_out, got)
-        theirs.remember(got)
-        for name, number in (("arrays", 0), ("secure", client)):
-            assert got[0].array_records[name]["a"].numpy().tolist() == [number] * 4

@@ -10,7 +10,6 @@ import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
 
 from benchmarks.gpu import classes, fitting
-from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
@@ -31,7 +30,7 @@ from ravan_flwr.training.footprint import (
     footprint,
 )
 from ravan_flwr.training.machine import Gpu, in_turn, unused_gpus, visible_gpus
-from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests import ROOT
 from tests.memory import kept_for_backward
@@ -405,21 +404,6 @@ def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypat
     give_back_memory(CUDA)
     give_back_memory(torch.device("cpu"))
     assert cuda.emptied == given
-
-
-@pytest.mark.parametrize(("processes", "shares"), [("auto", False), (1, False), (2, True)])
-def test_a_server_shares_its_gpu_with_the_processes_of_clients(processes, shares, monkeypatch):
-    """Else it would keep an evaluation's memory while others train beside it."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", stop)
-    given: dict[str, Scalar] = {"processes": processes, "seed": 77}
-    with pytest.raises(KeyboardInterrupt):
-        simulate(given, 2)
-    found = get_model_and_data(read_config(given | {"output-dir": str(Path("runs").absolute())}))
-    assert found.shares_device == shares
 
 
 # Several GPUs.
