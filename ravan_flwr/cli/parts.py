@@ -36,8 +36,8 @@ ENGINE = (
         help="process: in this process, and in workers where these save time; flower: `flwr run` "
         "in Flower's simulation runtime, with a SuperLink that ends with it (default: process)"),
     option("--clients-per-gpu", type=int, metavar="N",
-        help="with --engine flower: clients at a time on each GPU, 0 for a run on the CPU "
-        "(default: as many as fit, by the plan's count of memory)"),
+        help="with --engine flower: clients at a time on each GPU (default: as many as fit, by the "
+        "plan's count of memory)"),
 )
 # fmt: on
 

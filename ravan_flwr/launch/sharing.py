@@ -9,12 +9,11 @@ what is free on a GPU, each client gets what the plan counts. The server's proce
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.console import count
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import VISIBLE, Gpu, visible_gpus
 
 MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
@@ -29,7 +28,6 @@ class Sharing:
     clients_per_gpu: int = 0
     gpus: Sequence[Gpu] = ()
     reason: str = ""
-    settings: Mapping[str, Scalar] = field(default_factory=dict)  # what the run config gets on top
 
     @property
     def share(self) -> float:
@@ -70,19 +68,30 @@ def share_gpus(
 ) -> Sharing:
     """Decide how the clients of a run share the GPUs that this environment shows.
 
-    `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
-    memory decide. `runs_at_a_time` such runs are on the machine.
+    `clients_per_gpu` is what a person asks for, None lets the memory decide. `runs_at_a_time` such
+    runs are on the machine.
     """
-    _check_asked(config.device, clients_per_gpu, runs_at_a_time)
-    if clients_per_gpu == 0:
-        return Sharing(settings={"device": "cpu"})
-    gpus = visible_gpus(environment) if config.device in (AUTO, "cuda", "cuda:0") else []
+    if runs_at_a_time < 1:
+        raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
+    if clients_per_gpu is not None and not 1 <= clients_per_gpu <= MOST_A_GPU:
+        raise ValueError(
+            f"--clients-per-gpu {clients_per_gpu}: expected 1 to {MOST_A_GPU}; for a run on the "
+            "CPU set device=cpu"
+        )
+    kind, _, number = config.device.partition(":")
+    if kind == "cuda" and number not in ("", "0"):
+        raise ValueError(
+            f"device = {config.device!r}: a simulated client sees one GPU, its first, expected "
+            f"cuda or auto; choose the GPU with {VISIBLE}={number} in the environment, and "
+            "device=cuda"
+        )
+    gpus = visible_gpus(environment) if kind in (AUTO, "cuda") else []
     if clients_per_gpu:
         if not gpus:
             raise ValueError(
                 f"--clients-per-gpu {clients_per_gpu}: found no GPU for device = "
-                f"{config.device!r}: expected nvidia-smi to list one, and {VISIBLE}, if set, "
-                "to name it; leave --clients-per-gpu out"
+                f"{config.device!r}: expected auto or cuda, nvidia-smi to list a GPU, and "
+                f"{VISIBLE}, if set, to name it; leave --clients-per-gpu out"
             )
         return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
     if not gpus:
@@ -91,31 +100,6 @@ def share_gpus(
     cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
     useful = -(-min(cpus, config.at_work_of(num_clients)) // len(gpus))
     return _by_memory(config, gpus, useful, runs_at_a_time)
-
-
-def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
-    if runs_at_a_time < 1:
-        raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
-    if clients_per_gpu is not None and not 0 <= clients_per_gpu <= MOST_A_GPU:
-        raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: expected 0 (no GPU) to {MOST_A_GPU}"
-        )
-    kind, _, number = device.partition(":")
-    if clients_per_gpu == 0 and kind not in (AUTO, "cpu"):
-        raise ValueError(
-            f"--clients-per-gpu 0: got device = {device!r} beside it, expected auto or cpu, since "
-            "0 keeps the run on the CPU; leave one of them out"
-        )
-    if clients_per_gpu and kind not in (AUTO, "cuda"):
-        raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: got device = {device!r} beside it, expected "
-            "auto or cuda, since nothing else computes on these GPUs; leave one of them out"
-        )
-    if kind == "cuda" and number not in ("", "0"):
-        raise ValueError(
-            f"device = {device!r}: a simulated client sees one GPU, its first, expected cuda or "
-            f"auto; choose the GPU with {VISIBLE}={number} in the environment, and device=cuda"
-        )
 
 
 def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:

@@ -136,7 +136,7 @@ def run_in_flower(
     """
     app = app_folder()
     sharing = share_gpus(start.config, start.num_clients, clients_per_gpu, runs_at_a_time)
-    run_config = in_toml({**start.run_config, **sharing.settings})
+    run_config = in_toml(start.run_config)
     federation = sharing.federation(start.num_clients)
     say(
         f"{sharing.told()}"
