@@ -31,7 +31,6 @@ def add(commands: Commands) -> None:
         option("--superlink", metavar="HOST:PORT",
             help="where a device reaches the server (on the server: 127.0.0.1:8001)"),
         option("--node-config", metavar="TEXT", help="a device's, as its SuperNode has it"),
-        option("--port", type=int, help="a SuperNode's --port (9094)"),
         option("--user", help="the service's user, for folders; only root can ask for it"),
         *(option(f"--{verb}", action="append", default=[], type=Path, metavar="FOLDER",
             help=f"a further folder that this user must {verb}{to}; once for each")

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
         option("--picture", type=Path, metavar="FILE",
-            help="with --partition: write it as a picture without names, a new .png or .svg"),
+            help="write the partition as a picture as well, without names: a new .png or .svg"),
         more="Nothing is run.", epilog=table)
     offer(commands, "new", _new, "write a preset for your own data and model",
         option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
@@ -76,12 +76,7 @@ def _simulate(parsed: argparse.Namespace) -> None:
 def _plan(parsed: argparse.Namespace) -> None:
     settings, num_clients = read_settings(parsed.settings)
     read_config(own_preset(settings))  # refused, if at all, before anything heavy is imported
-    if parsed.picture is not None and not parsed.partition:
-        raise ValueError(
-            f"--picture {parsed.picture}: got no --partition beside it, expected both, since the "
-            "picture shows the partition; add --partition, or leave --picture out to see the costs"
-        )
-    if parsed.partition:
+    if parsed.partition or parsed.picture:
         _show_partition(settings, num_clients, parsed.picture)
         return
 

@@ -87,14 +87,12 @@ def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
 def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     given = _environment_file(folder)
     address = options.superlink or given.get("SUPERLINK")
-    port = options.port or given.get("RUNTIME_PORT", "9094")
     text = options.node_config or given.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
     if address is None:
         yield Check("server", False, "its address is not known; give --superlink HOST:8000")
     else:
         yield from _reached(address, folder / "ca.crt")
-    yield _check("port", _port_of_supernode, port)
     if text is None:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
@@ -188,13 +186,9 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
 
 def _parts(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not _is_port(port):
+    if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r}: expected HOST:PORT, such as server.example.org:8000")
     return host.strip("[]"), int(port)
-
-
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _trusted(host: str, port: int, authority: Path) -> str:
@@ -266,28 +260,6 @@ def _clock(address: str) -> str:
             "refused; set it by NTP, such as `timedatectl set-ntp true`"
         )
     return text
-
-
-def _port_of_supernode(port: int | str) -> str:
-    """Ask whether the SuperNode's own port is free, or is the SuperNode's already."""
-    if not _is_port(str(port)):
-        raise ValueError(
-            f"RUNTIME_PORT = {port!r}: expected a number from 1 to 65535, such as 9094; correct it"
-        )
-    address = f"127.0.0.1:{port}"
-    try:
-        reply = httpx.get(f"http://{address}/health", trust_env=False, timeout=_TIMEOUT)
-        running = reply.status_code == httpx.codes.OK
-    except httpx.ConnectError:
-        return f"{address} is free"
-    except httpx.TransportError:
-        running = False
-    if not running:
-        raise ValueError(
-            f"{address} is taken by another program; end it, or give the SuperNode another "
-            "--port (RUNTIME_PORT)"
-        )
-    return f"the SuperNode answers on {address}"
 
 
 def _node_config(text: str) -> str:

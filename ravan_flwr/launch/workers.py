@@ -302,7 +302,6 @@ class SpawnStarter:
 
     def __init__(self, run_config: Mapping[str, Scalar], threads: int | None) -> None:
         self._header = {"run-config": dict(run_config), "threads": threads}
-        self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> WorkerLink:
         """Start one more process."""
@@ -318,13 +317,9 @@ class SpawnStarter:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self._started.append(process)
         worker = WorkerLink(Connection(ours.detach()), process)
         send_records(worker.connection, self._header, [])
         return worker
 
     def close(self) -> None:
-        """Kill all processes."""
-        for process in self._started:
-            process.kill()
-            process.wait()
+        """Do nothing: nothing is left beside the workers, which the pool ends."""

@@ -1,6 +1,5 @@
 """Who has what, in a terminal and as a picture: each number against slow loops."""
 
-import argparse
 import json
 import shutil
 from xml.etree import ElementTree as ET
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from ravan_flwr.cli import main
-from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.partition import ROWS, as_text, assign
@@ -203,15 +201,8 @@ def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path, name, messa
         check_picture(tmp_path / name)
 
 
-def test_a_picture_alone_is_refused_before_anything_is_read(tmp_path):
-    told = "--picture .*: got no --partition beside it, .*; add --partition, or leave --picture out"
-    parsed = argparse.Namespace(settings=[], partition=False, picture=tmp_path / "a.png")
-    with pytest.raises(ValueError, match=told):
-        _plan(parsed)
-
-
 def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path, monkeypatch):
-    words = ["plan", "--partition", "--picture", "a.svg", f"preset={preset}"]
+    words = ["plan", "--picture", "a.svg", f"preset={preset}"]
     monkeypatch.chdir(tmp_path)
     with (tmp_path / "told").open("w", encoding="ascii") as console:  # as in a terminal of C's
         monkeypatch.setattr("sys.stdout", console)
