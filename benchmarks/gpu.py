@@ -313,7 +313,6 @@ def steps(given: argparse.Namespace) -> Iterator[Row]:
         try:
             with lever.context():
                 bench = bench_of(given, given.preset, **lever.settings)
-                bench.shares_device = False
                 lever.change(bench.model.network)
                 yield f"{given.preset}, {name}", timed_steps(bench, given)
                 if name == AS_IT_IS:

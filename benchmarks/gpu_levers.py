@@ -55,7 +55,6 @@ class Bench:
     def __init__(self, preset: str, precision: str, given: argparse.Namespace) -> None:
         settings: dict[str, Scalar] = {"method": given.method, "precision": precision}
         made = bench_of(given, preset, **settings)
-        made.shares_device = False
         for layer in made.model.adapters:  # the merged form makes a weight for each client
             layer.form = "factored"
         self.config, self.model, self.task = made.config, made.model, made.task

@@ -12,46 +12,36 @@ def add(commands: Commands) -> None:
     """Offer `keys`, `doctor` and `deliver`."""
     keys = offer(commands, "keys", _keys,
         "make the certificates and keys of a deployment, or a device's for secure aggregation",
-        "With --nodes, on the operator's machine: make a certificate authority, the SuperLink's "
-        "TLS certificate and the keys of SuperNodes, a folder for each machine. The same command "
-        "with a larger --nodes adds nodes, and a node's folder that was removed is made anew. With "
-        "--partition-id, on the device itself: make the key by which it signs in secure rounds, "
-        "and the public one that all other devices need. What exists is never overwritten.",
         option("folder", type=Path, metavar="FOLDER", help="where to make them"),
         option("--host", dest="hosts", action="append", default=[], metavar="NAME",
             help="with --nodes: name or IP address at which SuperNodes reach the SuperLink, once "
-            "for each; localhost is always among them, and later calls need none"))
+            "for each; later calls need none"),
+        more="What exists is never overwritten; a node's folder that was removed is made anew.")
     kinds = keys.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--nodes", type=int, metavar="N",
-        help="how many SuperNodes there are, those that have keys already included")
+        help="on the operator's machine: number of SuperNodes, those that have keys included")
     kinds.add_argument("--partition-id", type=int, metavar="N",
-        help="for secure aggregation: the device's partition-id, as in its node config; FOLDER is "
+        help="on a device, for secure aggregation: the partition-id of its node config; FOLDER is "
         "the one that secure-keys=FOLDER names")
     offer(commands, "doctor", _doctor,
         "check a server or a device before a run: connection, keys, clock, folders, versions",
-        "Check this machine before a run, a line for each check: ok, or what to do. FOLDER says "
-        "which machine it is: superlink/ the server, node-0/ a device. Ends with 1 if there is "
-        "something to do.",
         option("folder", type=Path, metavar="FOLDER",
-            help="this machine's keys, such as /etc/ravan-flwr/node-0; of a device, what no option "
-            "gives is read from the file node-0.env beside it, if there is one"),
+            help="this machine's keys: superlink/ of the server, node-0/ of a device, whose other "
+            "options are read from the file node-0.env beside it, if there is one"),
         option("--superlink", metavar="HOST:PORT",
-            help="where a device reaches the server; on the server itself where its SuperLink is "
-            "(127.0.0.1:8001)"),
+            help="where a device reaches the server (on the server: 127.0.0.1:8001)"),
         option("--node-config", metavar="TEXT", help="a device's, as its SuperNode has it"),
-        option("--port", type=int, help="a SuperNode's --port (9094)"),
         option("--user", help="the service's user, for folders; only root can ask for it"),
         *(option(f"--{verb}", action="append", default=[], type=Path, metavar="FOLDER",
-            help=f"a further folder that this user must {verb}{to}, such as {such}; once for each")
-          for verb, to, such in (("read", "", "a model"), ("write", " to", "output-dir"))))
+            help=f"a further folder that this user must {verb}{to}; once for each")
+          for verb, to in (("read", ""), ("write", " to"))),
+        more="A line for each check: ok, or what to do. Ends with 1 if there is something to do.")
     offer(commands, "deliver", _deliver,
         "give the devices that are connected now the result of a run that has ended",
-        "Give every connected device that has a result-path in its node config the result of a run "
-        "that has ended: those that were away when it ended, and new ones. Call it in the app's "
-        "folder, on the server's machine, where the run directory is. Who has the result and who "
-        "could not get it stands in RUN/summary.json.",
         RUN, option("superlink", metavar="SUPERLINK",
-            help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK"))
+            help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK"),
+        more="Call it in the app's folder, on the machine of the run directory. RUN/summary.json "
+        "lists who has the result.")
 # fmt: on
 
 

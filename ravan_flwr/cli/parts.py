@@ -18,10 +18,11 @@ def option(*names: str, **how: Any) -> Option:
 
 def offer(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], about: str,
-    description: str, *options: Option, **more: Any,
+    *options: Option, more: str = "", epilog: str | None = None,
 ) -> argparse.ArgumentParser:  # fmt: skip
-    """Offer a command with its arguments."""
-    parser = commands.add_parser(name, help=about, description=description, **more)
+    """Offer a command with its arguments; `more` follows `about` in its own help."""
+    description = f"{about[0].upper()}{about[1:]}. {more}".rstrip()
+    parser = commands.add_parser(name, help=about, description=description, epilog=epilog)
     for names, how in options:
         parser.add_argument(*names, **how)
     parser.set_defaults(command=run)
@@ -32,12 +33,11 @@ def offer(
 RUN = option("run", type=Path, metavar="RUN", help="a run directory")
 ENGINE = (
     option("--engine", choices=("process", "flower"), default="process",
-        help="process: clients in this process, and in others of its own where these save time; "
-        "flower: `flwr run` in Flower's simulation runtime, with a SuperLink that ends with it "
-        "(default: process)"),
+        help="process: in this process, and in workers where these save time; flower: `flwr run` "
+        "in Flower's simulation runtime, with a SuperLink that ends with it (default: process)"),
     option("--clients-per-gpu", type=int, metavar="N",
-        help="with --engine flower: clients at a time on each GPU, 0 for a run on the CPU "
-        "(default: as many as fit, by the plan's count of memory)"),
+        help="with --engine flower: clients at a time on each GPU (default: as many as fit, by the "
+        "plan's count of memory)"),
 )
 # fmt: on
 

@@ -11,51 +11,42 @@ from ravan_flwr.reports import PORT
 
 # fmt: off
 _CLIENT = option("--client", type=int, metavar="N",
-    help="the client whose model is meant, by its partition, in a run with personal parameters "
-    "(such as method=local)")
+    help="the client whose model is meant, by its partition, in a run with personal parameters")
 
 
 def add(commands: Commands) -> None:
     """Offer `report`, `evaluate`, `predict` and `export`."""
     offer(commands, "report", _report,
         "write a page of one run, or of several; or show a run under way in a browser",
-        "Write index.html and PNGs of runs; seeds of one thing become a band. With --live serve "
-        "the page of a run, which renews itself; only this machine can see it, from another one: "
-        f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.",
         option("runs", nargs="+", type=Path, metavar="RUN", help="a run directory"),
         option("--output", type=Path,
             help="folder (default: report/ in the run, or here for several)"),
         option("--spectrum", action="store_true",
-            help="add the singular values and effective ranks of what the runs added to the "
-            "weights"),
+            help="add singular values and effective ranks of what runs added to the weights"),
         option("--live", action="store_true", help="serve the page of one run, under way or ended"),
         option("--port", type=int, metavar="N",
-            help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"))
+            help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"),
+        more="Only this machine sees the page that --live serves; from another one: "
+        f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.")
     offer(commands, "evaluate", _evaluate,
-        "measure a run's result on other examples",
-        "Measure a run's result on labelled examples that it has not seen, class by class. Of data "
-        "with splits: `test`, or those that the preset names as tests; else all.",
+        "measure a run's result on labelled examples that it has not seen, class by class",
         RUN, option("--data", required=True, metavar="FOLDER",
             help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the "
-            "columns of the run's preset"),
+            "columns of the run's preset; of its splits the preset's tests, or `test`, else all"),
         _CLIENT, option("--json", action="store_true", help="print one JSON object, and no text"))
     offer(commands, "predict", _predict,
         "write a run's answers for texts or images without labels",
-        "Write a row for each row of a table, or image of a folder: its label and probability, or "
-        "the text of a text-to-text model. A row that cannot be read has none, and says why.",
         RUN, option("--data", required=True, type=Path, metavar="FILE",
             help="CSV, JSON lines or parquet with the columns of the run's preset; an image, or a "
             "folder of them"),
         option("--output", required=True, type=Path, metavar="FILE",
             help="a new file: .csv, .jsonl or .parquet"),
-        _CLIENT)
+        _CLIENT, more="A row that cannot be read has no answer, and says why.")
     offer(commands, "export", _export,
-        "write a run's result as a PEFT or transformers folder",
-        "Write a run's result in a form that other software loads.",
+        "write a run's result as a folder that other software loads",
         RUN, option("--as", dest="form", required=True, choices=("peft", "ravan", "merged"),
-            help="peft: a LoRA for PeftModel.from_pretrained; ravan: the heads themselves for "
-            "PeftModel.from_pretrained, with ravan-flwr installed; merged: a whole transformers "
-            "model"),
+            help="for PeftModel.from_pretrained a LoRA (peft), or the heads themselves (ravan, "
+            "with ravan-flwr installed); or a whole transformers model (merged)"),
         option("folder", type=Path, metavar="FOLDER", help="a folder that is new"), _CLIENT)
 # fmt: on
 

@@ -1,52 +1,42 @@
 """Commands that run the app many times."""
 
 import argparse
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.importing import importing
-
-if TYPE_CHECKING:
-    from ravan_flwr.studies.tuning import Tuning
 
 
 # fmt: off
 def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
     how = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
-    about = "run a grid of settings and seeds that is not done yet, and write a table"
-    offer(commands, "study", _study, about, f"{about.capitalize()}; docs/reports.md has more.",
+    offer(commands, "study", _study,
+        "run a grid of settings and seeds that is not done yet, and write a table",
         option("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml"),
         option("settings", nargs="*", metavar="KEY=VALUE",
             help="data, model, device or processes of this machine, for every run"),
         option("--output", type=Path, help="folder of the study (default: studies/NAME)"),
         option("--page", type=Path, metavar="PAGE.md",
-            help="write the tables into this page as well, numbers and pictures into the folder "
-            "beside it"),
+            help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
-            help="run nothing: write the tables of what is done"), *how)
+            help="run nothing: write the tables of what is done"), *how,
+        more="docs/reports.md describes it.")
     offer(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
-        "Try learning rates around the default by successive halving, each measured\n"
-        "on the clients' validation splits, and write the best one into the preset.\n"
-        "Runs that are done already are not run again.",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
         option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
         option("--rates", metavar="RATE,RATE,...",
             help="try these rates alone (default: five around the preset's, more at an edge)"),
         option("--seeds", metavar="SEED,SEED,...",
-            help="seeds of the last runs, the first of them that of all others (default: "
-            "100,101,102)"),
-        option("--no-write", action="store_true",
-            help="print the line rather than change the preset"),
+            help="seeds of the last runs; the first is that of all others (default: 100,101,102)"),
+        option("--no-write", action="store_true", help="print the line, keep the preset"),
         option("--dry-run", action="store_true", help="print what would be run, run none"), *how,
+        more="Rates are compared by successive halving on the clients' validation splits.",
         epilog=key_table())
 # fmt: on
 
@@ -101,7 +91,6 @@ def _tune(parsed: argparse.Namespace) -> None:
     folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
     log.info("%s\nfolder %s", tuning.describe(), folder.absolute())
     if parsed.dry_run:
-        log.info("%s", _time_of(tuning))
         return
     check_device(config.device)
     log.info("validation splits: %s examples", f"{check_validation_size(tuning):,}")
@@ -113,26 +102,6 @@ def _tune(parsed: argparse.Namespace) -> None:
         raise
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
     log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
-
-
-def _time_of(tuning: "Tuning") -> str:
-    """Estimate how long a tuning takes on this machine, one run after the other."""
-    from ravan_flwr.runs.console import minutes  # noqa: PLC0415
-
-    started = time.monotonic()
-    with importing():
-        from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415
-    start = time.monotonic() - started
-    runs, rounds = tuning.work
-    try:
-        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.row.num_clients))
-    except ValueError as error:
-        return f"time not estimated: {error}"
-    return (
-        f"about {minutes(rounds * seconds + runs * start)} on this machine, one run after the other"
-        f": {seconds:.2g} s for the training of a round (`ravan-flwr plan` says how that is known),"
-        f" {start:.0f} s to start a run; evaluation comes on top"
-    )
 
 
 _Number = TypeVar("_Number", int, float)

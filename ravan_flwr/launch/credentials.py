@@ -104,7 +104,7 @@ def _subject_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
-    """List the folders to make, in order; ValueError if there is none or they cannot be made."""
+    """List the folders to make, in order; ValueError if they cannot be made."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: got a file, expected a folder; give another name")
     files = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
@@ -136,11 +136,6 @@ def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
         raise ValueError(
             "--host: got none, expected the name or the address at which SuperNodes reach the "
             "SuperLink; give --host NAME, once for each"
-        )
-    if not missing:
-        raise ValueError(
-            f"{folder}: it has the secrets of {nodes} nodes already, and none is overwritten; "
-            "give a larger --nodes for more, or remove a node's folder to have it made anew"
         )
     return missing
 

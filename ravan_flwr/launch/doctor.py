@@ -70,7 +70,7 @@ def checks(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("versions", _versions)
     yield from _server(folder, options) if server else _device(folder, options)
     for path in options.read:
-        yield _check("read", readable, path, options.user)
+        yield _check("read", _readable, path, options.user)
     for path in options.write:
         yield _check("write", _writable, path, options.user)
     yield _check("disk", _disk, options.write or [Path.home()])
@@ -87,14 +87,12 @@ def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
 def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     given = _environment_file(folder)
     address = options.superlink or given.get("SUPERLINK")
-    port = options.port or given.get("RUNTIME_PORT", "9094")
     text = options.node_config or given.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
     if address is None:
         yield Check("server", False, "its address is not known; give --superlink HOST:8000")
     else:
         yield from _reached(address, folder / "ca.crt")
-    yield _check("port", _port_of_supernode, port)
     if text is None:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
@@ -103,7 +101,7 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     for name in ("data-path", "cache-dir"):
         if name in settings:
             path = Path(str(settings[name]))
-            yield _check(name, readable, path, options.user)
+            yield _check(name, _readable, path, options.user)
     if "result-path" in settings:
         parent = Path(str(settings["result-path"]))
         parent = parent if parent.exists() else parent.parent
@@ -117,26 +115,10 @@ def _server(folder: Path, options: Namespace) -> Iterator[Check]:
     yield from _reached(inside, folder / "ca.crt", "SuperLink")
     yield _check("proxy", _proxy, folder / "ca.crt")
     yield _check("closed", _closed, inside)
-    yield _check("time", _synchronised)
 
 
 def _versions() -> str:
-    from packaging.requirements import Requirement  # noqa: PLC0415 (transformers brings it)
-
-    wrong = []
-    for line in importlib.metadata.requires("ravan-flwr") or []:
-        requirement = Requirement(line)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "nothing"
-        if version == "nothing" or not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} {requirement.specifier}: got {version}")
-    if wrong:
-        raise ValueError(f"{'; '.join(wrong)}; call pip install -c constraints.txt . again")
-    names = ("flwr", "torch", "transformers")
+    names = ("ravan-flwr", "flwr", "torch", "transformers")
     here = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"{here}: compare with the other machines"
 
@@ -183,45 +165,30 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
     """
     try:
         host, port = _parts(address)
+        pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
+    except OSError as error:
+        yield Check(
+            server, False, f"{address}: {error}; expected TLS there: check the name and the port, "
+            "a firewall, and that the server's programs run",
+        )  # fmt: skip
+        return
     except ValueError as error:
         yield Check(server, False, str(error))
         return
-    found: list[x509.Certificate] = []
-
-    def connects() -> str:
-        try:
-            found.append(_certificate_at(host, port))
-        except OSError as error:
-            raise ValueError(
-                f"{address}: {error}; expected TLS there: check the name and the port, a firewall, "
-                "and that the server's programs run"
-            ) from None
-        return f"{address} is reached"
-
-    yield _check(server, connects)
-    if not found:
-        return
+    yield Check(server, True, f"{address} is reached")
+    certificate = x509.load_pem_x509_certificate(pem.encode())
     yield _check("certificate", _trusted, host, port, authority)
-    yield _check("names", _named, host, found[0])
-    yield _check("expiry", _not_expired, found[0])
+    yield _check("names", _named, host, certificate)
+    yield _check("expiry", _not_expired, certificate)
     yield _check("health", _healthy, address)
-    yield _check("clock", clock, address)
+    yield _check("clock", _clock, address)
 
 
 def _parts(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not _is_port(port):
+    if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r}: expected HOST:PORT, such as server.example.org:8000")
     return host.strip("[]"), int(port)
-
-
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536
-
-
-def _certificate_at(host: str, port: int) -> x509.Certificate:
-    pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
-    return x509.load_pem_x509_certificate(pem.encode())
 
 
 def _trusted(host: str, port: int, authority: Path) -> str:
@@ -280,16 +247,12 @@ def _healthy(address: str) -> str:
     return "the SuperLink answers"
 
 
-def clock(address: str) -> str:
+def _clock(address: str) -> str:
     """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
     date = _asked(address).headers.get("Date")
     if not date:
         raise ValueError(f"{address} sends no time; compare the clocks by hand")
-    return compared(time.time() - parsedate_to_datetime(date).timestamp())
-
-
-def compared(ahead: float) -> str:
-    """Say by how much a clock differs; ValueError if Flower would refuse its SuperNode."""
+    ahead = time.time() - parsedate_to_datetime(date).timestamp()
     text = f"this machine's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
     if not -BEHIND < ahead < AHEAD + 1:  # the header has whole seconds
         raise ValueError(
@@ -299,28 +262,6 @@ def compared(ahead: float) -> str:
     return text
 
 
-def _port_of_supernode(port: int | str) -> str:
-    """Ask whether the SuperNode's own port is free, or is the SuperNode's already."""
-    if not _is_port(str(port)):
-        raise ValueError(
-            f"RUNTIME_PORT = {port!r}: expected a number from 1 to 65535, such as 9094; correct it"
-        )
-    address = f"127.0.0.1:{port}"
-    try:
-        reply = httpx.get(f"http://{address}/health", trust_env=False, timeout=_TIMEOUT)
-        running = reply.status_code == httpx.codes.OK
-    except httpx.ConnectError:
-        return f"{address} is free"
-    except httpx.TransportError:
-        running = False
-    if not running:
-        raise ValueError(
-            f"{address} is taken by another program; end it, or give the SuperNode another "
-            "--port (RUNTIME_PORT)"
-        )
-    return f"the SuperNode answers on {address}"
-
-
 def _node_config(text: str) -> str:
     from ravan_flwr.config.node_config import read_node  # noqa: PLC0415
 
@@ -328,7 +269,7 @@ def _node_config(text: str) -> str:
     return f"partition {node.partition_id} of {node.num_partitions}"
 
 
-def readable(path: Path, user: str | None) -> str:
+def _readable(path: Path, user: str | None) -> str:
     """Look for something in a folder that the service's user cannot read."""
     if not path.is_absolute() or not path.exists():
         raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
@@ -434,14 +375,3 @@ def _closed(inside: str) -> str:
                     "the SuperLink with --host 127.0.0.1"
                 )
     return f"port {port} is open on 127.0.0.1 alone"
-
-
-def _synchronised() -> str:
-    program = shutil.which("timedatectl")
-    if program is None:
-        return "no timedatectl here: see yourself that the clock is set by NTP"
-    command = [program, "show", "-p", "NTPSynchronized", "--value"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    if told == "no":
-        raise ValueError("the clock is not set by NTP; call timedatectl set-ntp true")
-    return "the clock is set by NTP" if told else "timedatectl does not answer: check NTP yourself"

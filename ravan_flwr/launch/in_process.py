@@ -21,20 +21,16 @@ from flwr.serverapp import Grid
 
 from ravan_flwr import server_app
 from ravan_flwr.client.client_request import keep_own, own_tensors
-from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.presets import absolute_paths, own_preset
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
 from ravan_flwr.launch.parallel_clients import SideBySide
+from ravan_flwr.launch.start import Start, read_start
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import get_model_and_data
 
 
 @dataclass(frozen=True)
@@ -65,43 +61,29 @@ def simulate(
         The run directory and the summary.
     """
     with _ONE_AT_A_TIME:
-        return _simulate(config, num_clients, callbacks)
+        return run(read_start(config, num_clients), callbacks)
 
 
 # Runs of one process share a model and a log: those of several threads take turns.
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _simulate(
-    config: Mapping[str, Scalar], num_clients: int | None, callbacks: Iterable[object]
-) -> Simulation:
-    given, num_clients = with_those_of_the_run(own_preset(config), num_clients)
-    run_config = {key: spec.default for key, spec in KEYS.items()} | given
-    if run_config["output-dir"] == AUTO:
-        run_config["output-dir"] = "runs"
-    run_config = absolute_paths(run_config)
-    checked = read_config(run_config)
-    num_clients = number_of_clients(checked, num_clients)
-    if num_clients < 1:
-        raise ValueError(
-            f"num-clients = {num_clients}: expected a whole number at least 1, such as 20"
-        )
-    # Server and clients are this process, and lend each other this one workbench; with `processes`
-    # others compute on the device as well.
-    get_model_and_data(checked).shares_device = (checked.processes or 1) > 1
-
+def run(start: Start, callbacks: Iterable[object] = ()) -> Simulation:
+    """Run what was read, as `simulate` does."""
+    config, number = start.config, start.num_clients
+    run_config = {key: spec.default for key, spec in KEYS.items()} | dict(start.run_config)
     context = Context(1, 0, {}, RecordDict(), run_config)
-    if checked.devices is None:
-        grid = InProcessGrid(run_config, num_clients)
+    if config.devices is None:
+        grid = InProcessGrid(run_config, number)
     else:
         from ravan_flwr.launch.timed_grid import TimedGrid  # noqa: PLC0415 (few runs have one)
 
-        grid = TimedGrid(run_config, num_clients, checked)
+        grid = TimedGrid(run_config, number, config)
     with ExitStack() as stack:
-        if checked.secure_aggregation:
+        if config.secure_aggregation:
             keys = tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-")
             grid.give_keys(Path(stack.enter_context(keys)))
-        grid.clients = stack.enter_context(closing(SideBySide(run_config, num_clients)))
+        grid.clients = stack.enter_context(closing(SideBySide(run_config, config, number)))
         server_app.run(grid, context, callbacks)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))

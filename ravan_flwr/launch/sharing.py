@@ -1,22 +1,19 @@
-"""Share the GPUs of this machine, or of a cluster, among the clients of a simulation.
+"""Share the GPUs of this machine among the clients of a simulation.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
 one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
 superlink.py changes. Nothing keeps a process within its share, so that it is chosen by memory: of
-what is free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs, and
-evaluates on all of this machine.
+what is free on a GPU, each client gets what the plan counts. The server's process is on the first.
 """
 
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.launch.cluster import Cluster
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.console import count
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import VISIBLE, Gpu, visible_gpus
 
 MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
@@ -31,8 +28,6 @@ class Sharing:
     clients_per_gpu: int = 0
     gpus: Sequence[Gpu] = ()
     reason: str = ""
-    settings: Mapping[str, Scalar] = field(default_factory=dict)  # what the run config gets on top
-    cluster: Cluster | None = None  # None: this machine alone
 
     @property
     def share(self) -> float:
@@ -50,102 +45,71 @@ class Sharing:
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
-            if self.cluster is None and any(gpu.uuid == gpu.index for gpu in self.gpus):
-                words += f" init-args-num-gpus={len(self.gpus)}"  # Ray may not find them by itself
         return words
 
     def told(self) -> str:
-        """Describe this for people, a line each for cluster and GPUs, where there are any."""
-        cluster = self.cluster.told() if self.cluster else ""
+        """Describe this for people in a line; "" where there is no GPU to share."""
         if not self.clients_per_gpu:
-            return cluster
+            return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
         return (
-            f"{cluster}{count(len(self.gpus), 'GPU')} ({names}), "
+            f"{count(len(self.gpus), 'GPU')} ({names}), "
             f"{count(self.clients_per_gpu, 'client')} at a time on "
             f"{'each' if len(self.gpus) > 1 else 'it'}: {self.reason}\n"
         )
 
 
 def share_gpus(
-    run_config: Mapping[str, Scalar],
+    config: Config,
     num_clients: int,
     clients_per_gpu: int | None = None,
     runs_at_a_time: int = 1,
     environment: Mapping[str, str] = os.environ,
-    cluster: Cluster | None = None,
 ) -> Sharing:
-    """Decide how the clients of a run share the GPUs that this environment shows, or a cluster's.
+    """Decide how the clients of a run share the GPUs that this environment shows.
 
-    `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
-    memory decide. `runs_at_a_time` such runs are on the machine, or in the cluster.
+    `clients_per_gpu` is what a person asks for, None lets the memory decide. `runs_at_a_time` such
+    runs are on the machine.
     """
-    config = read_config(run_config)
-    _check_asked(config.device, clients_per_gpu, runs_at_a_time)
-    if clients_per_gpu == 0:
-        return Sharing(settings={"device": "cpu"}, cluster=cluster)
-    gpus: Sequence[Gpu] = []
-    if config.device in (AUTO, "cuda", "cuda:0"):
-        gpus = cluster.gpus if cluster else visible_gpus(environment)
+    if runs_at_a_time < 1:
+        raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
+    if clients_per_gpu is not None and not 1 <= clients_per_gpu <= MOST_A_GPU:
+        raise ValueError(
+            f"--clients-per-gpu {clients_per_gpu}: expected 1 to {MOST_A_GPU}; for a run on the "
+            "CPU set device=cpu"
+        )
+    kind, _, number = config.device.partition(":")
+    if kind == "cuda" and number not in ("", "0"):
+        raise ValueError(
+            f"device = {config.device!r}: a simulated client sees one GPU, its first, expected "
+            f"cuda or auto; choose the GPU with {VISIBLE}={number} in the environment, and "
+            "device=cuda"
+        )
+    gpus = visible_gpus(environment) if kind in (AUTO, "cuda") else []
     if clients_per_gpu:
         if not gpus:
             raise ValueError(
                 f"--clients-per-gpu {clients_per_gpu}: found no GPU for device = "
-                f"{config.device!r}: expected nvidia-smi to list one, and {VISIBLE}, if set, "
-                "to name it; leave --clients-per-gpu out"
+                f"{config.device!r}: expected auto or cuda, nvidia-smi to list a GPU, and "
+                f"{VISIBLE}, if set, to name it; leave --clients-per-gpu out"
             )
-        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so", cluster=cluster)
+        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
     if not gpus:
-        return Sharing(cluster=cluster)
-    cpus = cluster.cpus if cluster else os.cpu_count() or 1
+        return Sharing()
     # The clients a GPU that are ever at work: Ray fills one GPU before the next.
-    at_work = min(max(1, cpus // runs_at_a_time), config.at_work_of(num_clients))
-    useful = -(-at_work // len(gpus))
-    # The server evaluates on all GPUs that it sees.
-    evaluating = len(gpus) if config.evaluate_on == "server" and cluster is None else 1
-    shared = _by_memory(config, gpus, useful, runs_at_a_time, evaluating)
-    return replace(shared, cluster=cluster)
+    cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
+    useful = -(-min(cpus, config.at_work_of(num_clients)) // len(gpus))
+    return _by_memory(config, gpus, useful, runs_at_a_time)
 
 
-def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
-    if runs_at_a_time < 1:
-        raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
-    if clients_per_gpu is not None and not 0 <= clients_per_gpu <= MOST_A_GPU:
-        raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: expected 0 (no GPU) to {MOST_A_GPU}"
-        )
-    kind, _, number = device.partition(":")
-    if clients_per_gpu == 0 and kind not in (AUTO, "cpu"):
-        raise ValueError(
-            f"--clients-per-gpu 0: got device = {device!r} beside it, expected auto or cpu, since "
-            "0 keeps the run on the CPU; leave one of them out"
-        )
-    if clients_per_gpu and kind not in (AUTO, "cuda"):
-        raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: got device = {device!r} beside it, expected "
-            "auto or cuda, since nothing else computes on these GPUs; leave one of them out"
-        )
-    if kind == "cuda" and number not in ("", "0"):
-        raise ValueError(
-            f"device = {device!r}: a simulated client sees one GPU, its first, expected cuda or "
-            f"auto; choose the GPU with {VISIBLE}={number} in the environment, and device=cuda"
-        )
-
-
-def _by_memory(
-    config: Config, gpus: Sequence[Gpu], useful: int, runs: int, evaluating: int
-) -> Sharing:
-    """Take as many clients as fit on the GPU with the least room, the server on the first few."""
+def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
+    """Take as many clients as fit on the GPU with the least room, the server on the first."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
-    fitting = [
-        int(
-            (USABLE * _free(gpu, runs) - (needs.server if place < evaluating else 0))
-            // needs.client
-        )
-        for place, gpu in enumerate(gpus)
-    ]
+    rooms = [USABLE * _free(gpu, runs) for gpu in gpus]
+    rooms[0] -= needs.server
+    fitting = [int(room // needs.client) for room in rooms]
     client, server = (f"{size / 1e9:.1f} GB" for size in (needs.client, needs.server))
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]

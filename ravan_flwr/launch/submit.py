@@ -110,7 +110,11 @@ def deliver(run: Path, superlink: str) -> Summary:
     `superlink` names a connection in Flower's configuration, as for `flwr run`. RuntimeError if
     no device has the result then.
     """
-    settings, before = _read(run)
+    try:
+        directory = RunDirectory.open(run, "deliver")
+        settings, before = directory.read_settings(), directory.read_summary()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}. {THERE}") from None
     app = app_folder()
     # One round was done at least, so that none is left.
     settings |= {
@@ -129,21 +133,10 @@ def deliver(run: Path, superlink: str) -> Summary:
             f"the delivery ended as {status!r}, expected {COMPLETED!r}; what it printed stands "
             f"above. {THERE}"
         )
-    after = RunDirectory(run).read_summary()
+    after = directory.read_summary()
     if after == before and "delivered" not in before:
         raise RuntimeError(f"nothing was noted in {run / 'summary.json'}. {THERE}")
     if not after["delivered"]:
         reasons = listed(f"{one['client']}: {one['reason']}" for one in after["not-delivered"])
         raise RuntimeError(f"no device has the result: {reasons or 'none was connected'}")
     return after
-
-
-def _read(run: Path) -> tuple[dict[str, Scalar], Summary]:
-    """Read the settings and the summary of a finished run; ValueError if they are not here."""
-    try:
-        directory = RunDirectory.open(run, "deliver")
-        return directory.read_settings(), directory.read_summary()
-    except PermissionError as error:
-        raise ValueError(f"deliver = {str(run)!r}: {error.strerror}. {THERE}") from None
-    except ValueError as error:
-        raise ValueError(f"{error}. {THERE}" if not run.is_dir() else str(error)) from None

@@ -15,19 +15,17 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
-from ravan_flwr.config.presets import absolute_paths
-from ravan_flwr.launch.cluster import ADDRESS, find_cluster
 from ravan_flwr.launch.sharing import share_gpus
+from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import say
 from ravan_flwr.runs.directory import how_to_go_on
-from ravan_flwr.specs import NODES_CHOSEN, Scalar
+from ravan_flwr.specs import NODES_CHOSEN
 
 START_TIMEOUT = 300.0  # of a machine that is busy; one that has ended is told at once
 END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
@@ -56,7 +54,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
             # then it does not warn that it will. Who wants none there says device=cpu.
             RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
-            # A person may have set the first from a terminal: nothing here reads from one.
+            "RAY_ADDRESS": "local",  # not a cluster that this machine happens to be part of
             "PYTHONUNBUFFERED": "1",
         }
         self._port, self._control = port, control
@@ -130,28 +128,21 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
 
 
 def run_in_flower(
-    config: Mapping[str, Scalar],
-    num_clients: int,
-    clients_per_gpu: int | None = None,
-    runs_at_a_time: int = 1,
+    start: Start, clients_per_gpu: int | None = None, runs_at_a_time: int = 1
 ) -> None:
-    """Call `flwr run .` for the app of the working directory, with that many SuperNodes.
+    """Call `flwr run .` for the app of the working directory, with a SuperNode for each client.
 
-    Each gets a share of the GPUs of the machine, or of the Ray cluster, as `share_gpus` says.
+    Each gets a share of the machine's GPUs, as `share_gpus` decides.
     """
     app = app_folder()
-    sharing = share_gpus(
-        config, num_clients, clients_per_gpu, runs_at_a_time, cluster=find_cluster()
-    )
-    settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
-    run_config = in_toml(settings)
-    federation = sharing.federation(num_clients)
-    joined = f"  export {ADDRESS}={sharing.cluster.address}\n" if sharing.cluster else ""
+    sharing = share_gpus(start.config, start.num_clients, clients_per_gpu, runs_at_a_time)
+    run_config = in_toml(start.run_config)
+    federation = sharing.federation(start.num_clients)
     say(
         f"{sharing.told()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
-        f"  export {RAY_LEAVES_GPUS}=0\n{joined}"
+        f"  export {RAY_LEAVES_GPUS}=0\n"
         f'  flwr run . --stream --federation-config "{federation}" '
         f"-c {shlex.quote(run_config)}\n"
         "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from logging.handlers import BufferingHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -64,14 +65,16 @@ def serve(connection: Connection) -> NoReturn:
     with suppress(OSError):  # Linux has it
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
     threading.Thread(target=_end_with_the_server, args=(connection,), daemon=True).start()
-    told = _Told()
+    log = _collect_log()
     with suppress(EOFError, OSError):
         while True:
             content, kind, group, context = connection.recv()
             context.run_config = own_preset(context.run_config)  # may name a preset by its path
             reply = reply_of(Message(content, context.node_id, kind, group_id=group), context)
             answer = reply.error if reply.has_error() else reply.content
-            connection.send((answer, context.state, told.taken()))
+            lines = [(one.name, one.levelno, one.getMessage()) for one in log.buffer]
+            log.buffer.clear()
+            connection.send((answer, context.state, lines))
     os._exit(0)
 
 
@@ -83,22 +86,12 @@ def _end_with_the_server(connection: Connection) -> None:
     os._exit(0)
 
 
-class _Told(logging.Handler):
+def _collect_log() -> BufferingHandler:
     """Collect what the package logs, for the server's process to log it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: list[tuple[str, int, str]] = []
-        package = logging.getLogger("ravan_flwr")
-        package.handlers, package.propagate = [self], False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.name, record.levelno, record.getMessage()))
-
-    def taken(self) -> list[tuple[str, int, str]]:
-        """Return what was logged since the last time."""
-        lines, self._lines = self._lines, []
-        return lines
+    handler = BufferingHandler(sys.maxsize)
+    package = logging.getLogger("ravan_flwr")
+    package.handlers, package.propagate = [handler], False
+    return handler
 
 
 def _main(descriptor: int) -> NoReturn:

@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -38,7 +38,6 @@ from flwr.app import Context, Error, Message, RecordDict
 
 from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.machine import VISIBLE, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -300,18 +299,11 @@ def _let_go_of_files(*kept: int) -> None:
 class SpawnStarter:
     """Start workers as new processes, each of which imports and loads everything."""
 
-    def __init__(
-        self, run_config: Mapping[str, Scalar], threads: int | None, gpus: Sequence[Gpu] = ()
-    ) -> None:
-        """Start them on these GPUs in turn; if there are none, each finds its device by itself."""
+    def __init__(self, run_config: Mapping[str, Scalar], threads: int | None) -> None:
         self._first = dict(run_config), threads
-        self._gpus = gpus
-        self._started: list[tuple[subprocess.Popen[bytes], str]] = []  # and the word for its GPU
 
     def start(self) -> WorkerLink:
         """Start one more process."""
-        at_work = [word for process, word in self._started if process.poll() is None]
-        word = min((gpu.uuid for gpu in self._gpus), key=at_work.count, default="")
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         ours, theirs = socket.socketpair()
@@ -320,17 +312,13 @@ class SpawnStarter:
         with theirs:
             process = subprocess.Popen(
                 [*program, str(theirs.fileno())],
-                env=os.environ | {"PYTHONPATH": paths} | ({VISIBLE: word} if word else {}),
+                env=os.environ | {"PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self._started.append((process, word))
         worker = WorkerLink(Connection(ours.detach()), process)
         worker.connection.send(self._first)
         return worker
 
     def close(self) -> None:
-        """Kill all processes."""
-        for process, _ in self._started:
-            process.kill()
-            process.wait()
+        """Do nothing: nothing is left beside the workers, which the pool ends."""

@@ -208,16 +208,6 @@ class RoundsFile:
         return list(self._lines)
 
 
-def check_writable(parent: Path) -> None:
-    """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
-    there = next(path for path in (parent, *parent.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"output-dir = {str(parent)!r}: {there} is no folder that can be written to, expected "
-            "one; set output-dir"
-        )
-
-
 def named_by(resume: str) -> tuple[Path, int | None]:
     """Split RUN@N, or RUN alone, into the run directory and the round to go back to."""
     path = Path(resume).expanduser()

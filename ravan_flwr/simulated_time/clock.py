@@ -7,7 +7,7 @@ time in which its device is online. A device answers one message after the other
 import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,64 +17,52 @@ HOUR = 3600.0
 FREE = "clock/free"  # in a checkpoint: when each device has done what it was sent
 
 
-class Clock(Protocol):
-    """Tell the time, and wait."""
+class Clock:
+    """Tell real time, and wait."""
 
     @property
     def now(self) -> float:
         """Return the time in seconds."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait so long, or less."""
-
-    def wait_for_node(self) -> None:
-        """Wait until another node may have come."""
-
-    def device_of(self, client: int) -> str | None:
-        """Name the kind of a client's device; None if it is not simulated."""
-
-    @property
-    def memory(self) -> dict[str, torch.Tensor]:
-        """Return what a run that is resumed needs, beside the time."""
-
-
-class RealClock:
-    """Tell real time."""
-
-    @property
-    def now(self) -> float:
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
+        """Wait so long, or less."""
         time.sleep(seconds)
 
     def wait_for_node(self) -> None:
+        """Wait until another node may have come."""
         time.sleep(0.2)
 
     def device_of(self, client: int) -> str | None:  # noqa: ARG002
+        """Name the kind of a client's device; None if it is not simulated."""
         return None
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
+        """Return what a run that is resumed needs, beside the time."""
         return {}
 
 
-REAL = RealClock()
+REAL = Clock()
 
 
-class SimulatedClock:
+class SimulatedClock(Clock):
     """Order the replies of simulated clients by the second in which they arrive.
 
     Time passes where somebody waits, which ends with the next arrival.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices, self.now = devices, 0.0
+        self.devices, self._now = devices, 0.0
         self.free = [0.0] * len(devices)  # when each has done all that it was sent
         self._arrivals: list[tuple[float, int, str]] = []  # a heap; ties in the order of sending
         self._sent = 0
         self._here: dict[str, None] = {}  # messages that are answered, in order
         self.times: dict[str, float] = {}  # by message: when the reply arrives
+
+    @property
+    def now(self) -> float:
+        return self._now
 
     def send(
         self, message_id: str, client: int, bytes_down: float, operations: float, bytes_up: float
@@ -118,7 +106,7 @@ class SimulatedClock:
         until = self.now + seconds
         if self._arrivals:
             until = min(until, self._arrivals[0][0])
-        self.now = max(self.now, until)
+        self._now = max(self._now, until)
         self._settle()
 
     def _settle(self) -> None:
@@ -135,7 +123,7 @@ class SimulatedClock:
     def wait_for_node(self) -> None:
         """Let time pass until another device comes online."""
         day = DAY * HOUR
-        self.now += min((one.online[0] * HOUR - self.now) % day or day for one in self.devices)
+        self._now += min((one.online[0] * HOUR - self.now) % day or day for one in self.devices)
 
     def device_of(self, client: int) -> str | None:
         return self.devices[client].kind
@@ -146,7 +134,7 @@ class SimulatedClock:
 
     def resume(self, now: float, memory: Mapping[str, torch.Tensor]) -> None:
         """Go on from a time, with devices that are as busy as they were then."""
-        self.now = now
+        self._now = now
         if FREE in memory:
             self.free = memory[FREE].tolist()
 

@@ -59,20 +59,12 @@ class Tuning:
         rows = {self.config.method: self.row}
         return Study(title, [Table(title=self.config.method, rows=rows)])
 
-    @property
-    def work(self) -> tuple[int, int]:
-        """Count the runs, and their rounds."""
-        runs = [
-            (len(rung.seeds) * (rung.rates or len(self.grid.values)), rung.rounds or 0)
-            for rung in self.grid.rungs
-        ]
-        return sum(number for number, _ in runs), sum(number * long for number, long in runs)
-
     def describe(self) -> str:
         """Tell a person what will be run."""
         config, grid = self.config, self.grid
         more = "; more where the best is the largest or smallest" if grid.extensions else ""
-        runs, rounds = self.work
+        runs = [len(rung.seeds) * (rung.rates or len(grid.values)) for rung in grid.rungs]
+        rounds = sum(n * (rung.rounds or 0) for n, rung in zip(runs, grid.rungs, strict=True))
         return "\n".join(
             [
                 f"learning rate of {config.method} in preset {config.preset}, "
@@ -83,7 +75,7 @@ class Tuning:
                     f"  {count(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
                     for rung in grid.rungs
                 ),
-                f"{count(runs, 'run')}, {count(rounds, 'round')} in all",
+                f"{count(sum(runs), 'run')}, {count(rounds, 'round')} in all",
             ]
         )
 

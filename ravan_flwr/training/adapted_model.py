@@ -4,7 +4,6 @@ The classifier, drawn from the seed, is frozen as well, or trained and averaged.
 model stays with each client (`Personal`), a trained classifier is in that part.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,7 +24,7 @@ class AdaptedModel:
 
     def __init__(
         self, backbone: "Backbone", make_method: Callable[[list[Layer], int], Method], *,
-        train_classifier: bool, threads: int | None = None, shares_device: bool = True,
+        train_classifier: bool, threads: int | None = None,
     ) -> None:  # fmt: skip
         """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
@@ -37,7 +36,6 @@ class AdaptedModel:
         self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
         self.train_classifier = train_classifier
-        self.shares_device = shares_device  # with other processes, which may want its memory
         if train_classifier and not classifier:
             raise ValueError(
                 "classifier = 'trained': the model has none, it answers with its pretrained "
@@ -146,8 +144,7 @@ class AdaptedModel:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():
                 parameter.grad = None
-            if self.shares_device:
-                give_back_memory(self.device)
+            give_back_memory(self.device)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, split_classifier(tensors)[0])
@@ -183,13 +180,6 @@ class AdaptedModel:
         """List what the client's optimiser is given, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
-
-    def copied_to(self, device: torch.device) -> nn.Module:
-        """Copy the network as it is now to another device."""
-        tensors = [*self.network.parameters(), *self.network.buffers()]
-        there = {id(t): t.detach().to(device, copy=True) for t in tensors}
-        whole = {id(p): nn.Parameter(there[id(p)], False) for p in self.network.parameters()}
-        return copy.deepcopy(self.network, there | whole)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

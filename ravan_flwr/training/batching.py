@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ravan_flwr.privacy.mechanism import drawn
-
 POOL = 8  # batches: with more there is less padding, and less chance in who meets whom
 
 
@@ -40,15 +38,6 @@ def training_batches(
         else:
             for pool in order.split(POOL * batch_size):
                 yield from _alike(pool, batch_size, random, lengths)
-
-
-def poisson_batches(number: int, rate: float) -> Iterator[np.ndarray]:
-    """Draw each row by itself with that rate, from the system's entropy, for batch after batch.
-
-    Batches have different sizes, and may be empty. Who knew a seed would know who is in them.
-    """
-    while True:
-        yield drawn(number, rate)
 
 
 def in_parts(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ravan_flwr.adapters import find_layers
 from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.sparsity import WHOLE, Sparsity, num_bytes, sent_sparsely
+from ravan_flwr.messages.sparsity import WHOLE, num_bytes, sent_sparsely
 from ravan_flwr.methods import budget_share
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.privacy.example_gradients import ExampleGradients
@@ -63,47 +63,49 @@ class StepMemory:
         return self.weights + self.added
 
 
-@dataclass(frozen=True)
 class Skeleton:
     """Hold the adapted network without weights, as plans and footprints count it."""
 
-    network: PreTrainedModel
-    task: Task
-    method: Method
-    adapters: list[nn.Module]
-    classifier: list[nn.Parameter]  # empty when it is frozen
-    saved: int  # bytes, by keeping the backbone in few bits
-    wire: str
-    sparsity: Sparsity
-    around: Bytes | None = None  # of a secure round, beside what is trained
-
-    @classmethod
-    def build(cls, config: Config) -> "Skeleton":
-        config = settle(config)
-        kept_in, task = backbone_dtype(config, likely_device(config.device)), make_task(config)
-        skeleton = build_skeleton(config.model, task, kept_in)
-        network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
-        prepare_network(network, config)
-        layers = find_layers(network, skeleton.targets)
-        pretrained = pretrained_parameters(network, lacking)
-        # Which heads are chosen is all the same, and scores cannot be computed here.
-        config = replace(config, scoring="random")
-        saved = 0
+    def __init__(self, config: Config) -> None:
+        self.config = config = settle(config)
+        self.task = make_task(config)
+        kept_in = backbone_dtype(config, likely_device(config.device))
+        built = build_skeleton(config.model, self.task, kept_in)
+        self.network = built.network.requires_grad_(False)
+        prepare_network(self.network, config)
+        self.saved = 0  # bytes, by keeping the backbone in few bits
         if config.quantize != "none":
-            weights = [linear.weight for linear in quantizable(network, lacking).values()]
             bits = BITS[config.quantize]
-            saved = round(sum(w.numel() * (w.element_size() - bits / 8) for w in weights))
-        method = make_method(config, layers, skeleton.size)
-        adapters = method.install(network, pretrained)
-        classifier = lacking if config.classifier == "trained" else []
-        for parameter in classifier:
+            weights = [one.weight for one in quantizable(self.network, built.classifier).values()]
+            self.saved = round(sum(w.numel() * (w.element_size() - bits / 8) for w in weights))
+        # Which heads are chosen is all the same, and scores cannot be computed here.
+        unscored = replace(config, scoring="random")
+        self.method = make_method(unscored, find_layers(self.network, built.targets), built.size)
+        pretrained = pretrained_parameters(self.network, built.classifier)
+        self.adapters = self.method.install(self.network, pretrained)
+        self.classifier = built.classifier if config.classifier == "trained" else []
+        for parameter in self.classifier:
             parameter.requires_grad_(True)
-        built = cls(
-            network, task, method, adapters, classifier, saved, config.wire, config.shares_sent,
-        )  # fmt: skip
-        if not config.secure_aggregation:
-            return built
-        return replace(built, around=most_around(built._schedule(config)))
+
+    @cached_property
+    def around(self) -> Bytes | None:
+        """Count the bytes of a secure round beside what is trained; None of another round."""
+        return most_around(self._schedule()) if self.config.secure_aggregation else None
+
+    def receive(self, share: float) -> None:
+        """Load what a client with that share is sent first."""
+        method = self.largest_round()
+        method.load(self.adapters, method.broadcast(method.initial_state(self.adapters), share))
+
+    def choose(self, share: float) -> list[nn.Parameter]:
+        """Choose what a client with that share trains, and return it."""
+        method = self.largest_round()
+        method.choose(self.adapters, share, generator(0), lambda: None)
+        return self.trained()
+
+    def trained(self) -> list[nn.Parameter]:
+        """List what is trained now."""
+        return [*self.largest_round().parameters(self.adapters), *self.classifier]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Make the initial state, the classifier as its shape alone."""
@@ -112,9 +114,9 @@ class Skeleton:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
         return state
 
-    def _schedule(self, config: Config) -> Schedule:
+    def _schedule(self) -> Schedule:
         """Draw who would train what in a secure round of clients with the run's budgets."""
-        state = self.state()
+        config, state = self.config, self.state()
         # A bound is told in as many digits as it has: none has more than this one.
         longest, given = 1e-5 / 3, GIVEN * "0"
         parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
@@ -147,7 +149,7 @@ class Skeleton:
         if self.around is not None:
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
             return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
-        return self._coded(method.upload_bytes(share), shapes, self.sparsity[1])
+        return self._coded(method.upload_bytes(share), shapes, self.config.shares_sent[1])
 
     def bytes_down(self, share: float) -> int:
         initial = self.method.initial_state(self.adapters)
@@ -157,24 +159,23 @@ class Skeleton:
         number, sparse = self.method.broadcast_bytes(initial, share), sent_sparsely(self.method)
         whole = [shape for name, shape in shapes.items() if name not in sparse]
         trained = [shape for name, shape in shapes.items() if name in sparse]
-        number += num_bytes(whole, WHOLE[0], self.wire) - 4 * sum(map(math.prod, whole))
-        return self._coded(number, trained, self.sparsity[0]) + around
+        number += num_bytes(whole, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, whole))
+        return self._coded(number, trained, self.config.shares_sent[0]) + around
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], share: Fraction) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""
         rest = number - 4 * sum(math.prod(shape) for shape in shapes)
-        return rest + num_bytes([*shapes, (self.classifier_sent,)], share, self.wire)
+        return rest + num_bytes([*shapes, (self.classifier_sent,)], share, self.config.wire)
 
 
 @lru_cache(maxsize=64)
 def step_memory(config: Config, share: float) -> StepMemory:
     """Count the memory of a step of a client with that share of the budget."""
-    built = Skeleton.build(config)
-    network, method = built.network, built.largest_round()
-    method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
+    built = Skeleton(config)
+    network = built.network
+    built.receive(share)
     weights = _bytes([*network.parameters(), *network.buffers()])
-    method.choose(built.adapters, share, generator(0), lambda: None)
-    trained = [*method.parameters(built.adapters), *built.classifier]
+    trained = built.choose(share)
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
     at_a_time, task = config.micro_batch_size or config.batch_size, built.task
@@ -202,11 +203,11 @@ def step_operations(config: Config, share: float) -> tuple[float, float]:
     The first number is that of the forward pass alone. A pass runs on the meta device, where
     products of matrices are counted and nothing is computed. The optimiser is left out.
     """
-    built = Skeleton.build(config)
-    network, method, task = built.network, built.largest_round(), built.task
-    share = share if method.can_train(share) else 1.0
-    method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
-    method.choose(built.adapters, share, generator(0), lambda: None)
+    built = Skeleton(config)
+    network, task = built.network, built.task
+    share = share if built.method.can_train(share) else 1.0
+    built.receive(share)
+    built.choose(share)
     number = config.micro_batch_size or config.batch_size
     batch = meta_batch(network, task, number)
     network.train()
@@ -295,7 +296,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def largest_share(config: Config, free: int) -> float:
     """Find the share that pays for the most heads, or ranks, whose step fits into so many bytes."""
-    parts = Skeleton.build(config).method.parts
+    parts = Skeleton(config).method.parts
     if parts is None:  # whole, or left out: then the share is that of the memory it needs
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
@@ -314,4 +315,4 @@ def largest_share(config: Config, free: int) -> float:
 
 def adapter_parameters(config: Config) -> int:
     """Count the parameters that a client with the whole budget trains, without the classifier."""
-    return Skeleton.build(config).method.trainable_parameters()
+    return Skeleton(config).method.trainable_parameters()

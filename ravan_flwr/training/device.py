@@ -50,13 +50,6 @@ def pick_device(device: str) -> torch.device:
     return chosen
 
 
-def further_gpus(device: torch.device, asked: str) -> list[torch.device]:
-    """List the GPUs of this process beside its first, unless one was asked for by its number."""
-    if device.type != "cuda" or asked not in ("auto", "cuda"):
-        return []
-    return [torch.device("cuda", number) for number in range(1, torch.cuda.device_count())]
-
-
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process may take on a device: a GPU's, or the machine's."""
     if device.type != "cuda":

@@ -44,7 +44,7 @@ def footprint(config: Config) -> Footprint:
 
 def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
-    built = Skeleton.build(config)
+    built = Skeleton(config)
     network, task = built.network.eval(), built.task
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.

@@ -270,61 +270,38 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
 
 def measured_sums(
     model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32",
-    tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+    tally: Tally | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Measure as sums over the examples; `copies` of the network, on other devices, share the work.
-
-    What is summed, and in which order, does not depend on them.
-    """
-    networks = [model.network, *copies]
+    """Measure as sums over the examples."""
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
-    tallies = [None if tally is None else Tally() for _ in networks]
-
-    def measure(place: int) -> list[dict[str, float]]:
-        network, mine = networks[place], order[place :: len(networks)]
-        with _asking(network, precision):
-            device = next(network.parameters()).device
-            batches = _batches(examples, task.collate, iter(mine), device)
-            return [
-                task.measure(network, batch, examples.answers_of(rows), tallies[place])
-                for rows, batch in zip(mine, batches, strict=True)
-            ]
-
-    if copies:
-        with ThreadPoolExecutor(len(networks)) as threads:
-            parts = [*threads.map(measure, range(len(networks)))]
-    else:
-        parts = [measure(0)]
     sums: dict[str, float] = {}
-    for number in range(len(order)):
-        measured = parts[number % len(networks)][number // len(networks)]
-        for name, value in measured.items():
-            sums[name] = sums.get(name, 0.0) + value
-    for counted in tallies:
-        if tally is not None and counted is not None:
-            tally.pairs.update(counted.pairs)
+    with _asking(model.network, precision):
+        batches = _batches(examples, task.collate, iter(order), model.device)
+        for rows, batch in zip(order, batches, strict=True):
+            answers = examples.answers_of(rows)
+            _add(sums, task.measure(model.network, batch, answers, tally))
     return sums
+
+
+def _add(sums: dict[str, float], measured: Mapping[str, float]) -> None:
+    for name, value in measured.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def evaluate_all(
     model: AdaptedModel, task: Task, sets: Mapping[str, Encoded], batch_size: int,
-    precision: str = "float32", tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+    precision: str = "float32", tally: Tally | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
-    sums = {
-        name: measured_sums(model, task, examples, batch_size, precision, tally, copies)
-        for name, examples in sets.items()
-    }
     total: dict[str, float] = {}
-    for measured in sums.values():
-        for metric, value in measured.items():
-            total[metric] = total.get(metric, 0.0) + value
+    by_set: dict[str, float] = {}
+    for name, examples in sets.items():
+        sums = measured_sums(model, task, examples, batch_size, precision, tally)
+        _add(total, sums)
+        means = task.measures.means(sums, len(examples))
+        by_set |= {f"{metric}-{name}": mean for metric, mean in means.items()}
     together = task.measures.means(total, sum(map(len, sets.values())))
-    if len(sets) > 1:
-        for name, measured in sums.items():
-            means = task.measures.means(measured, len(sets[name]))
-            together |= {f"{metric}-{name}": mean for metric, mean in means.items()}
-    return together
+    return together | by_set if len(sets) > 1 else together
 
 
 def _batches(

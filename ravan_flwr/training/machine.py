@@ -2,41 +2,28 @@
 
 `nvidia-smi` comes with the driver. Of the GPUs that it lists, CUDA uses those that
 CUDA_VISIBLE_DEVICES names. It may number unequal GPUs in another order than `nvidia-smi` does;
-nothing here depends on which of them is which. Where the system has GPUs that it does not list, an
-AMD one or an older Jetson's, a process with PyTorch is asked.
+nothing here depends on which of them is which.
 """
 
 import logging
-import math
 import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from joblib import cpu_count
+
 log = logging.getLogger(__name__)
 
-# What AMD's driver and that of a Jetson have in place of nvidia-smi.
-OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvmap"))
 DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder a GPU, also for a process that sees none
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARE_FOR_EXAMPLE = '--federation-config "... client-resources-num-gpus=0.25"'
 _COLUMNS = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
-# Prints what nvidia-smi would. The GPU of a Jetson has the machine's memory, of which CUDA calls
-# free only what no cache of files is in.
-_ASK_PYTORCH = """
-import psutil, torch
-for i in range(torch.cuda.device_count()):
-    about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-    if getattr(about, "is_integrated", False):
-        free = max(free, psutil.virtual_memory().available)
-    print(i, i, about.name, total >> 20, free >> 20, sep=",")
-"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Gpu:
     """Describe a GPU, or a part of one, with its memory in bytes where that is known."""
 
     index: str
-    uuid: str  # or another word for it in CUDA_VISIBLE_DEVICES
+    uuid: str  # which CUDA_VISIBLE_DEVICES takes
     name: str
     total: int | None
     free: int | None
@@ -83,13 +70,9 @@ def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
 
 
 def _listed(environment: Mapping[str, str]) -> list[Gpu]:
-    """List all GPUs of the machine that the driver answers for, or else PyTorch."""
-    lines = _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
-    if not lines and any(path.exists() for path in OTHER_DRIVERS):
-        everything = {key: value for key, value in environment.items() if key != VISIBLE}
-        lines = _lines_of([sys.executable, "-c", _ASK_PYTORCH], everything)
+    """List all GPUs of the machine that the driver answers for."""
     gpus = []
-    for line in lines:
+    for line in _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"):
         index, uuid, rest = (part.strip() for part in line.split(",", 2))
         name, *sizes = (part.strip() for part in rest.rsplit(",", 2))
         # "[N/A]" of a GPU that has the machine's memory.
@@ -101,13 +84,11 @@ def _listed(environment: Mapping[str, str]) -> list[Gpu]:
 def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
     """Read the lines that nvidia-smi answers; none where there is no driver, or it fails."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    return [] if program is None else _lines_of([program, *options])
-
-
-def _lines_of(command: list[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    if program is None:
+        return []
     try:
         answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [program, *options], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
@@ -164,11 +145,8 @@ CORES = "RAVAN_FLWR_CORES"
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Count by affinity, by the quota of the control group, and by what a study leaves to a run."""
-    if hasattr(os, "sched_getaffinity"):
-        number = len(os.sched_getaffinity(0))
-    else:  # macOS
-        number = os.cpu_count() or 1
+    """Count by affinity, by a container's quota, and by what a study leaves to a run."""
+    number = cpu_count()
     if share := environment.get(CORES, ""):
         if not re.fullmatch("[0-9]{1,9}", share) or int(share) < 1:
             raise ValueError(
@@ -176,36 +154,4 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
                 "more; correct it, or unset it for all cores"
             )
         number = min(number, int(share))
-    return max(1, int(min(number, *_quotas(Path("/proc/self/cgroup")))))
-
-
-def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:
-    """Read how many cores this process's control group, and those around it, may use."""
-    yield math.inf
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        kinds, _, path = rest.partition(":")
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        inner = root / kinds / path.lstrip("/") if kinds else root / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_relative_to(root):
-                yield _quota(folder)
-
-
-def _quota(folder: Path) -> float:
-    """Read the quota of one control group, of version 2 or 1; infinite where there is none."""
-    try:
-        if (both := folder / "cpu.max").is_file():
-            quota, period = both.read_text().split()
-        else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            )
-        return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except (OSError, ValueError):  # not there, or "max"
-        return math.inf
+    return int(number)

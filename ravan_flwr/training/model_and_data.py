@@ -36,7 +36,7 @@ from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device, suitable_threads
+from ravan_flwr.training.device import pick_device, suitable_threads
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
@@ -120,7 +120,6 @@ class ModelAndData:
     def __init__(self, config: Config) -> None:
         self.config = config = settle(config)
         self.task = make_task(config)
-        self.shares_device = True  # with the processes of other clients and of the server
         self._rows: list[np.ndarray] = []  # the rows of each client
         self._own: dict[str, Encoded] = {}  # a device's own examples, by path
 
@@ -143,7 +142,6 @@ class ModelAndData:
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
-            shares_device=self.shares_device,
         )
         if keeps_casts(config):
             keep_casts(model.network)
@@ -175,19 +173,8 @@ class ModelAndData:
     ) -> dict[str, float]:
         """Evaluate the model as it is now: on the server's examples, or on other ones."""
         chosen = self.test_sets if sets is None else sets
-        precision = self.config.precision
-        size = self.task.evaluation_batch
-        # Further GPUs have copies of the network, as long as each has a batch to evaluate; one in
-        # few bits stays where it is.
-        batches = max(-(-len(examples) // size) for examples in chosen.values())
-        most = batches - 1 if self.config.quantize == "none" else 0
-        further = further_gpus(self.model.device, self.config.device)[:most]
-        copies = [self.model.copied_to(device) for device in further]
-        found = evaluate_all(self.model, self.task, chosen, size, precision, tally, copies)
-        del copies
-        for device in further if self.shares_device else ():
-            give_back_memory(device)
-        return found
+        precision, size = self.config.precision, self.task.evaluation_batch
+        return evaluate_all(self.model, self.task, chosen, size, precision, tally)
 
     @cached_property
     def _shared(self) -> Encoded:

@@ -5,14 +5,11 @@ The parameters that the pretrained weights lack are the classifier, drawn from t
 
 import hashlib
 import math
-import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,39 +40,6 @@ from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
-
-HASHED_AT_ONCE = 64 * 2**20  # bytes; hashing less takes no longer than a glance
-SETTLED = 10.0  # seconds
-
-
-def file_digest(path: Path) -> bytes:
-    """Hash a file by SHA-256, or remember its hash."""
-    stat = path.stat()
-    if stat.st_size < HASHED_AT_ONCE:
-        return _hashed(path)
-    # A digest is kept in the user's cache, not that of a file that has just been changed: it may
-    # change again within the same tick of the clock.
-    identity = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}"
-    home = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(home) if home else Path("~/.cache").expanduser()
-    kept = cache / "ravan-flwr" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
-    with suppress(OSError, ValueError):
-        digest = bytes.fromhex(kept.read_text(encoding="ascii"))
-        if len(digest) == hashlib.sha256().digest_size:
-            return digest
-    digest = _hashed(path)
-    if time.time() - stat.st_mtime > SETTLED:
-        with suppress(OSError):  # a cache that cannot be written is none
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            part = kept.with_name(f"{kept.name}.{os.getpid()}")
-            part.write_text(digest.hex(), encoding="ascii")
-            part.replace(kept)
-    return digest
-
-
-def _hashed(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 @dataclass(frozen=True)
@@ -345,7 +309,8 @@ def backbone_fingerprint(spec: ModelSpec) -> str:
     )
     digest = hashlib.sha256()
     for path in files:
-        digest.update(file_digest(path))
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 

@@ -32,11 +32,11 @@ from ravan_flwr.privacy.example_gradients import (
     check_apart,
     check_trained,
 )
+from ravan_flwr.privacy.mechanism import drawn
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.batching import poisson_batches
 from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dropout_from
 
 log = getLogger(__name__)
@@ -144,7 +144,12 @@ class PrivateStepper(Stepper):
         lengths: np.ndarray | None,  # noqa: ARG002 (who meets whom is chance alone)
         work: ClientRound,  # noqa: ARG002
     ) -> Iterator[np.ndarray]:
-        return poisson_batches(number, self.rate)
+        """Draw each row by itself, from the system's entropy, for batch after batch.
+
+        Batches have different sizes, and may be empty. Who knew a seed would know who is in them.
+        """
+        while True:
+            yield drawn(number, self.rate)
 
     def read(
         self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]

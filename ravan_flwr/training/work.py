@@ -1,6 +1,5 @@
 """Count what a client's device does for a message, from shapes alone: operations and bytes."""
 
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from statistics import median
 
@@ -18,20 +17,9 @@ class Workload:
 
     def __init__(self, config: Config, clients: int, devices: list[Device]) -> None:
         self.config, self.clients, self.devices = config, clients, devices
-
-    @cached_property
-    def _built(self) -> Skeleton:
-        return Skeleton.build(self.config)
-
-    @cached_property
-    def bytes_up(self) -> Callable[[float], int]:
-        """Count the bytes of an upload, by share."""
-        return lru_cache(self._built.bytes_up)
-
-    @cached_property
-    def bytes_down(self) -> Callable[[float], int]:
-        """Count the bytes of a broadcast, by share."""
-        return lru_cache(self._built.bytes_down)
+        built = Skeleton(config)
+        # The bytes of an upload, and of a broadcast, by share.
+        self.bytes_up, self.bytes_down = lru_cache(built.bytes_up), lru_cache(built.bytes_down)
 
     @cached_property
     def examples(self) -> list[int]:

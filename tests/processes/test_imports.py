@@ -11,7 +11,8 @@ from tests import ROOT
 
 def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
     script = (
-        "import sys; from ravan_flwr.launch.sharing import share_gpus; share_gpus({}, 20); "
+        "import sys; from ravan_flwr.launch import sharing, start; "
+        "begin = start.read_start({}); sharing.share_gpus(begin.config, begin.num_clients); "
         "assert 'torch' not in sys.modules and 'flwr' not in sys.modules"
     )
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -35,11 +35,9 @@ def test_its_plan_is_what_it_does(run):
     assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
     assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in told
     # At most: bytes of a run with the preset's 20 clients, of which this one has four.
-    lines = told.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("the run"))
-    pair = lines[start : start + 2]
-    numbers = [re.findall(r"([\d,]+) (?:bytes up|down)", line)[-1] for line in pair]
-    most = [int(number.replace(",", "")) for number in numbers]
+    found = re.search(r"the run .*: at most ([\d,]+) bytes up, ([\d,]+) down", told)
+    assert found is not None
+    most = [int(number.replace(",", "")) for number in found.groups()]
     assert run.summary["bytes-up"] <= most[0]
     assert run.summary["bytes-down"] <= most[1]
     for client in records_of(run)[-1]["clients"]:

@@ -113,7 +113,6 @@ def steps_take(settings, number=3):
     """The bytes of a model's steps beyond the model, and what the plan says."""
     config = read_config(settings | {"device": "cuda"})
     bench = ModelAndData(config)
-    bench.shares_device = False
     examples = bench.partition(0, 4).train
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
     model = bench.model
@@ -210,7 +209,7 @@ def test_one_process_keeps_its_memory(tmp_path, monkeypatch):
 def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
     """Under Flower's runtime, with the share that `--engine flower` asks for."""
     settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
-    sharing = share_gpus(settings, 3, environment=os.environ)
+    sharing = share_gpus(read_config(settings), 3)
     assert sharing.clients_per_gpu >= 1
     words = f"output-dir='{tmp_path}' report=false tracking='none' "
     words += " ".join(f"{key}={value}" for key, value in settings.items())

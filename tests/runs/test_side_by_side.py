@@ -17,7 +17,6 @@ from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.device import Workers
 from ravan_flwr.training.machine import CORES
 from testing import ROOT
 
@@ -102,7 +101,7 @@ def started_anew(preset, tmp_path_factory):
     """A run with two new processes, each of which has imported everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CORES, "2")
-        patch.setattr(parallel_clients.SideBySide, "_may_fork", False)
+        patch.setattr(torch.accelerator, "is_available", lambda: True)  # so that none forks
         return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **A_ROUND)
 
 
@@ -133,12 +132,11 @@ def test_two_processes_give_the_bits_of_one(settings, tmp_path):
     assert_same(one, two)
 
 
-def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, monkeypatch, capsys):
+def test_auto_starts_workers_where_they_pay_and_gives_the_same_bits(tmp_path, monkeypatch, capsys):
     one = run(tmp_path, 1)
     tiny = run(tmp_path, "auto")
     assert tiny.summary["processes"] == 1
     monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
-    monkeypatch.setattr(parallel_clients, "LEAST_SAVED", 0.0)
     long = run(tmp_path, "auto")
     assert long.summary["processes"] == 2
     assert "2 clients at work at a time, each in a process with 1 thread" in capsys.readouterr().out
@@ -146,21 +144,9 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
     assert_same(one, long)
 
 
-def test_more_threads_than_cores_are_warned_of(tmp_path, monkeypatch, capsys):
-    told = "4 threads compute on 2 cores, and each waits for the others"
-    monkeypatch.setattr(parallel_clients.SideBySide, "_start", lambda _: None)
-    run(tmp_path, 2)
-    assert told not in capsys.readouterr().out
-    monkeypatch.setattr(parallel_clients, "most_workers", lambda *_, **__: Workers(2, 2))
-    monkeypatch.setattr(parallel_clients.SideBySide, "_new_starter", lambda *_, **__: None)
-    run(tmp_path, 2)
-    assert told in capsys.readouterr().out
-
-
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
     monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
-    monkeypatch.setattr(parallel_clients, "LEAST_SAVED", 0.0)
     assert run(tmp_path, "auto").summary["processes"] == 1
 
 
@@ -251,18 +237,22 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("threads", "forks"), [(1, True), (1, False), (2, True)])
 def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
     """A fork computes with one thread; a number that a user has set is kept."""
+
+    def no_room(*_):
+        raise OSError
+
     started = []
     for kind in (ForkStarter, SpawnStarter):
         monkeypatch.setattr(kind, "__init__", lambda *given: started.append(given))
         monkeypatch.setattr(kind, "close", lambda _: None)
-    monkeypatch.setattr(parallel_clients.SideBySide, "_start", lambda self: self.close())
+    monkeypatch.setattr(parallel_clients, "WorkerPool", no_room)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: not forks)
     run(tmp_path, 2, **{"num-rounds": 1})
     ((starter, _, *given),) = started
     forked = forks and threads == 1
     assert isinstance(starter, ForkStarter if forked else SpawnStarter)
-    assert given == ([] if forked else [None, []])  # OMP_NUM_THREADS is set: conftest.py
+    assert given == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
 
 
 def test_workers_that_cannot_be_forked_are_started_anew(started_anew, preset, tmp_path):

@@ -541,7 +541,7 @@ def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
     [
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
-        (["rank=97"], 2, "error: rank = 97: the model digits-vit has a hidden size of 96"),
+        (["rank=97"], 2, "error: rank = 97: the smallest side of an adapted matrix is 96"),
         (["limits=max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )

@@ -40,7 +40,7 @@ def same(one, other):
 def test_a_runs_bytes_are_those_of_the_plan(name, tmp_path):
     done = run(tmp_path, method=name, sparsity="1/4:1/16")
     settings = {**SHORT, "method": name}
-    built = Skeleton.build(read_config(settings | {"sparsity": "1/4:1/16"}))
+    built = Skeleton(read_config(settings | {"sparsity": "1/4:1/16"}))
     records = rounds(done)
     for record in records:
         own = name == "feddpa" and record["round"] == 2  # a round that sends nothing
@@ -51,7 +51,7 @@ def test_a_runs_bytes_are_those_of_the_plan(name, tmp_path):
         assert "refused" not in record
     down = [c["bytes-down"] for c in records[-1]["clients"]]
     assert all(number <= built.bytes_down(1.0) for number in down)
-    whole = Skeleton.build(read_config(settings))
+    whole = Skeleton(read_config(settings))
     if name != "local":  # a sixteenth of the numbers, with their places: below an eighth
         assert built.bytes_up(1.0) < whole.bytes_up(1.0) / 8
         assert built.bytes_down(1.0) < whole.bytes_down(1.0)

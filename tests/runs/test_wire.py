@@ -20,7 +20,7 @@ def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
         "clients-per-round": 2, "classifier": "trained", "tracking": "none", "report": False,
     }  # fmt: skip
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
-    built = Skeleton.build(read_config(settings))
+    built = Skeleton(read_config(settings))
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if r["round"]]
     for record in records:
@@ -32,6 +32,6 @@ def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
     once = {"fed-sb"}  # its first message brings the bases, too
     down = [c["bytes-down"] for c in records[method in once]["clients"]]
     assert all(bytes_down <= built.bytes_down(1.0) for bytes_down in down)
-    whole = Skeleton.build(read_config(settings | {"wire": "float32"}))
+    whole = Skeleton(read_config(settings | {"wire": "float32"}))
     ratio = {"int8": 1 / 4, "float16": 1 / 2, "bfloat16": 1 / 2}[wire]
     assert built.bytes_up(1.0) == pytest.approx(ratio * whole.bytes_up(1.0), rel=0.04)

@@ -110,7 +110,7 @@ def test_where_a_run_cannot_be_delivered_it_says_what_to_do_instead(
 ):
     for path, told in (
         (tmp_path / "elsewhere", "found no config.json there, .* call this command there, as a"),
-        (tmp_path, "found no config.json there, expected a run directory .*; correct the path$"),
+        (tmp_path, "found no config.json there, expected a run directory .*; correct the path"),
     ):
         status, error = deliver(capsys, path, "edge")
         assert status == 2
@@ -140,5 +140,5 @@ def test_a_run_that_may_not_be_read_is_told(run, submitted, capsys, monkeypatch)
     monkeypatch.setattr(RunDirectory, "open", refuse)
     status, told = deliver(capsys, run, "edge")
     assert status == 2
-    assert "Permission denied. RUN is a directory on the server's machine" in told
+    assert f"Permission denied: {str(run)!r}. RUN is a directory on the server's machine" in told
     assert "as a user who may read it" in told

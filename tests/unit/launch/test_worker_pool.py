@@ -1,4 +1,4 @@
-"""A crew answers in order and goes ahead by one reply for each worker."""
+"""A crew answers in order, and goes ahead by one reply for each worker."""
 
 import socket
 import threading

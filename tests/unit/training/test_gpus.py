@@ -5,28 +5,23 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
-from flwr.supercore.utils import simulation_config_from_json
 
 from benchmarks.gpu import classes, fitting
-from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
-from ravan_flwr.launch.workers import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.device import free_memory, further_gpus, give_back_memory, pick_device
+from ravan_flwr.training.device import free_memory, give_back_memory, pick_device
 from ravan_flwr.training.footprint import (
     CONTEXT,
     Footprint,
@@ -35,7 +30,7 @@ from ravan_flwr.training.footprint import (
     footprint,
 )
 from ravan_flwr.training.machine import Gpu, in_turn, unused_gpus, visible_gpus
-from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests import ROOT
 from tests.memory import kept_for_backward
@@ -115,7 +110,7 @@ def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatc
     monkeypatch.setattr("os.cpu_count", lambda: cpus)
     given: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
     given |= {key.replace("_", "-"): value for key, value in settings.items()}
-    return share_gpus(given, clients, asked, runs, machine(folder, *cards))
+    return share_gpus(read_config(given), clients, asked, runs, machine(folder, *cards))
 
 
 def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
@@ -125,25 +120,20 @@ def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
     def sharing(*cards, **how):
         return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
 
-    on_clients: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.1}
     need = footprint(read_config({"preset": "cifar100-vit-b16"}))
     usable = 0.9 * 81004 * 2**20
     fit = int((usable - need.server) // need.client)
     assert 5 < fit < 30
     assert sharing(LARGE).clients_per_gpu == fit
-    # The server evaluates on both, and a share is the same on all.
+    # The server is on the first, and a share is the same on all.
     assert sharing(LARGE, LARGE).clients_per_gpu == fit
     assert len(sharing(LARGE, LARGE).gpus) == 2
-    # The smallest decides.
+    # The smallest decides, less the server's process where that is.
     less = f"Less, 40960, {int((need.client * 2.5 + need.server) / 0.9 / 2**20)}"
-    assert sharing(LARGE, less).clients_per_gpu == 2
+    assert sharing(less, LARGE).clients_per_gpu == 2
     fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
-    assert sharing(LARGE, fewer).clients_per_gpu == 1
-    held = {"evaluate_on": "clients", "validation_share": 0.1}  # then the server is on one alone
-    need = footprint(read_config(on_clients | {"preset": "cifar100-vit-b16"}))
-    fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
-    assert sharing(LARGE, fewer, **held).clients_per_gpu == 2
-    need = footprint(read_config({"preset": "cifar100-vit-b16"}))
+    assert sharing(fewer, LARGE).clients_per_gpu == 1
+    assert sharing(LARGE, fewer).clients_per_gpu == 2
     # No more than there are CPUs and clients for, spread over the GPUs.
     assert sharing(LARGE, LARGE, cpus=3).clients_per_gpu == 2
     assert sharing(LARGE, clients_per_round=3).clients_per_gpu == 3
@@ -168,10 +158,10 @@ def test_what_cannot_be_is_told(tmp_path, monkeypatch):
     refused("GPU 0 .* nvidia-smi does not say how much memory .* --clients-per-gpu",
             "NVIDIA GB10, [N/A], [N/A]")  # fmt: skip
     refused("--clients-per-gpu 2: found no GPU", asked=2)
-    refused("--clients-per-gpu 2: got device = 'cpu' beside it", LARGE, asked=2, device="cpu")
-    refused("--clients-per-gpu 0: got device = 'cuda' beside it", LARGE, asked=0, device="cuda")
-    refused("--clients-per-gpu -1: expected 0", LARGE, asked=-1)
-    refused("--clients-per-gpu 25: expected 0", LARGE, asked=25)
+    refused("--clients-per-gpu 2: found no GPU for device = 'cpu'", LARGE, asked=2, device="cpu")
+    refused("--clients-per-gpu 0: expected 1 .* device=cpu", LARGE, asked=0)
+    refused("--clients-per-gpu -1: expected 1", LARGE, asked=-1)
+    refused("--clients-per-gpu 25: expected 1", LARGE, asked=25)
     refused("--runs-at-a-time 0: expected", LARGE, runs=0)
     refused(
         "device = 'cuda:1': .* CUDA_VISIBLE_DEVICES=1 in the environment", LARGE, device="cuda:1"
@@ -237,10 +227,6 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
     assert command("device=cuda", "--clients-per-gpu", "1", cards=[SMALL])[0].endswith("-gpus=1")
     assert command("device=cpu", cards=[SMALL])[0] == PLAIN
     assert command("device=mps", cards=[SMALL])[0] == PLAIN
-    federation, run_config, told = command("--clients-per-gpu", "0", cards=[SMALL])
-    assert federation == PLAIN
-    assert 'device="cpu"' in run_config
-    assert 'device="cpu"' in told
 
 
 STUDY = """
@@ -384,41 +370,6 @@ def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, 
         pick_device("cuda")
 
 
-# GPUs that nvidia-smi does not list.
-
-TORCH = """
-from types import SimpleNamespace
-class cuda:
-    device_count = lambda: 2
-    get_device_properties = lambda i: SimpleNamespace(name="Orin", is_integrated=bool(i))
-    mem_get_info = lambda i: (2**30, 64 * 2**30)
-"""
-
-
-def test_gpus_without_nvidia_smi_are_found_by_pytorch(tmp_path, monkeypatch):
-    """On AMD's and on older Jetsons; that of a Jetson has the machine's memory."""
-    (tmp_path / "torch.py").write_text(TORCH)
-    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    monkeypatch.setattr(found_gpus, "OTHER_DRIVERS", (tmp_path / "nvmap",))
-    assert visible_gpus(environment) == []  # PyTorch is not asked in vain
-    (tmp_path / "nvmap").touch()
-    first, second = visible_gpus(environment)
-    assert (first.uuid, first.name, first.free, first.total) == ("0", "Orin", 2**30, 2**36)
-    assert second.free == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    assert names(environment | {"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
-    # Clients ask for a share, and Ray is told of the GPUs, which it may not find.
-    words = Sharing(2, [first, second]).federation(4).split()
-    assert {"client-resources-num-gpus=0.5", "init-args-num-gpus=2"} <= {*words}
-    assert (
-        simulation_config_from_json(
-            {k.replace("-", "_"): int(v) for k, v in [words[-1].split("=")]}
-        ).init_args_num_gpus
-        == 2
-    )
-    listed = visible_gpus(machine(tmp_path / "bin", LARGE))
-    assert "init-args" not in Sharing(2, listed).federation(4)
-
-
 class FakeCuda:
     """What CUDA says of a GPU's memory, in bytes."""
 
@@ -449,21 +400,6 @@ def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypat
     give_back_memory(CUDA)
     give_back_memory(torch.device("cpu"))
     assert cuda.emptied == given
-
-
-@pytest.mark.parametrize(("processes", "shares"), [("auto", False), (1, False), (2, True)])
-def test_a_server_shares_its_gpu_with_the_processes_of_clients(processes, shares, monkeypatch):
-    """Else it would keep an evaluation's memory while others train beside it."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", stop)
-    given: dict[str, Scalar] = {"processes": processes, "seed": 77}
-    with pytest.raises(KeyboardInterrupt):
-        simulate(given, 2)
-    found = get_model_and_data(read_config(given | {"output-dir": str(Path("runs").absolute())}))
-    assert found.shares_device == shares
 
 
 # Several GPUs.
@@ -501,86 +437,6 @@ def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
     seen.clear()
     running.run_study(file, tmp_path / "others", jobs=2, here={"device": "cuda:1"})
     assert seen == [None, None]
-
-
-def test_workers_are_started_where_the_fewest_are(monkeypatch):
-    """The server's GPU comes last, and who takes another's place is on the same GPU."""
-    given = []
-
-    class Process:
-        returncode = None
-
-        def __init__(self, *_, env, **__):
-            given.append(env.get("CUDA_VISIBLE_DEVICES"))
-
-        def poll(self):
-            return self.returncode
-
-        def kill(self):
-            self.returncode = -9
-
-        wait = poll
-
-    monkeypatch.setattr("ravan_flwr.launch.workers.subprocess.Popen", Process)
-    monkeypatch.setattr("ravan_flwr.launch.workers.Connection.send", lambda *_: None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
-    starter = SpawnStarter({}, None, cards)
-    links = [starter.start() for _ in range(3)]
-    assert given == ["GPU-1", "GPU-0", "GPU-1"]
-    links[1].end()
-    links.append(starter.start())
-    assert given[3] == "GPU-0"
-    for link in (links[0], *links[2:]):
-        link.end()
-    SpawnStarter({}, None).start().end()
-    assert given[4] is None
-
-
-@pytest.mark.parametrize("preset", ["digits-vit"])
-def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, monkeypatch):
-    """Three processors stand for GPUs."""
-    bench = ModelAndData(read_config({"preset": preset, "seed": 3}))
-    monkeypatch.setattr(type(bench.task), "evaluation_batch", 50)
-    whole = bench.evaluate(alone := Tally())
-    monkeypatch.setattr(
-        "ravan_flwr.training.model_and_data.further_gpus", lambda *_: [torch.device("cpu")] * 2
-    )
-    given_back: list[torch.device] = []
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.give_back_memory", given_back.append)
-    networks: dict[int, int] = {}
-    measure = type(bench.task).measure
-
-    def measured(self, network, batch, *more):
-        networks[id(network)] = networks.get(id(network), 0) + len(batch["labels"])
-        return measure(self, network, batch, *more)
-
-    monkeypatch.setattr(type(bench.task), "measure", measured)
-    assert bench.evaluate(shared := Tally()) == pytest.approx(whole, rel=1e-6)
-    assert shared.pairs == alone.pairs
-    assert len(networks) == 3
-    assert len(given_back) == 2
-    assert sum(networks.values()) == len(alone)
-    # With another state the copies have that.
-    with bench.model.holding({k: v + 0.3 for k, v in bench.model.initial_state().items()}):
-        found = bench.evaluate()
-        monkeypatch.setattr("ravan_flwr.training.model_and_data.further_gpus", lambda *_: [])
-        assert bench.evaluate() == pytest.approx(found, rel=1e-6)
-    assert found["loss"] != pytest.approx(whole["loss"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked", "expected"),
-    [
-        ("cuda", "auto", [1, 2]),
-        ("cuda", "cuda", [1, 2]),
-        ("cuda", "cuda:0", []),
-        ("cpu", "auto", []),
-    ],
-)
-def test_gpus_beside_the_first_are_those_that_nobody_ruled_out(kind, asked, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert [device.index for device in further_gpus(torch.device(kind), asked)] == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")

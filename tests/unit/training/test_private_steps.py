@@ -14,7 +14,7 @@ from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training import batching, private_steps
+from ravan_flwr.training import private_steps
 from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.private_steps import (
@@ -73,7 +73,7 @@ def gradients_of_step(bench, noise, **settings):
 
 @pytest.fixture
 def all_drawn(monkeypatch):
-    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
 
 
 def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(bench, all_drawn):
@@ -111,7 +111,9 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
     noise, took = StepNoise(1e-9, 0.5), Encoded.take
     whole = gradients_of_step(bench, noise)
     without = [7, 30]
-    monkeypatch.setattr(batching, "drawn", lambda number, _: np.delete(np.arange(number), without))
+    monkeypatch.setattr(
+        private_steps, "drawn", lambda number, _: np.delete(np.arange(number), without)
+    )
     expected = gradients_of_step(bench, noise)
 
     def take(self, rows):
@@ -119,7 +121,7 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
             raise OSError("image of Jane Doe is truncated")
         return took(self, rows)
 
-    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
     monkeypatch.setattr(Encoded, "take", take)
     found = gradients_of_step(bench, noise)
     assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
@@ -166,7 +168,7 @@ def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
 
 
 def test_an_empty_draw_is_a_step_of_noise_alone(bench, monkeypatch):
-    monkeypatch.setattr(batching, "drawn", lambda *_: np.arange(0))
+    monkeypatch.setattr(private_steps, "drawn", lambda *_: np.arange(0))
     noise = StepNoise(3.0, 0.5)
     gradient = torch.cat([g.flatten() for g in gradients_of_step(bench, noise)])
     assert float(gradient.std()) == pytest.approx(3.0 * 0.5 / 32, rel=0.1)
@@ -210,7 +212,7 @@ def test_who_is_drawn_does_not_follow_from_the_seed(bench):
 
 def test_noise_comes_from_no_seed(bench, monkeypatch):
     """With draws that are alike, all that two rounds differ by is noise."""
-    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
     one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
     assert not torch.equal(one["H"], other["H"])
     monkeypatch.setattr(example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double())

@@ -1,0 +1,39 @@
+"""Read what a run starts with, once, before PyTorch is imported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.presets import absolute_paths, own_preset
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.runs.directory import with_those_of_the_run
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.clients import number_of_clients
+
+
+@dataclass(frozen=True)
+class Start:
+    """Hold the settings of a run as they were given and as they were checked, and its clients."""
+
+    run_config: Mapping[str, Scalar]  # with absolute paths
+    config: Config
+    num_clients: int
+
+
+def read_start(
+    given: Mapping[str, Scalar], num_clients: int | None = None, *, in_flower: bool = False
+) -> Start:
+    """Check the settings, with those of the run that is resumed; count the clients.
+
+    Under Flower a preset is one of the app's own files, else it may be the path of any.
+    """
+    named = given if in_flower else own_preset(given)
+    settings, num_clients = with_those_of_the_run(named, num_clients)
+    if settings.get("output-dir", AUTO) == AUTO:
+        settings["output-dir"] = "runs"
+    run_config = absolute_paths(settings)
+    config = read_config(run_config)
+    number = number_of_clients(config, num_clients)
+    if number < 1:
+        raise ValueError(f"num-clients = {number}: expected a whole number at least 1, such as 20")
+    return Start(run_config, config, number)
