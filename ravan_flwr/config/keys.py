@@ -414,7 +414,7 @@ MOVED = {
     "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
     "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
     "max-examples": "limits=max-examples=1000", "packing": "batching=packed",
-    "micro-batch-tokens": "micro-batch-size=4", "quantize": "backbone-dtype=4bit",
+    "quantize": "backbone-dtype=4bit",
     "robust": "weighting=median", "calibration-steps": "init=data-aware:8", "init-scale": "",
     "layer-form": "",
 }  # fmt: skip

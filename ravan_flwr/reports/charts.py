@@ -175,7 +175,7 @@ def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
         return
     figure.set_figheight(figure.get_figheight() + 0.19 * len(labels))
     for text in figure.legend(fontsize=8, loc="outside upper left").get_texts():
-        text.set_text(textwrap.shorten(text.get_text(), _LONGEST, placeholder=" …"))
+        text.set_text(_shortened(text.get_text(), _LONGEST))
 
 
 def _end_far_apart(series: Sequence[Series]) -> bool:
@@ -357,7 +357,7 @@ def heat(
     """
     table = np.asarray(values, float)
     top = float(table.max()) or 1.0
-    rows, columns = ([_shortened(name) for name in names] for names in (rows, columns))
+    rows, columns = [*map(_shortened, rows)], [*map(_shortened, columns)]
     longest = max(map(len, columns))
     turned = longest > 3
     below = 0.06 * longest * turned  # inches
@@ -376,20 +376,23 @@ def heat(
         axes.set_xticks(range(0, len(columns), across), columns[::across], rotation=rotation)
         _name(axes, x, y)
         if len(columns) <= _MOST_IN_CELLS and len(table) <= _MOST_NAMES:
-            written = table if counts is None else np.asarray(counts)
-            digits = 3 if len(columns) <= 4 or counts is not None else 2
-            size = 10 if len(columns) <= 8 else 8
+            told = np.asarray(table if counts is None else counts)
+            whole = bool((told == told.round()).all())
+            written = np.vectorize(lambda x: f"{x:.0f}" if whole else f"{x:.2g}")(told)
+            widest = max(map(len, written.flat))
+            size = 10 if len(columns) * widest <= 32 else 8 if len(columns) * widest <= 60 else 6
             for (row, column), value in np.ndenumerate(table):
                 colour = "#ffffff" if value < 0.6 * top else "#000000"
-                number = f"{written[row, column]:.{digits}g}"
                 axes.text(
-                    column, row, number, fontsize=size, color=colour, ha="center", va="center"
-                )
+                    column, row, written[row, column], fontsize=size, color=colour, ha="center",
+                    va="center",
+                )  # fmt: skip
     return Chart(*caption, figure, broad=width > _WIDTH)
 
 
-def _shortened(name: str) -> str:
-    return plain(textwrap.shorten(name, _LETTERS, placeholder="…"))
+def _shortened(name: str, most: int = _LETTERS) -> str:
+    name, half = " ".join(name.split()), most // 2  # names of layers differ at their ends
+    return plain(name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}")
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

@@ -72,7 +72,8 @@ def as_text(content: dict[str, Any]) -> str:
     lines = [f"{content['examples']} examples ({content['split']} of {content['data']})", metrics]
     if "classes" in content:
         table = class_table(content | content["metrics"])
-        rows = [[plain(str(cell)) for cell in row] for row in table["rows"]]  # names are the data's
+        # Names are the data's.
+        rows = [[plain(str(cell), 60) for cell in row] for row in table["rows"]]
         lines += ["", pd.DataFrame(rows, columns=table["heads"]).to_string(index=False)]
     return "\n".join(lines) + "\n"
 

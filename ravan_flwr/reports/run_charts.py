@@ -68,8 +68,8 @@ def courses(
             if (measured := [one for one in found if metric in one])
         ]
         moving = [one for one in series if any(len(at) > 1 for at, _ in one.runs)]
-        if not series or (key == "round" and not moving):
-            continue  # all were evaluated once: a table has it
+        if not series:
+            continue
         caption = Caption(
             f"{metric}{suffix}",
             f"{metric.capitalize()} {heading}",

@@ -22,7 +22,7 @@ NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
 # round, bytes, client-seconds, time, and each metric, by evaluation
-Curve = dict[str, list[float]]
+Curve = dict[str, list[int | float]]
 
 
 def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:

@@ -1,6 +1,7 @@
 """Decide what a run begins with: anew, or going on with an earlier one, whose files are checked."""
 
 import dataclasses
+import os
 from logging import getLogger
 from pathlib import Path
 
@@ -55,14 +56,19 @@ def output_folder(config: Config) -> Path:
     A SuperLink keeps the working directory of whoever started it first, so a relative path would
     land anywhere.
     """
-    if config.output_dir == AUTO:
-        return Path.home() / "ravan-flwr" / "runs"
-    path = Path(config.output_dir).expanduser()
+    given = config.output_dir
+    path = Path("~/ravan-flwr/runs" if given == AUTO else given).expanduser()
     if not path.is_absolute():
         raise ValueError(
             f"output-dir = {config.output_dir!r}: got a relative path, expected an absolute one, "
             "since a SuperLink keeps the directory that it was started in; write "
             f"output-dir='{path.absolute()}', say"
+        )
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output-dir = {str(path)!r}: {there} is no folder that can be written to, expected "
+            "one; set output-dir"
         )
     return path
 

@@ -114,7 +114,8 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     """Draw the metric by round, by megabyte, by the clients' seconds and by time, where noted."""
     metric = rows[0].first.metric if rows[0].metric == TIME else rows[0].metric
     curves = {row.row: [result.curve for result in row.results.values()] for row in rows}
-    keys = ["round", "bytes"]
+    keys = ["round"] if any(len(x["round"]) > 1 for xs in curves.values() for x in xs) else []
+    keys.append("bytes")
     if all(row.client_seconds is not None for row in rows):
         keys.append("client-seconds")
     if all(TIME in curve for found in curves.values() for curve in found):

@@ -248,7 +248,8 @@ def rows_as_csv(study: Study, results: Results) -> str:
     contrasts = any(table.contrasts for table in study.tables)
     lines = [line for table in study.tables for line in lines_of(table, results)]
     rows = [_values(line, contrasts=contrasts) for line in lines]
-    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False))
+    columns = None if rows else ["table", "row"]  # none is done yet
+    return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))
 
 
 def _values(line: Line, *, contrasts: bool) -> dict[str, object]:

@@ -131,16 +131,19 @@ def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
 
 def check_validation_size(tuning: Tuning) -> int:
     """Count the examples that all clients hold back; ValueError where one has none to train on."""
-    seed = tuning.grid.rungs[-1].seeds[0]
-    config = replace(tuning.config, seed=seed)
-    sizes = [len(rows) for rows in ModelAndData(config).rows(tuning.row.num_clients)]
-    if validation_size(config, min(sizes)) >= min(sizes):
-        raise ValueError(
-            f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}, "
-            f"expected enough for a validation split of {100 * config.validation_share:g} % and "
-            "for training; use fewer clients with num-clients=..., or more examples"
-        )
-    number = sum(validation_size(config, size) for size in sizes)
+    numbers = []
+    for seed in tuning.grid.rungs[-1].seeds:
+        config = replace(tuning.config, seed=seed)
+        sizes = [len(rows) for rows in ModelAndData(config).rows(tuning.row.num_clients)]
+        if validation_size(config, min(sizes)) >= min(sizes):
+            raise ValueError(
+                f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed "
+                f"{seed}, expected enough for a validation split of "
+                f"{100 * config.validation_share:g} % and for training; use fewer clients with "
+                "num-clients=..., or more examples"
+            )
+        numbers.append(sum(validation_size(config, size) for size in sizes))
+    number = min(numbers)
     if number < FEW:
         log.warning(
             "the validation splits have %d examples in all, so that one answer changes the metric "
@@ -276,7 +279,10 @@ def _loaded(text: str) -> dict[str, Any]:
 
 
 def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
-    """Put the method's line, with its notes, in place of the former one, or first in the block."""
+    """Put the method's line, with its notes, in place of the former one, or first in the block.
+
+    A comment behind the former rate stays.
+    """
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end)
     root: Any = yaml.compose(text)
@@ -284,18 +290,18 @@ def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
     if RATE not in found:
         lines.append(f"{RATE}:")
     key, block = found.get(RATE, (None, None))
-    at, indent = (key.start_mark.line + 1 if key else len(lines)), "  "
+    at, indent, rest = (key.start_mark.line + 1 if key else len(lines)), "  ", ""
     rates = block.value if isinstance(block, yaml.MappingNode) else []
     if not rates:
         lines[at - 1] = lines[at - 1].replace("{}", "", 1)
     for name, value in rates:
         indent = " " * name.start_mark.column
         if name.value == method:
-            at = value.start_mark.line
-            del lines[at]
+            at, rest = name.start_mark.line, lines[value.end_mark.line][value.end_mark.column :]
+            del lines[at : value.end_mark.line + 1]
     note = f"# tune of {method}: "
     while lines[at - 1].lstrip().startswith(note):
         at -= 1
         del lines[at]
-    own = [indent + one for one in (*(note + told for told in notes), f"{method}: {rate}")]
+    own = [indent + one for one in (*(note + told for told in notes), f"{method}: {rate}{rest}")]
     return end.join([*lines[:at], *own, *lines[at:], ""])

@@ -130,7 +130,10 @@ def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["output-dir=/dev/null/runs"], "'/dev/null/runs': cannot make a folder there"),
+        (
+            ["output-dir=/dev/null/runs"],
+            "'/dev/null/runs': /dev/null is no folder that can be written to",
+        ),
         (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
         (["device=cuda:99"], "device = 'cuda:99' is not there"),
     ],

@@ -54,6 +54,15 @@ def test_of_many_classes_colours_are_drawn_and_some_names():
     assert chart.png()
 
 
+def test_large_counts_are_whole_and_long_names_keep_their_ends():
+    words = ["encoder.block.0.layer.0.SelfAttention.q", "encoder.block.0.layer.0.SelfAttention.k"]
+    chart = confusion_chart([[1234, 12], [7, 10500]], words)
+    axes: Any = chart.figure.axes[0]
+    assert {text.get_text() for text in axes.texts} == {"1234", "12", "7", "10500"}
+    names = [name.get_text() for name in axes.get_yticklabels()]
+    assert names == ["encoder.block.0….SelfAttention.q", "encoder.block.0….SelfAttention.k"]
+
+
 def test_names_of_any_form_are_drawn():
     counts = [[3, 1], [0, 2]]
     for name in ("$x_y^$", "中文", "a very long name " * 20, "two\nlines", "☃ \udce9", ""):

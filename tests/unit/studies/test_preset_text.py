@@ -18,6 +18,7 @@ TEXTS = [
     "learning-rate:  # none yet\nb: 1\n",
     "a: 1\nlearning-rate: {}  # none yet\nb: 1\n",
     "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
+    "learning-rate:\n  ravan:\n    1.0e-2\n  fedit: 1.0e-3\n",
     "\ufeff'learning-rate':\n  \"ravan\": 0.1\n  fedit: 1\n",
 ]
 
@@ -31,9 +32,14 @@ def test_the_file_says_the_same_but_for_the_rate(text):
     # Every line but the one of the rate is still there, in its order, with its line end.
     lines = iter(edited.splitlines(keepends=True))
     for line in text.splitlines(keepends=True):
-        if not line.strip("\ufeff").strip().startswith(("ravan", '"ravan"', "learning-rate: {")):
+        if (
+            not line.strip("\ufeff")
+            .strip()
+            .startswith(("ravan", '"ravan"', "1.0e-2", "learning-rate: {"))
+        ):
             assert any(line.rstrip("\r\n") == other.rstrip("\r\n") for other in lines), line
     assert edited.count("# tune of ravan: ") == 2
+    assert ("# mine" in text) == ("ravan: 3.0e-3  # mine" in edited)
     assert ("\r\n" in text) == ("\r\n" in edited)
     assert edited.count("\n") == edited.count("\r\n") or "\r\n" not in text
 
