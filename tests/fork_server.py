@@ -29,6 +29,7 @@ Not for tests of the start itself, nor of what is imported.
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -62,6 +63,7 @@ COMMANDS = [
 ]  # fmt: skip
 WORKER = "pytest-worker"  # what stands for the Python of pytest-xdist's processes
 LISTENER = 0  # in place of standard input, of a server that is a fork of another one
+MOST_FILES = 253  # that Linux hands on at once
 NAMESPACES = ("net", "uts", "pid", "mnt")
 KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
 
@@ -236,7 +238,7 @@ class _Server:
 
     def _accept(self) -> Request | None:
         connection, _ = self._listener.accept()
-        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        head, files, _, _ = socket.recv_fds(connection, 4, MOST_FILES)
         length = int.from_bytes(head, "little")
         asked = connection.recv(length, socket.MSG_WAITALL)
         if asked and len(asked) == length:  # else it was killed before
@@ -244,7 +246,7 @@ class _Server:
             if pid == 0:
                 connection.close()
                 request: Request = marshal.loads(asked)
-                return request | {"files": files}
+                return request | {"files": dict(zip(request["files"], files, strict=True))}
             self._tell(connection, pid)
             self._forks[pid] = connection
             action = functools.partial(self._pass_on, pid)
@@ -299,7 +301,12 @@ def _become(request: Request, paths: list[str]) -> None:
     """Be the process that was asked for, as far as it can tell."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the server
-    for number, file in enumerate(request["files"]):
+    given: dict[int, int] = request["files"]
+    # First out of the way of each other's numbers.
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 256) for number, file in given.items()}
+    for file in given.values():
+        os.close(file)
+    for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
     for number in request["ignored"]:
@@ -311,8 +318,8 @@ def _become(request: Request, paths: list[str]) -> None:
     if os.environ.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [*filter(None, given), *paths]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, places), *paths]
     sys.orig_argv = request["words"]
     called, *words = request["words"]
     if Path(called).name == "flwr":  # it reads ports from the environment when it is imported
@@ -323,7 +330,7 @@ def _become(request: Request, paths: list[str]) -> None:
         sys.executable = str(Path(called).with_name("python"))
         if called != sys.executable:
             words = [str(SCRIPTS / Path(called).name), *words]
-    if given != [""]:
+    if places != [""]:
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
             importlib.import_module("sitecustomize")

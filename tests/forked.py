@@ -17,10 +17,20 @@ def received():
     return struct.unpack("i", number)[0]
 
 
+def was_given(file):
+    """Whether `pass_fds` gave it: what Python itself opens is not inheritable."""
+    try:
+        return file > 2 and os.get_inheritable(file)
+    except OSError:  # the folder that lists them is closed by now
+        return False
+
+
+files = [0, 1, 2, *filter(was_given, map(int, os.listdir("/proc/self/fd")))]
 handed_on = [number for number in HANDED_ON if getsignal(number) != SIG_IGN]
 request = marshal.dumps(
     {
         "words": [sys.argv[0], *sys.argv[1:]],
+        "files": files,
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "parent": os.getppid(),
@@ -29,9 +39,11 @@ request = marshal.dumps(
 )
 server = socket(AF_UNIX)
 server.connect(os.path.dirname(sys.argv[0]) + "/socket")
-files = struct.pack("3i", 0, 1, 2)
-server.sendmsg([struct.pack("<I", len(request))], [(SOL_SOCKET, SCM_RIGHTS, files)])
+rights = struct.pack(f"{len(files)}i", *files)
+server.sendmsg([struct.pack("<I", len(request))], [(SOL_SOCKET, SCM_RIGHTS, rights)])
 server.sendall(request)
+for file in files[3:]:  # whose other end is to see when the fork closes them
+    os.close(file)
 for number in handed_on:
     signal(number, lambda number, _: server.send(bytes([number])))
 with open("/proc/self/comm", "w") as comm:

@@ -50,7 +50,7 @@ def start_node(deployment, number, scripts):
 def deployment(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("fence")
     with Deployment(folder, nodes=3, fenced=True, scripts=python.scripts) as running:
-        # Node 0 and all that it starts are Flower's commands as they are, and no forks.
+        # For the first run node 0 and all that it starts are Flower's commands, and no forks.
         for number, scripts in enumerate((SCRIPTS, python.scripts)):
             running.register(number)
             start_node(running, number, scripts)
@@ -69,7 +69,7 @@ def asked(deployment):
     return [(int(port), path) for port, path in calls]
 
 
-def test_a_run_goes_through_the_fence(deployment):
+def test_a_run_goes_through_the_fence(deployment, python):
     assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
     run = deployment.run(f"num-rounds=2 {SHORT}")
     assert run.wait() == "finished:completed"
@@ -79,6 +79,9 @@ def test_a_run_goes_through_the_fence(deployment):
     needed = {f"/v1/fleet/{name}" for name in LET_IN - {"deactivate-node"}}
     assert {path for port, path in asked(deployment) if port == 0} == needed
     assert not {path for port, path in asked(deployment) if port} & needed
+    deployment.stop_node(0)  # which would import everything for each of the next runs' messages
+    start_node(deployment, 0, python.scripts)
+    assert deployment.wait_for_node(0)
 
 
 def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
@@ -276,7 +279,7 @@ if any("flower-supernode" in word for word in sys.orig_argv):
 """
 
 
-def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path):
+def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path, python):
     """Flower's database is locked while it notes them: every other call would fail meanwhile."""
     attacked, announced = tmp_path / "attacked", tmp_path / "announced"
     (tmp_path / "sitecustomize.py").write_text(
@@ -299,7 +302,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
     assert "client intended to send too large body" in deployment.log("fence")
     assert " 500" not in deployment.log("superlink")
     deployment.stop_node(1)
-    start_node(deployment, 1, SCRIPTS)
+    start_node(deployment, 1, python.scripts)
     assert deployment.wait_for_node(1)
 
 
@@ -367,11 +370,8 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, told):
         assert abs(int(seconds) - abs(ahead)) <= 10  # a busy machine asks, and is answered, later
 
 
-def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment, python):
+def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
     """What the kernel does to the largest process when a unit's memory is used up."""
-    deployment.stop_node(0)  # which would import everything for each of many messages
-    start_node(deployment, 0, python.scripts)
-    assert deployment.wait_for_node(0)
     run = deployment.run(f"num-rounds=50 {SHORT}")
     wait_for(lambda: any(run.folder.glob("*/checkpoints/round-*.safetensors")), "a checkpoint")
     apps = [

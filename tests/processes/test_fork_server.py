@@ -65,6 +65,19 @@ def test_folder_environment_words_and_parent_are_those_that_were_given(bare, tmp
     assert told == ["imported", str(tmp_path), given, ["-c", "one", "two"], os.getpid()]
 
 
+def test_files_that_were_given_are_the_forks_alone(bare):
+    """By their numbers; what reads from them sees the end when the fork closes them."""
+    pipes = [os.pipe() for _ in range(3)]
+    numbers = [tells for _, tells in pipes]
+    code = f"import os; [(os.write(n, b'%d' % n), os.close(n)) for n in {numbers}]; {SLEEPS}"
+    with started(bare, code, pass_fds=numbers) as process:
+        for told, tells in pipes:
+            os.close(tells)
+            with os.fdopen(told, "rb") as file:
+                assert file.read() == b"%d" % tells
+        process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_reaches_the_fork(bare, number):
     before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by forks

@@ -2,22 +2,19 @@
 
 import os
 import re
-import sys
-from subprocess import run
 
 import pytest
 
 from benchmarks.gpu import BEGIN, END, PARTS
-from tests import ROOT
 
 
 @pytest.fixture
-def gpu_first(tmp_path):
+def gpu_first(tmp_path, python):
     def measure(*words):
         page = tmp_path / "gpu.md"
         page.write_text(f"Before.\n{BEGIN}\nOld.\n{END}\nAfter.\n")
-        command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--page", str(page), *words]
-        done = run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        command = ["-m", "benchmarks.gpu", "--small", "--page", str(page), *words]
+        done = python.run(command, environment=os.environ | {"OMP_NUM_THREADS": "1"})
         return done.returncode, page.read_text()
 
     return measure

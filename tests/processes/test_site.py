@@ -2,24 +2,17 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-
-from tests import ROOT
 
 LOADED = r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(.*?)\"|<link\b[^>]*\bhref=\"(.*?)\"[^>]*>"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    command = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = python.run(command, environment=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     return folder
 

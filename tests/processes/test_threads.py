@@ -1,14 +1,12 @@
-"""The default preset computes with one thread, as PyTorch begins in a process of its own."""
+"""The default preset computes with one thread, unless OMP_NUM_THREADS asks for another number."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-# PyTorch takes its number from OMP_NUM_THREADS when it is imported, without computing anything: a
-# fork stands for a process that began with another one.
+# PyTorch takes its number when it is imported, without computing anything, from OMP_NUM_THREADS or
+# the machine's cores: a fork that is given a number stands for a process that began with it.
 CODE = """
 import json, os, torch
 from ravan_flwr.config.run_config import read_config
@@ -23,6 +21,7 @@ def threads():
     return within
 
 assert "OMP_NUM_THREADS" not in os.environ
+torch.set_num_threads(3)
 told, tells = os.pipe()
 if os.fork() == 0:
     os.environ["OMP_NUM_THREADS"] = "2"
@@ -35,16 +34,15 @@ print(json.dumps({"": threads(), "2": int(os.read(told, 9))}))
 
 
 @pytest.fixture(scope="module")
-def threads():
+def threads(python):
     """By what OMP_NUM_THREADS is, how many threads the default preset computes with."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment, check=True, capture_output=True, text=True
-    )
+    done = python.run(["-c", CODE], environment=environment)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(("given", "number"), [("", 1), ("2", 2)])
 def test_the_default_preset_computes_with_one_thread(given, number, threads):
-    """In a process of its own, as PyTorch begins there, and counted where the work is done."""
+    """In a process of its own, and counted where the work is done."""
     assert threads[given] == number

@@ -48,12 +48,26 @@ def shorten(path, longest=100):
         csv.writer(file).writerows([head, *((text[:longest], label) for text, label in rows)])
 
 
+def fewer_steps(preset):
+    """Change the preset, as the page says one may: what is learnt is no matter here."""
+    text, changes = re.subn(
+        r"^  (num-rounds|local-steps): \d+", r"  \1: 3", preset.read_text(), flags=re.MULTILINE
+    )
+    assert changes == 2
+    preset.write_text(text)
+
+
 # `datasets` leaves a CSV that it has read open.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsys, python):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", python.executable)
-    monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)  # of the last rung of `tune`
+    for name, few in (
+        ("SEEDS", 2),
+        ("EXTENSIONS", 0),
+        ("grid_around", lambda rate: [rate, 3 * rate]),
+    ):
+        monkeypatch.setattr(f"ravan_flwr.studies.tuning.{name}", few)
     printed, run = [], ""
     for language, text in blocks():
         if language == "python":
@@ -69,6 +83,8 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
                 words = shlex.split(line.replace("$RUN", run))
                 assert words[0] == "ravan-flwr"
                 main(words[1:])
+                if words[1] == "new":
+                    fewer_steps(folder / "conf" / f"{words[2]}.yaml")
         printed.append(capsys.readouterr().out)
     told = "\n".join(printed)
     assert (folder / "conf" / "docs.yaml").is_file()

@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 
@@ -146,7 +145,8 @@ def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
     run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
     wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round")
     (folder,) = (tmp_path / "runs").iterdir()
-    command = [sys.executable, "-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
+    words = ["-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
+    command = [python.executable, *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         address = watch.stdout.readline().split()[1]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ravan_flwr import RavanConfig
 from ravan_flwr.adapters.stored import dense_weight
 from ravan_flwr.peft import RavanLinear
+from testing import ROOT
 from testing.tiny import SIDES, WORDS, save_model, save_speaker
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
@@ -252,19 +253,14 @@ def oldest():
         yield folder
 
 
-def run(code, *words, path=""):
-    environment = os.environ | {"PYTHONPATH": str(path)}
-    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def test_the_oldest_peft_that_is_admitted_does_all_of_it(oldest, tmp_path):
-    done = run(TRY, OLDEST, tmp_path, path=oldest)
+def test_the_oldest_peft_that_is_admitted_does_all_of_it(oldest, tmp_path, python_without_hub):
+    environment = os.environ | {"PYTHONPATH": oldest}
+    done = python_without_hub.run(["-c", TRY, OLDEST, str(tmp_path)], environment=environment)
     assert not done.returncode, done.stderr
 
 
-def test_the_newest_peft_does_all_of_it(tmp_path):
-    done = run(TRY, peft.__version__, tmp_path)
+def test_the_newest_peft_does_all_of_it(tmp_path, python):
+    done = python.run(["-c", TRY, peft.__version__, str(tmp_path)])
     assert not done.returncode, done.stderr
 
 
@@ -276,8 +272,9 @@ def test_the_newest_peft_does_all_of_it(tmp_path):
         "peft.PeftType._member_names_ = ()",
     ],
 )
-def test_a_peft_that_cannot_be_extended_is_named_with_its_version(change):
-    done = run(f"import peft, peft.utils, peft.mapping; {change}\nimport ravan_flwr.peft")
+def test_a_peft_that_cannot_be_extended_is_named_with_its_version(change, python):
+    code = f"import peft, peft.utils, peft.mapping; {change}\nimport ravan_flwr.peft"
+    done = python.run(["-c", code])
     told = f"PEFT {peft.__version__} does not take RAVAN into its registry"
     assert told in done.stderr
     assert "expected a release from 0.18.0 to" in done.stderr
@@ -291,5 +288,5 @@ def test_the_package_is_imported_at_once_and_its_tuner_without_flower():
         "from ravan_flwr import RavanConfig\n"
         "assert 'flwr' not in sys.modules"
     )
-    done = run(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert not done.returncode, done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -217,7 +218,9 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
         assert torch.equal(state_of(again, 2)[name], tensor)
 
 
-def test_clients_side_by_side_give_the_same_bits(tmp_path):
+def test_clients_side_by_side_give_the_same_bits(tmp_path, monkeypatch, python):
+    # Workers are no forks of a process in which a test has used an accelerator.
+    monkeypatch.setattr(sys, "executable", python.executable)
     settings = QUICK | {"budgets": "uniform"}
     runs = [
         simulate(settings | {"processes": n, "output-dir": str(tmp_path / str(n))}, 6)
