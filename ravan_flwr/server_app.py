@@ -92,9 +92,10 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
     """Read, build, open or create the run directory; hold the rounds; save what comes out."""
     config = read_config(context.run_config)
     check_devices(grid, config)
-    parent = output_folder(config)  # refused, if at all, before anything is loaded
-    check_tracking(config.tracking)
     earlier, back_to = resumed(config)
+    # Refused, if at all, before anything is loaded.
+    parent = output_folder(config) if earlier is None else earlier.path.parent
+    check_tracking(config.tracking)
     with ExitStack() as stack:
         if earlier is not None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))

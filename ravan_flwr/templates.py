@@ -1,14 +1,20 @@
 """Fill templates of files that are no HTML, such as Markdown and YAML."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 
 def filled(template: Path, filters: dict[str, Callable[[Any], str]], **values: Any) -> str:
     """Fill a template; what comes from outside must go through one of the filters."""
+    return _compiled(template, *filters.items()).render(**values)
+
+
+@lru_cache
+def _compiled(template: Path, *filters: tuple[str, Callable[[Any], str]]) -> Template:
     environment = Environment(
         autoescape=False,  # noqa: S701 (that would escape for HTML)
         undefined=StrictUndefined,
@@ -16,5 +22,5 @@ def filled(template: Path, filters: dict[str, Callable[[Any], str]], **values: A
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= filters
-    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+    environment.filters |= dict(filters)
+    return environment.from_string(template.read_text(encoding="utf-8"))

@@ -121,27 +121,6 @@ def _read_once():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once():
-    """Compile each template once: the model card is written at the end of every run."""
-    from jinja2 import Environment
-
-    compile_it: Any = Environment.compile
-    compiled: dict[object, Any] = {}
-
-    def compile_once(environment: Any, source: str, *given: Any) -> Any:
-        options = "trim_blocks", "lstrip_blocks", "keep_trailing_newline", "autoescape", "undefined"
-        how = [getattr(environment, option) for option in options]
-        key = (source, *given, *how, *sorted(environment.filters))
-        if key not in compiled:
-            compiled[key] = compile_it(environment, source, *given)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Environment, "compile", compile_once)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _unflushed():
     """Leave it to the system when files get to the disk: they are gone after the tests."""
     with pytest.MonkeyPatch.context() as patch:

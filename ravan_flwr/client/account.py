@@ -86,7 +86,7 @@ def _last_of(lines: list[bytes]) -> list[Entry]:
 
 
 def check_kept(node: Node) -> None:
-    """Raise ValueError if a device that insists on an epsilon could not keep its account."""
+    """Raise ValueError if a device that requires an epsilon could not keep its account."""
     if node.max_epsilon is not None and is_on_a_device() and kept_folder() is None:
         raise ValueError(
             f"max-epsilon = {node.max_epsilon:g}: this device cannot keep what it spends, expected "

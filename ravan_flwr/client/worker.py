@@ -2,9 +2,8 @@
 
 Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
 the node config that process hands its message to the worker, over a socket that only the
-SuperNode's user can open, and takes the answer back; so what travels there is pickled. The worker
-is the process's child, so it has its user, its environment and its log. It answers one message at
-a time, and it ends
+SuperNode's user can open, and takes the answer back. The worker is the process's child, so it
+has its user, its environment and its log. It answers one message at a time, and it ends
 
 - with the process that starts Flower's client processes, and so with the SuperNode,
 - when whoever asked is gone before the answer, as after `flwr stop`, even in the middle of it,
@@ -24,6 +23,7 @@ import threading
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, RecordDict
 
@@ -31,6 +31,7 @@ from ravan_flwr.client.on_device import folder_of_sockets, task_of_process, work
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.records import receive_records, send_records
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,31 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
         connection = _greet(path) or _start(path, owner)
     with connection:
         try:
-            connection.send((kind, content, context, task_of_process()))
-            error, bad_input, reply, context.state = connection.recv()
+            send_records(
+                connection,
+                {
+                    "kind": kind,
+                    "node-id": context.node_id,
+                    "run-id": context.run_id,
+                    "node-config": dict(context.node_config),
+                    "run-config": dict(context.run_config),
+                    "task-id": task_of_process(),
+                },
+                [content, context.state],
+            )
+            header, records = receive_records(connection)
         except (EOFError, OSError):
             raise RuntimeError(
                 "the warm worker ended before it answered; memory that ran out is the usual "
                 "reason, and the SuperNode's log may have it. The next message starts another one"
             ) from None
-    if error:
+    if "error" in header:
+        if records:  # what it noted before it failed, as a process of its own would have
+            (context.state,) = records
         # With the name of the class, where it is not the one that tells of bad input.
-        raise (ValueError if bad_input else RuntimeError)(error)
-    found: RecordDict = reply
-    return found
+        raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
+    reply, context.state = records
+    return reply
 
 
 def _greet(path: Path) -> Connection | None:
@@ -146,22 +160,23 @@ class Worker:
                     self._free()
 
     def _answer(self, connection: Connection) -> None:
-        kind, content, context, task = connection.recv()
+        header, (content, state) = receive_records(connection)
         with self._busy:
             self._asker = connection
-        reply, error, bad_input = RecordDict(), "", False
+        records = [state]  # with what an answer has noted before it failed
         try:
-            reply = _answer_of(kind, content, context, task, new=context.run_id != self._run)
-            self._run = context.run_id
-        except Exception as reason:
+            records = _answer_of(header, content, state, new=header["run-id"] != self._run)
+            self._run = header["run-id"]
+            header = {}
+        except Exception as error:
             log.exception("the warm worker could not answer")
-            bad_input = isinstance(reason, ValueError)
-            error = str(reason) if bad_input else f"{type(reason).__name__}: {reason}"
-            if not bad_input:
+            bad = isinstance(error, ValueError)
+            text = str(error) if bad else f"{type(error).__name__}: {error}"
+            header = {"error": text, "bad-input": bad}
+            if not bad:
                 self._retire()
         self._free()  # whoever asked may go now
-        # The state has what an answer has noted, also before it failed.
-        connection.send((error, bad_input, reply, context.state))
+        send_records(connection, header, records)
 
     def _retire(self) -> None:
         """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
@@ -197,16 +212,19 @@ class Worker:
 
 
 def _answer_of(
-    kind: str, content: RecordDict, context: Context, task: int, *, new: bool
-) -> RecordDict:
-    """Let the client answer; `new` is the first message of a run."""
-    work_for_task(task)
+    header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
+) -> list[RecordDict]:
+    """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""
+    settings = header["node-config"], state, header["run-config"]
+    context = Context(header["run-id"], header["node-id"], *settings)
+    work_for_task(header["task-id"])
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
     if new:
         answers.forget()
-    return answers.answer(kind, content, context)
+    reply = answers.answer(header["kind"], content, context)
+    return [reply, context.state]
 
 
 if __name__ == "__main__":

@@ -88,6 +88,11 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
             f"node config: max-delta = {settings['max-delta']:g}: got it without max-epsilon, "
             "expected both: alone it refuses no run; set max-epsilon, or leave it out"
         )
+    if settings.get("require-secure-aggregation") and "max-epsilon" in settings:
+        raise ValueError(
+            "node config: got require-secure-aggregation = true and max-epsilon, expected one of "
+            "them, since no run is masked and private; leave one out"
+        )
     return Node(**{name.replace("-", "_"): value for name, value in values.items()})
 
 
@@ -108,7 +113,7 @@ def check_node_requirements(node: Node, config: "Config") -> None:
 
     What a device can see by itself is what the run's settings say, and what it does itself: it
     masks, or it noises its own gradients. How much noise a server adds it must take on the
-    server's word. docs/deploy.md says so to who sets these keys.
+    server's word. docs/devices.md says so to who sets these keys.
     """
     if node.require_secure_aggregation and not config.secure_aggregation:
         raise ValueError(

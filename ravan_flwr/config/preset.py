@@ -4,7 +4,7 @@
 (`preset=` in keys.py) and of the fields here; docs/presets.md lists them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,18 +157,19 @@ def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int
     }
 
 
-def _check_rates(rates: dict[str, Any]) -> None:
+def _check_rates(rates: dict[str, Any], by: Sequence[str] = RATES_BY) -> None:
     """Check learning rates: a number for a method, or mappings by the values of `RATES_BY`."""
     for rate in rates.values():
         if not isinstance(rate, dict):
             check_key("learning-rate", rate)
-        elif any(set(rate) <= {*KEYS[key].choices, *KEYS[key].forms} for key in RATES_BY):
-            _check_rates(rate)
-        else:
+            continue
+        of = [key for key in by if {*rate} <= {*KEYS[key].choices, *KEYS[key].forms}]
+        if not (rate and of):
             raise ValueError(
                 f"learning-rate: got {rate}, expected a number, or numbers by the values of "
-                f"{' or '.join(RATES_BY)}"
+                f"{', '.join(RATES_BY)}, of several in this order; correct it"
             )
+        _check_rates(rate, by[by.index(of[0]) + 1 :])
 
 
 def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:

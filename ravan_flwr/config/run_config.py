@@ -171,7 +171,7 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
 
 
 def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
-    """Refuse ways to make batches of texts, or to write them, where that cannot be."""
+    """Refuse ways to make batches of texts where that cannot be."""
     batching = str(values["batching"])
     if batching != "random" and not preset.max_length:
         raise ValueError(

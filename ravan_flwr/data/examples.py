@@ -88,8 +88,8 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
-    with telling("data", path, at=where):
-        cache = str(cache_of(folder))
+    cache = str(cache_of(folder))
+    with telling("data", str(folder), at=where):
         examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")

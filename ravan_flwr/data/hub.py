@@ -80,22 +80,22 @@ def telling(what: str, name: str, revision: str = "", at: str = "") -> Iterator[
         raise ValueError(
             f"{at}: a file of it is empty, expected examples in each; fill it, or take it out"
         ) from None
-    except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+    except (DatasetsError, FileNotFoundError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{at}: got no example, expected some; fill it") from None
         cause = error.__cause__ or error
         if Path(name).exists():
             raise ValueError(
                 f"{at}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
                 "parquet or images, with the same columns and types in each; correct the files"
             ) from None
+        if type(error) is ValueError:  # of `datasets`: it says what there is
+            raise
         raise NotHereError(
             f"{at}: {_short(error)}",
             f"{_advice(what, name, revision)}; or correct the id or the revision, or accept its "
             "terms, if it has any, and log in with `hf auth login`",
         ) from None
-    except ValueError as error:
-        if "corresponds to no data" in str(error):
-            raise ValueError(f"{at}: got no example, expected some; fill it") from None
-        raise
 
 
 def _advice(what: str, name: str, revision: str) -> str:
@@ -177,12 +177,12 @@ def every_split(
     """
     if is_idx(Path(name)):
         return idx_splits(Path(name))
+    source = _source(name, subset, revision, other)
     with telling("data", name, revision):
-        source = _source(name, subset, revision, other)
         if other and datasets.load_dataset_builder(**source).name == "imagefolder":
             source["drop_labels"] = False
         splits = datasets.load_dataset(**source)
-        return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
+    return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
 
 
 def _source(name: str, subset: str, revision: str, other: bool) -> dict[str, Any]:

@@ -166,6 +166,7 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
     try:
         host, port = _parts(address)
         pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
+        certificate = x509.load_pem_x509_certificate(pem.encode())
     except OSError as error:
         yield Check(
             server, False, f"{address}: {error}; expected TLS there: check the name and the port, "
@@ -173,10 +174,9 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
         )  # fmt: skip
         return
     except ValueError as error:
-        yield Check(server, False, str(error))
+        yield Check(server, False, f"{address}: {error}")
         return
     yield Check(server, True, f"{address} is reached")
-    certificate = x509.load_pem_x509_certificate(pem.encode())
     yield _check("certificate", _trusted, host, port, authority)
     yield _check("names", _named, host, certificate)
     yield _check("expiry", _not_expired, certificate)

@@ -28,6 +28,7 @@ from ravan_flwr.launch.workers import (
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.device import most_workers
+from ravan_flwr.training.machine import usable_cores
 from ravan_flwr.training.model_and_data import get_model_and_data
 
 log = getLogger(__name__)
@@ -47,6 +48,7 @@ class SideBySide:
         self._ready = False
         self._pool: WorkerPool | None = None
         self.processes = 1  # in which clients computed
+        usable_cores()  # refused, if at all, before the run has a directory
 
     def get_ready(self) -> None:
         """Start the processes that may pay; no client has computed.

@@ -6,6 +6,7 @@ ports and a folder of its own, does not install the app's dependencies a second 
 ended by its process id. `flwr run` also ends with status 0 when the run failed; this does not.
 """
 
+import math
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import say
-from ravan_flwr.runs.directory import how_to_go_on
+from ravan_flwr.runs.directory import check_writable, how_to_go_on
 from ravan_flwr.specs import NODES_CHOSEN
 
 START_TIMEOUT = 300.0  # of a machine that is busy; one that has ended is told at once
@@ -134,8 +135,14 @@ def run_in_flower(
 
     Each gets a share of the machine's GPUs, as `share_gpus` decides.
     """
-    app = app_folder()
-    sharing = share_gpus(start.config, start.num_clients, clients_per_gpu, runs_at_a_time)
+    app, config = app_folder(), start.config
+    check_writable(Path(config.output_dir))
+    if start.num_clients > (config.num_clients or math.inf):  # the preset's own fit its data
+        from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (this takes a second)
+        from ravan_flwr.data.partition import check_number  # noqa: PLC0415
+
+        check_number(start.num_clients, len(load_splits(config.data)["train"]))
+    sharing = share_gpus(config, start.num_clients, clients_per_gpu, runs_at_a_time)
     run_config = in_toml(start.run_config)
     federation = sharing.federation(start.num_clients)
     say(
@@ -143,6 +150,7 @@ def run_in_flower(
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
+        "  export RAY_ADDRESS=local\n"
         f'  flwr run . --stream --federation-config "{federation}" '
         f"-c {shlex.quote(run_config)}\n"
         "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"

@@ -1,17 +1,61 @@
-"""Carry bytes with names in a record.
+"""Send records over a connection to another process; carry bytes with names in a record.
 
 No torch here: a device's process for a message of a secure round loads nothing heavy.
 """
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from ravan_flwr.messages.plain_text import shown
+
+_Record = ArrayRecord | ConfigRecord | MetricRecord
+Header = dict[str, Any]
 
 STYPE = "ravan-flwr.bytes/1"
 PIECES = "secure"  # the record of a message
 DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose keys are not theirs
+
+
+def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
+    """Send what JSON can hold, and records."""
+    layouts = [[_layout(name, record) for name, record in each.items()] for each in records]
+    connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
+    for each in records:
+        for record in each.array_records.values():
+            for array in record.values():
+                connection.send_bytes(array.data)
+
+
+def receive_records(connection: Connection) -> tuple[Header, list[RecordDict]]:
+    """Receive what `send_records` sent."""
+    header = json.loads(connection.recv_bytes())
+    records = [
+        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
+        for layout in header.pop("records")
+    ]
+    return header, records
+
+
+def _layout(name: str, record: _Record) -> list[Any]:
+    if isinstance(record, ArrayRecord):
+        items = [[key, a.dtype, list(a.shape), a.stype] for key, a in record.items()]
+        return [name, "arrays", items]
+    return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
+
+
+def _record(kind: str, items: Any, connection: Connection) -> _Record:
+    if kind == "arrays":
+        return ArrayRecord(
+            {
+                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                for key, dtype, shape, stype in items
+            }
+        )
+    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
 
 
 def to_pieces(parts: Mapping[str, bytes]) -> ArrayRecord:

@@ -109,8 +109,9 @@ class LoraMethod(Method[LoRALinear]):
         return self.first_factors(self.in_state)
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        drawn = [name for name in BOTH if name not in self.in_state]
-        self.set_factors(adapters, dict(tensors) | self.first_factors(drawn))
+        if drawn := [name for name in BOTH if name not in self.in_state]:
+            tensors = dict(tensors) | self.first_factors(drawn)
+        self.set_factors(adapters, tensors)
         for name in set(BOTH) - set(self.trained):
             for adapter in adapters:
                 adapter.get_parameter(name).requires_grad_(False)

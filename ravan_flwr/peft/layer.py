@@ -81,8 +81,14 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             config: the adapter's configuration.
         """
         heads, rank = config.num_heads, config.r
+        side = min(self.out_features, self.in_features)
+        if rank > side:
+            raise ValueError(
+                f"r = {rank}: layer {layer_name} is {self.out_features} x {self.in_features}, "
+                f"expected at most {side}; lower r, or name the layer in exclude_modules"
+            )
         most = self.out_features * self.in_features // rank**2
-        if most and heads > most:  # make_bases refuses a rank beyond the layer's sides
+        if heads > most:
             raise ValueError(
                 f"num_heads = {heads}: heads of r = {rank} would have more numbers than layer "
                 f"{layer_name}, expected at most {most}; lower num_heads or r, or name the layer "

@@ -208,6 +208,16 @@ class RoundsFile:
         return list(self._lines)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 (false of any error)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output-dir = {str(folder)!r}: {there} is no folder that can be written to, expected "
+            "one; set output-dir"
+        )
+
+
 def named_by(resume: str) -> tuple[Path, int | None]:
     """Split RUN@N, or RUN alone, into the run directory and the round to go back to."""
     path = Path(resume).expanduser()

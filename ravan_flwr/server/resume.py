@@ -1,7 +1,6 @@
 """Decide what a run begins with: anew, or going on with an earlier one, whose files are checked."""
 
 import dataclasses
-import os
 from logging import getLogger
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
-from ravan_flwr.runs.directory import RunDirectory, named_by
+from ravan_flwr.runs.directory import RunDirectory, check_writable, named_by
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -64,12 +63,7 @@ def output_folder(config: Config) -> Path:
             "since a SuperLink keeps the directory that it was started in; write "
             f"output-dir='{path.absolute()}', say"
         )
-    there = next(one for one in (path, *path.parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"output-dir = {str(path)!r}: {there} is no folder that can be written to, expected "
-            "one; set output-dir"
-        )
+    check_writable(path)
     return path
 
 

@@ -95,7 +95,7 @@ class Round:
 
         Not in a private round, whose account is of those that were drawn.
         """
-        if self.kind.has_enough or not self.kind.asks_more or self.kind.budget:
+        if self.kind.has_enough or not self.kind.asks_more:
             return []
         resting = self.round_log.resting
         drawn = self.run.sampler.sample(

@@ -7,6 +7,7 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
@@ -42,6 +43,15 @@ def report_settings_without_effect(
             "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "
             "and `ravan-flwr simulate` has them in its own",
             config.processes,
+        )
+    given = run_config.get("clients-per-round", AUTO) != AUTO
+    given = given and not METHODS[config.method].everyone
+    number = len(list(grid.get_nodes())) if simulating(grid) else 0
+    if given and 0 < number < config.clients_per_round:
+        log.warning(
+            "clients-per-round=%d: there %s, and every round asks all of them",
+            config.clients_per_round,
+            "is 1 client" if number == 1 else f"are {number} clients",
         )
 
 

@@ -1,6 +1,7 @@
 """Define what a task is: how examples become tensors, what the loss and the metrics are."""
 
 import hashlib
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,9 +209,13 @@ def mapped(
     examples: datasets.Dataset, function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     features: Mapping[str, Any], settings: Mapping[str, Any], keep: Sequence[str] = (),
 ) -> datasets.Dataset:  # fmt: skip
-    """Make new columns of all examples, and keep some of the old ones as they are."""
+    """Make new columns of all examples, and keep some of the old ones as they are.
+
+    They are cached. `settings` has what `function` depends on beside the examples and its code.
+    """
     key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
+    code = Path(inspect.getfile(function)).read_bytes()
+    fingerprint = hashlib.sha256(key.encode() + code).hexdigest()[:16]
     with no_bars(), _one_process(examples, fingerprint):
         return examples.map(
             function,

@@ -245,7 +245,7 @@ class Decoder(Predicts):
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
         known = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
-        if after := end_of_turn(self.reader):
+        if self.form.may_talk and (after := end_of_turn(self.reader)):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)

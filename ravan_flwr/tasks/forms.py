@@ -208,6 +208,11 @@ class Form:
         self.reader, self.talk = reader, talk
         self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
 
+    @property
+    def may_talk(self) -> bool:
+        """Tell whether an example may be a conversation, or begin with one."""
+        return not self.prompts or any({*roles} == {"prompt"} for _, roles in self.prompts)
+
     def check(self) -> None:
         """Refuse a tokenizer that cannot write conversations, if there are only these."""
         if not self.prompts:
@@ -252,6 +257,8 @@ class Form:
             return messages_of(row[self.talk])
         if not isinstance(row.get("prompt"), list):
             return None
+        if not self.may_talk:
+            raise UnreadableError("its prompt has messages, where each text has other columns too")
         check_template(self.reader)
         return messages_of(row["prompt"])
 

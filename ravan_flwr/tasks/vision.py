@@ -110,7 +110,7 @@ class Vision(Classification):
     @property
     def _sides(self) -> tuple[int, int, int]:
         """Find the channels, height and width that the model takes."""
-        height, width = _square(self.model_config["image_size"])
+        height, width = _height_and_width(self.model_config["image_size"])
         return int(self.model_config.get("num_channels", 3)), height, width
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
@@ -133,7 +133,7 @@ class Vision(Classification):
         return cast(np.ndarray, read["pixel_values"])
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        sides = (config.num_channels, *_square(config.image_size))
+        sides = (config.num_channels, *_height_and_width(config.image_size))
         return {
             "pixel_values": ((batch_size, *sides), torch.float32),
             "labels": ((batch_size,), torch.int64),
@@ -159,7 +159,7 @@ class Vision(Classification):
 TASK = Vision
 
 
-def _square(side: Any) -> tuple[int, int]:
+def _height_and_width(side: Any) -> tuple[int, int]:
     """Return height and width, of which a model may have one number."""
     height, width = side if isinstance(side, list | tuple) else (side, side)
     return int(height), int(width)

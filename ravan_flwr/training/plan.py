@@ -149,8 +149,8 @@ def _run(config: Config, built: Skeleton, there: int) -> Iterator[str]:
         _time(config, there),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
-    on_cpu = config.device != "cpu" and not torch.accelerator.is_available()
-    if on_cpu and (why := unused_gpus(torch.version.cuda)):
+    lacks_one = config.device != "cpu" and not torch.accelerator.is_available()
+    if lacks_one and (why := unused_gpus(torch.version.cuda)):
         yield _row("GPU", why)
     if config.max_bytes is not None:
         fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))

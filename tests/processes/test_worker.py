@@ -20,7 +20,6 @@ from ravan_flwr.client import worker
 from ravan_flwr.client.on_device import folder_of_sockets, is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
 from testing.deployment import wait_for
 from tests import ROOT
@@ -273,9 +272,11 @@ def test_what_a_device_does_once_it_does_once_in_its_worker_as_well(monkeypatch)
 
     monkeypatch.setattr(client, "answer", noted)
     for number in (0, 77):
-        settings: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 2}
-        context = Context(1, 1, settings, RecordDict(), {})
-        worker._answer_of("train", RecordDict(), context, number, new=False)
+        header = {
+            "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
+            "node-config": {"partition-id": 0, "num-partitions": 2},
+        }  # fmt: skip
+        worker._answer_of(header, RecordDict(), RecordDict(), new=False)
     assert asked == [False, True]
 
 

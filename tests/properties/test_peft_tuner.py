@@ -483,7 +483,7 @@ def test_a_target_that_matches_nothing_is_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"r": 17}, r"rank = 17: layer bert\.enc.* is 16 x 16, so expected at most 16; lower r"),
+        ({"r": 17}, r"r = 17: layer bert\.enc.* is 16 x 16, expected at most 16; lower r"),
         (
             {"r": 8, "num_heads": 5},
             r"num_heads = 5: .* than layer bert.*, expected at most 4; lower num",

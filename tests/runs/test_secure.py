@@ -712,7 +712,7 @@ def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
         check_simulation(grid, bench, config)
 
 
-def insist(monkeypatch, wanted):
+def require(monkeypatch, wanted):
     """Give devices a node config of their own, by partition."""
 
     def reply(message, context, honest=worker_process.reply_of):
@@ -728,9 +728,9 @@ def insist(monkeypatch, wanted):
     monkeypatch.setattr(parallel_clients, "reply_of", reply)
 
 
-def test_a_device_that_insists_takes_no_part_in_other_runs(tmp_path, monkeypatch, caplog):
+def test_a_device_that_requires_it_takes_no_part_in_other_runs(tmp_path, monkeypatch, caplog):
     """Its refusal costs itself, and the log says why."""
-    insist(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
+    require(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
     settings = QUICK | {"secure-aggregation": False, "output-dir": str(tmp_path)}
     run = simulate(settings, 6)
     (record,) = records_of(run)

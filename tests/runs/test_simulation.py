@@ -383,7 +383,7 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
     words += ["report=false"]
     words += ["epsilon=8", "delta=1e-6", "secure-minimum=5"]  # without what they are about
-    main(["simulate", f"output-dir={tmp_path}", "clients-per-round=2", *words])
+    main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
         "warning: no effect, and no client is protected, without privacy=client or "
@@ -394,7 +394,10 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
         "secure-minimum=5"
     )
     assert lines[3] == "warning: no effect with method=fedit: heads=8"
-    assert sum("warning" in line for line in lines) == 3
+    assert lines[4] == (
+        "warning: clients-per-round=30: there are 2 clients, and every round asks all of them"
+    )
+    assert sum("warning" in line for line in lines) == 4
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""A device that insists on protection takes part in no run, and in no round, without it."""
+"""A device that requires protection takes part in no run, and in no round, without it."""
 
 import pytest
 

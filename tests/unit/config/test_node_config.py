@@ -15,15 +15,16 @@ def test_a_node_config_is_read():
     told = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
         "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
-        "secure-keys": "/secrets", "require-secure-aggregation": True, "max-epsilon": 8,
+        "secure-keys": "/secrets", "max-epsilon": 8,
         "max-delta": 1e-6,
     }  # fmt: skip
     assert read_node(told) == Node(
         0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
-        result_form="merged", secure_keys="/secrets", require_secure_aggregation=True,
+        result_form="merged", secure_keys="/secrets",
         max_epsilon=8.0, max_delta=1e-6,
     )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
+    assert read_node(OWN | {"require-secure-aggregation": True}).require_secure_aggregation
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_a_node_config_is_read():
         ({"max-epsilon": float("nan")}, "max-epsilon = nan: expected a number above 0"),
         ({"max-epsilon": 10**400}, "max-epsilon = 1000.*: expected a number above 0.*; correct it"),
         ({"max-epsilon": float("inf")}, "max-epsilon = inf: expected a number above 0"),
+        ({"require-secure-aggregation": True, "max-epsilon": 8}, "no run is masked and private"),
         ({"max-delta": 1e-6}, "max-delta = 1e-06: got it without max-epsilon, expected both"),
         ({"MAX-EPSILON": 8}, "got MAX-EPSILON, expected max-epsilon perhaps"),
         ({"require-secure": True}, "got require-secure, expected require-secure-aggregation perh"),

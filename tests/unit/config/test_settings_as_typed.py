@@ -127,6 +127,18 @@ def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["output-dir=/dev/null/runs"], ["num-clients=1439"]])
+def test_flowers_engine_is_not_started_in_vain(words, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "ravan_flwr.launch.superlink.LocalSuperLink", lambda: pytest.fail("too late")
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", "--engine=flower", *words])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert "no folder that can be written to" in told or "expected at least one each" in told
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1,5 +1,7 @@
 """One core is left to others, small networks have one thread, and a user's number is kept."""
 
+import math
+
 import pytest
 import torch
 
@@ -34,7 +36,8 @@ def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
 ):
     """As a study with --jobs leaves them, and a small network has one thread there, too."""
     monkeypatch.setenv(CORES, given)
-    monkeypatch.setattr(machine, "cpu_count", lambda: 16)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(machine, "_quotas", lambda *_: [math.inf])
     assert suitable_threads(86_000_000, 8) == threads
     assert suitable_threads(300_000, 32) == 1
 

@@ -1,5 +1,7 @@
 """As many clients work side by side as cores allow."""
 
+import os
+
 import pytest
 
 from ravan_flwr.config.run_config import read_config
@@ -11,7 +13,8 @@ from ravan_flwr.training.machine import CORES
 
 @pytest.fixture(autouse=True)
 def _eight(monkeypatch):
-    monkeypatch.setattr(machine, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(machine, "_quotas", lambda _: [float("inf")])
     for name in (*THREAD_NUMBERS, CORES):
         monkeypatch.delenv(name, raising=False)
 
