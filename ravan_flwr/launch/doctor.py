@@ -166,7 +166,6 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
     try:
         host, port = _parts(address)
         pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
-        certificate = x509.load_pem_x509_certificate(pem.encode())
     except OSError as error:
         yield Check(
             server, False, f"{address}: {error}; expected TLS there: check the name and the port, "
@@ -174,9 +173,14 @@ def _reached(address: str, authority: Path, server: str = "server") -> Iterator[
         )  # fmt: skip
         return
     except ValueError as error:
-        yield Check(server, False, f"{address}: {error}")
+        yield Check(server, False, str(error))
         return
     yield Check(server, True, f"{address} is reached")
+    try:
+        certificate = x509.load_pem_x509_certificate(pem.encode())
+    except ValueError as error:
+        yield Check("certificate", False, f"{address}: it cannot be read ({error}); make another")
+        return
     yield _check("certificate", _trusted, host, port, authority)
     yield _check("names", _named, host, certificate)
     yield _check("expiry", _not_expired, certificate)
