@@ -93,6 +93,12 @@ def test_a_slow_node_does_not_hold_the_others_up(deployment):
     assert per_hour(free) >= 2 * per_hour(sync)
 
 
+def late_updates(rounds):
+    """List the rejections of node 2: on a busy machine another may be late as well."""
+    rejected = [one for record in rounds for one in record["rejected"]]
+    return [one for one in rejected if one["client"] == f"partition {SLOW}"]
+
+
 @pytest.fixture(scope="module")
 def interrupted(deployment):
     """A run in which node 2 is late, the ServerApp is killed, and then node 1; and its rounds."""
@@ -102,7 +108,7 @@ def interrupted(deployment):
     with frozen(deployment.folder / f"node-{SLOW}"):
         most = len(run.rounds) + 3  # it was sent the next version at most
         wait_for(lambda: len(run.rounds) >= most, "versions without node 2")
-    wait_for(lambda: any(r["rejected"] for r in run.rounds), "the late update")
+    wait_for(lambda: late_updates(run.rounds), "the late update")
     done = kill_serverapp(deployment, run)
     again = begun(deployment, f"num-rounds={done + 5} {settings} resume='{run.directory}'")
     wait_for(lambda: len(run.rounds) > done, "a version of the run that was resumed")
@@ -113,8 +119,7 @@ def interrupted(deployment):
 
 def test_a_late_update_is_rejected(interrupted):
     run, _, done = interrupted
-    rejected = [one for record in run.rounds[:done] for one in record["rejected"]]
-    assert rejected[0]["client"] == f"partition {SLOW}"
+    rejected = late_updates(run.rounds[:done])
     assert re.fullmatch(
         r"its update is \d+ versions old, expected at most max-staleness = 2",
         rejected[0]["reason"],

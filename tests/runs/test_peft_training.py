@@ -220,7 +220,7 @@ loaded.unmerge_adapter()
 assert torch.equal(logits(loaded), expected)
 whole = loaded.merge_and_unload()
 assert not any(isinstance(module, RavanLinear) for module in whole.modules())
-for wrong, words in ((dict(target_modules=["no"]), "not found"), (dict(r=99), "rank = 99: layer")):
+for wrong, words in ((dict(target_modules=["no"]), "not found"), (dict(r=99), "r = 99: layer")):
     try:
         peft.get_peft_model(network(), RavanConfig(**wrong))
     except ValueError as error:
