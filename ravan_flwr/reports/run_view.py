@@ -231,8 +231,9 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
     spent = last.get("privacy") or {}
     seconds = [record["seconds"] for record in run.rounds]
     took = minutes(sum(seconds))
-    if seen.under_way and last and seen.rounds:
-        took += f", about {minutes(remaining(seconds, seen.rounds - seen.last_round))} left"
+    left = (seen.rounds or 0) - seen.last_round
+    if seen.under_way and seconds and left > 0:  # a run writes its report when its rounds are held
+        took += f", about {minutes(remaining(seconds, left))} left"
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",

@@ -70,6 +70,12 @@ def test_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_run_that_writes_its_report_has_no_time_left(tmp_path):
+    page = page_of(run_in(tmp_path, rounds=10))
+    assert "rounds 10 of 10 time 40 s sent by clients" in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_in_simulated_time_names_its_devices_and_their_seconds(tmp_path):
     """Not the processor that simulates them, nor the seconds that it took."""
     config = {"method": "ravan", "preset": "digits-vit", "seed": 0, "devices": "phones"}
