@@ -14,8 +14,9 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
-from testing.deployment import Deployment, _command_line, wait_for
+from testing.deployment import Deployment, _command_line, wait_for, with_fork
 from tests import ROOT
 from tests.flower import doubling_node
 from tests.flower.slowed import frozen, send, slowed
@@ -68,16 +69,19 @@ def per_hour(run):
 
 
 def kill_serverapp(deployment, run):
-    """Let the process of the ServerApp die, before the SuperLink sees it; count its rounds."""
+    """Let the process of the ServerApp die, before the SuperLink sees it; return its last round.
+
+    That is the last with a checkpoint: the line of a further one may be written.
+    """
     pids = [
         pid
         for pid in processes_of(deployment.folder / "superlink")
         if "flwr-serverapp" in _command_line(pid)
     ]
     assert pids
-    send(pids, signal.SIGKILL)
+    send([process for pid in pids for process in with_fork(pid)], signal.SIGKILL)
     run.abandon()
-    return len(run.rounds)
+    return load_checkpoint(run.directory / "checkpoints").round
 
 
 def test_a_slow_node_does_not_hold_the_others_up(deployment):
@@ -108,7 +112,7 @@ def interrupted(deployment):
     with frozen(deployment.folder / f"node-{SLOW}"):
         most = len(run.rounds) + 3  # it was sent the next version at most
         wait_for(lambda: len(run.rounds) >= most, "versions without node 2")
-    wait_for(lambda: late_updates(run.rounds), "the late update")
+    wait_for(lambda: late_updates(run.rounds[:-1]), "the late update, and a checkpoint of it")
     done = kill_serverapp(deployment, run)
     again = begun(deployment, f"num-rounds={done + 5} {settings} resume='{run.directory}'")
     wait_for(lambda: len(run.rounds) > done, "a version of the run that was resumed")
