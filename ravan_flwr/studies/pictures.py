@@ -152,10 +152,12 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
                 size = 7 if rate == choice.rate else 4
                 axes.plot([rate], [score.mean], marker="o", markersize=size, **look)
 
+    held_out = not table.leave_one_seed_out
+    where = "the validation split of clients" if held_out else "examples that no client trains on"
     caption = Caption(
         f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
         f"{metric.capitalize()} by {name}",
-        f"The {metric} on the validation split of clients, by {name}; {min(seeds)} seeds. The "
+        f"The {metric} on {where}, by {name}; {min(seeds)} seeds. The "
         "large point is the one that was chosen; filled points are not significantly different "
         "from it.",
     )
