@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
         more="What exists is never overwritten; a node's folder that was removed is made anew.")
     kinds = keys.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--nodes", type=int, metavar="N",
-        help="on the operator's machine: number of SuperNodes, those that have keys included")
+        help="on the operator's machine: number of SuperNodes in all, with keys or not yet")
     kinds.add_argument("--partition-id", type=int, metavar="N",
         help="on a device, for secure aggregation: the partition-id of its node config; FOLDER is "
         "the one that secure-keys=FOLDER names")

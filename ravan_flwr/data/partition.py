@@ -251,8 +251,8 @@ def partition_few_classes(
 ) -> list[np.ndarray]:
     """Give each client rows of so many values: one in turn, the others drawn.
 
-    The rows of a value are shared by those that have it. With fewer clients than values, and few
-    values each, nobody has some of them.
+    The clients that have a value share its rows. With fewer clients than values, and few values
+    each, nobody has some of them.
     """
     different, numbers = numbered(values)
     if classes > len(different):

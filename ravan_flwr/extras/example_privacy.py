@@ -189,7 +189,7 @@ class Counted(Kind):
     """
 
     budget = ExampleBudget
-    asks_more = False  # its account is of those that were drawn
+    asks_more = False  # its account is of the clients that were drawn
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)

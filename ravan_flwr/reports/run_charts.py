@@ -30,7 +30,7 @@ from ravan_flwr.tasks import NO_FRACTIONS
 _MOST_BARS = 100
 _MOST_KINDS = 40  # of devices
 _MOST_HEADS = int(KEYS["heads"].high)
-_MOST_TOGETHER = 6  # lines that can be told apart in one picture
+_MOST_TOGETHER = 6  # lines that a reader can distinguish in one picture
 
 # What a metric is drawn against, by its name in a curve: the unit, the end of the picture's name,
 # the heading, the name of the axis, and a sentence.

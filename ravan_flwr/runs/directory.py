@@ -210,7 +210,8 @@ class RoundsFile:
 
 def check_writable(folder: Path) -> None:
     """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 (false of any error)
+    # `Path.exists` raises an error where this process may not look.
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
             f"output-dir = {str(folder)!r}: {there} is no folder that can be written to, expected "

@@ -50,7 +50,7 @@ class Noised(Kind):
     """Take the state that clipped changes and noise make, within the run's privacy budget."""
 
     budget = ClientBudget
-    asks_more = False  # its account is of those that were drawn
+    asks_more = False  # its account is of the clients that were drawn
     gives_grace = False
     enough = math.inf  # all replies are waited for: no number of them is enough
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
-from ravan_flwr.methods.tensors import flatten
+from ravan_flwr.methods.tensors import check_form, flatten
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.replies import above_zero, as_value_error
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
@@ -217,14 +217,8 @@ def checked(
 ) -> Tensor:
     """Return the array of that name; ValueError if there is none, or one of another form."""
     if name not in arrays:
-        raise ValueError(f"array {name!r} is missing")
-    tensor = arrays[name]
-    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        raise ValueError(
-            f"array {name!r} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} "
-            f"{tuple(shape)}"
-        )
-    return tensor
+        raise ValueError(f"array {name!r} is missing")  # a list of all would be long
+    return check_form(arrays, name, shape, dtype)
 
 
 def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
