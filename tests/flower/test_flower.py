@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,24 +14,19 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.keys import read_settings
-from ravan_flwr.config.presets import own_preset
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.keys import KEYS, read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.model_and_data import ModelAndData
 from testing.checkout import copy_checkout
 from testing.deployment import PATIENCE, copy_app
 from tests import ROOT
-from tests.docstrings import preset
-from tests.flower.methods_in_turn import NODES
 
-FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
-ONE_ACTOR = f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # imports once
+NODES = 3
+FEDERATION = f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # imports once
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2,
@@ -85,7 +79,8 @@ def superlink(python):
         os.killpg(link._process.pid, 0)
 
 
-def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
+def test_the_bundle_does_away_from_the_checkout_what_simulate_does(bundle, superlink, tmp_path):
+    """With the run config as Flower's own command line passes it on."""
     app = tmp_path / "ravan-flwr"
     with zipfile.ZipFile(bundle) as archive:
         archive.extractall(app)
@@ -94,8 +89,9 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
     runs = tmp_path / 'it\'s "there" $a_b$'
-    config = f"output-dir={as_toml(str(runs))} preset='only-here' num-rounds=2 budgets='uniform'"
-    assert superlink.run(app, config, FEDERATION) == "finished:completed"
+    settings = {"num-rounds": 2, "budgets": "uniform", "tracking": "none"}
+    there = settings | {"preset": "only-here", "output-dir": str(runs)}
+    assert superlink.run(app, in_toml(there), FEDERATION) == "finished:completed"
 
     (directory,) = runs.iterdir()
     summary = json.loads((directory / "summary.json").read_text())
@@ -104,6 +100,13 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
         record = json.loads(line)
         assert record["rejected"] == []
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
+    assert (directory / "report" / "index.html").is_file()
+
+    here = settings | {"local-steps": 2, "report": False, "output-dir": str(tmp_path / "here")}
+    expected = simulate(here, NODES).summary
+    for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
+        assert summary[key] == expected[key], key
+    assert summary["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +118,9 @@ def app(tmp_path_factory):
 def runs_of_all_methods(tmp_path_factory, python):
     """Each method's run under Ray, in one simulation, since Ray takes half a minute to start."""
     folder = tmp_path_factory.mktemp("methods")
-    words = ["-m", "tests.flower.methods_in_turn", str(folder), ",".join(METHODS)]
-    done = python.run([*words, json.dumps(SHORT)])
+    settings = {key: spec.default for key, spec in KEYS.items()} | SHORT
+    runs = [settings | {"method": name, "output-dir": str(folder / name)} for name in METHODS]
+    done = python.run(["-m", "tests.flower.in_turn", "ravan_flwr", str(NODES), json.dumps(runs)])
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -134,51 +138,18 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
     assert got == pytest.approx(expected, abs=0.02)
 
 
-def test_flwr_run_does_what_simulate_does(superlink, app, tmp_path):
-    """With the run config as Flower's own command line passes it on."""
-    config = in_toml({**SHORT, "method": "fed-sb", "output-dir": str(tmp_path / "flower")})
-    assert superlink.run(app, config, ONE_ACTOR) == "finished:completed"
-    (directory,) = (tmp_path / "flower").iterdir()
-    got = json.loads((directory / "summary.json").read_text())
-    settings = SHORT | {"method": "fed-sb", "output-dir": str(tmp_path / "in-process")}
-    expected = simulate(settings, NODES).summary
-    for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
-        assert got[key] == expected[key], key
-    assert got["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
-
-
-def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_path):
-    settings = preset(tmp_path, report=True)
-    shutil.copy(tmp_path / "p.yaml", app / "conf" / "docstrings.yaml")
-    start = ModelAndData(read_config(own_preset(settings)))
-    with start.model.holding(start.model.initial_state()):
-        before = start.evaluate()
-    words = in_toml(settings | {"preset": "docstrings", "output-dir": str(tmp_path / "flower")})
-    assert superlink.run(app, words, ONE_ACTOR) == "finished:completed"
-    (directory,) = (tmp_path / "flower").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
-    assert summary["rejected"] == 0
-    assert summary["metrics"]["final"]["perplexity"] < 0.8 * before["perplexity"]
-    assert (directory / "report" / "index.html").is_file()
-
-
-def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, app, tmp_path, capfd):
+def test_a_run_with_shares_of_a_gpu_that_fails_is_told_as_failed(superlink, app, tmp_path, capfd):
     """Ray is told of a GPU: what it does with shares needs none, and PyTorch then takes the CPU."""
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
     assert "client-resources-num-gpus=0.3333 " in federation
     config = (
-        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report=false "
-        "tracking='none' device='cpu'"
+        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 device='cpu' "
+        "limits='max-update-norm=1e-9'"
     )
-    assert superlink.run(app, config, federation) == "finished:completed"
+    assert superlink.run(app, config, federation) == "finished:failed"
     told = capfd.readouterr().out
     assert "3 nodes with" in told
     assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
-
-
-def test_a_run_that_fails_is_told_as_failed(superlink, app, tmp_path):
-    config = f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 limits='max-update-norm=1e-9'"
-    assert superlink.run(app, config, FEDERATION) == "finished:failed"
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
 
