@@ -30,9 +30,9 @@ def check_before_inflating(check: Callable[[dict[str, bytes]], None]) -> None:
     """
     from flwr.superlink.grid import http_grid  # noqa: PLC0415
 
-    def checked(object_id: str, contents: dict[str, bytes], **more: Any) -> InflatableObject:
+    def checked(object_id: str, contents: dict[str, bytes], **options: Any) -> InflatableObject:
         check(contents)
-        return inflate_object_from_contents(object_id, contents, **more)
+        return inflate_object_from_contents(object_id, contents, **options)
 
     http_grid.inflate_object_from_contents = checked  # type: ignore[assignment, attr-defined]
 

@@ -142,22 +142,22 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except (Exception, RunNotRunningException) as error:
-        told: Exception | RunNotRunningException = error
+        failure: Exception | RunNotRunningException = error
         if isinstance(error, RunNotRunningException):
-            told = RuntimeError(
+            failure = RuntimeError(
                 "Flower has ended this run: it was stopped, or its process gave no sign of life "
                 "for too long, as after a suspension of the machine or a jump of its clock; "
                 + how_to_go_on(directory.path)
             )
         elif isinstance(error, OSError) and is_of_writing(error, directory.path):
             drop_status(directory.path)  # a full disk keeps it at what was done before
-            told = OSError(not_written(error, directory.path))
+            failure = OSError(not_written(error, directory.path))
         with suppress(OSError):  # the disk itself may be what failed
-            directory.write_json("failure.json", {"error": f"{type(told).__name__}: {told}"})
+            directory.write_json("failure.json", {"error": f"{type(failure).__name__}: {failure}"})
         log.info("run directory: %s", directory.path)
-        if told is error:
+        if failure is error:
             raise
-        raise told from error
+        raise failure from error
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise
@@ -184,8 +184,8 @@ def _hold_rounds(
         recorder = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
         strategy.callbacks.all += [recorder, StatusFile(directory.path)]
         if config.deliver:
-            given = (config, strategy.registry, strategy.mail, strategy.status)
-            delivery = resolve_name(DELIVERY)(grid, *given, directory, start.state)
+            arguments = (config, strategy.registry, strategy.mail, strategy.status)
+            delivery = resolve_name(DELIVERY)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(watching)
         strategy.callbacks.on_run_begin()
@@ -263,8 +263,8 @@ def _deliver_again(
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
     mail = MessageBuilder(registry.nodes, start.fixed)
-    given = (config, registry, mail, Status(registry, tell=None))
-    resolve_name(DELIVERY)(grid, *given, directory, start.state).on_run_end()
+    arguments = (config, registry, mail, Status(registry, tell=None))
+    resolve_name(DELIVERY)(grid, *arguments, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 
 
@@ -278,6 +278,6 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
 
         return write_report([directory.path], folder)
     except Exception as error:  # noqa: BLE001 (the result is safe already)
-        told = "no report in %s: %s; the result is whole; try again with ravan-flwr report %s"
-        log.warning(told, folder, error, directory.path)
+        message = "no report in %s: %s; the result is whole; try again with ravan-flwr report %s"
+        log.warning(message, folder, error, directory.path)
         return None

@@ -70,21 +70,21 @@ def without_effect(run_config: Values) -> list[str]:
         idle[f" with method={values['method']}"] = method.ignored
     lines = []
     for why, keys in idle.items():
-        given = [f"{key}={values[key]}" for key in sorted(keys) if values[key] != KEYS[key].default]
-        if given:
-            lines.append(f"no effect{why}: {', '.join(given)}")
+        pairs = [f"{key}={values[key]}" for key in sorted(keys) if values[key] != KEYS[key].default]
+        if pairs:
+            lines.append(f"no effect{why}: {', '.join(pairs)}")
     return lines
 
 
-def _refused(values: Values, key: str, got: str, expected: str, do: str) -> ValueError:
-    return ValueError(f"{key} = {values[key]!r}: got {got}, expected {expected}; {do}")
+def _refusal(values: Values, key: str, conflict: str, expected: str, do: str) -> ValueError:
+    return ValueError(f"{key} = {values[key]!r}: got {conflict}, expected {expected}; {do}")
 
 
 def _check_order(values: Values, small: str, large: str, why: str = "") -> None:
     """Refuse a number above the one that bounds it, where both are known."""
     low, high = values[small], values[large]
     if AUTO not in (low, high) and float(low) > float(high):
-        raise _refused(
+        raise _refusal(
             values, small, f"{large} = {high}", f"at least as many{why}",
             "lower the one or raise the other",
         )  # fmt: skip
@@ -107,22 +107,22 @@ def _check_method(values: Values) -> None:
         do = f"choose one, or set {key}={without[0]}"
         if name not in able:
             one_of = f"one of {', '.join(able)}"
-            raise _refused(values, key, f"method {name!r}, which {otherwise}", one_of, do)
+            raise _refusal(values, key, f"method {name!r}, which {otherwise}", one_of, do)
         if able is frozen and trains_backbone(values):
-            got = f"init = {values['init']!r}, whose first round {changes}"
-            raise _refused(values, key, got, "another init", do)
+            conflict = f"init = {values['init']!r}, whose first round {changes}"
+            raise _refusal(values, key, conflict, "another init", do)
     if METHODS[name].mixes and values["deliver"]:
-        raise _refused(values, "deliver", f"method {name!r}", "false", f"{MIXES}; leave it out")
+        raise _refusal(values, "deliver", f"method {name!r}", "false", f"{MIXES}; leave it out")
     if METHODS[name].pools and values["local-epochs"] != AUTO:
-        got = f"method {name!r}, with which one client trains on the examples of all"
-        raise _refused(values, "local-epochs", got, "local-steps", "set that")
+        conflict = f"method {name!r}, with which one client trains on the examples of all"
+        raise _refusal(values, "local-epochs", conflict, "local-steps", "set that")
 
 
 def _check_outvoting(values: Values, key: str, replies: int) -> None:
     """Refuse a median or trimmed mean over fewer replies than have a middle."""
     if values["weighting"] in ROBUST and replies < 3:
         least = "at least 3, since of two replies none outvotes the other"
-        raise _refused(values, "weighting", f"{key} = {replies}", least, f"raise {key}")
+        raise _refusal(values, "weighting", f"{key} = {replies}", least, f"raise {key}")
 
 
 def _check_replies(values: Values) -> None:
@@ -131,7 +131,7 @@ def _check_replies(values: Values) -> None:
     has_heads = METHODS[str(values["method"])].has_heads
     if values["weighting"] in ROBUST and values["head-mean"] != "trained" and has_heads:
         why = "clients that leave a head as it was would outvote those that trained it"
-        raise _refused(
+        raise _refusal(
             values, "weighting", "head-mean = 'all'", f"'trained', since {why}",
             "leave one of them out",
         )  # fmt: skip
@@ -142,7 +142,7 @@ def _check_sparsity(values: Values) -> None:
     shares = shares_sent(str(values["sparsity"]))
     if not all(0 < share <= 1 for share in shares):
         expected = KEYS["sparsity"].allowed
-        raise _refused(values, "sparsity", "a share out of range", expected, "correct it")
+        raise _refusal(values, "sparsity", "a share out of range", expected, "correct it")
     name = str(values["method"])
     method = METHODS[name]
     for share, able, why, form in (
@@ -150,10 +150,10 @@ def _check_sparsity(values: Values) -> None:
         (shares[1], method.sparse_up, "clients count on all of their change in its state", "1:1"),
     ):
         if share < 1 and not able:
-            got = f"method {name!r}, whose {why}"
-            raise _refused(values, "sparsity", got, repr(form), "set that, or another method")
+            conflict = f"method {name!r}, whose {why}"
+            raise _refusal(values, "sparsity", conflict, repr(form), "set that, or another method")
     if shares[1] < 1 and values["weighting"] in ROBUST:
-        raise _refused(
+        raise _refusal(
             values, "sparsity", f"weighting = {values['weighting']!r}", "'DOWN:1', since a number "
             "that most clients do not send would stay as it is", "leave one of them out",
         )  # fmt: skip
@@ -175,13 +175,13 @@ def _check_asynchronous(values: Values) -> None:
     buffer, out = (
         usual if values[key] == AUTO else int(values[key]) for key in ("buffer-size", "concurrency")
     )
-    known = {**values, "buffer-size": buffer, "concurrency": out}
-    _check_order(known, "buffer-size", "concurrency", ", since no more updates are under way")
-    _check_order(known, "min-replies", "buffer-size", ", since that many close a round")
+    settings = {**values, "buffer-size": buffer, "concurrency": out}
+    _check_order(settings, "buffer-size", "concurrency", ", since no more updates are under way")
+    _check_order(settings, "min-replies", "buffer-size", ", since that many close a round")
     _check_outvoting(values, "buffer-size", buffer)
     least, most = -(-out // buffer) - 1, values["max-staleness"]
     if most != AUTO and int(most) < least:
-        raise _refused(
+        raise _refusal(
             values, "max-staleness", f"concurrency = {out} and buffer-size = {buffer}, with which "
             "an update of a client as fast as all others is so old", f"at least {least}",
             "raise it or buffer-size, or lower concurrency",
@@ -191,7 +191,7 @@ def _check_asynchronous(values: Values) -> None:
 def _check_training(values: Values) -> None:
     """Refuse budgets without speeds, parts of a step that are larger than it, and rising rates."""
     if str(values["budgets"]).startswith("by-speed") and values["devices"] == AUTO:
-        raise _refused(
+        raise _refusal(
             values, "budgets", "devices = 'auto', whose speeds are not known",
             "devices of a profile or a file", "set devices=edge-gpus, say, or on each device of a "
             "deployment its own budget",
@@ -201,7 +201,7 @@ def _check_training(values: Values) -> None:
         values["learning-rate-schedule"]))  # fmt: skip
     start, end = float(values["learning-rate"]), schedule.get("end", AUTO)
     if end != AUTO and float(end) > start:
-        raise _refused(
+        raise _refusal(
             values, "learning-rate-schedule", f"learning-rate = {start:g}",
             "at least as much as its end, since the rate falls", "lower the one or raise the other",
         )  # fmt: skip
@@ -210,10 +210,10 @@ def _check_training(values: Values) -> None:
 def _check_evaluation(values: Values) -> None:
     method = str(values["method"])
     if values["evaluate-on"] == "server" and not METHODS[method].serves:
-        got = (
+        conflict = (
             f"method {method!r}, with which each client has a model of its own and the server none"
         )
-        raise _refused(values, "evaluate-on", got, "'clients'", "leave evaluate-on out")
+        raise _refusal(values, "evaluate-on", conflict, "'clients'", "leave evaluate-on out")
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
@@ -224,8 +224,8 @@ def _check_evaluation(values: Values) -> None:
 def _check_noise(values: Values) -> None:
     if values["epsilon"] == AUTO and values["noise-multiplier"] == AUTO:
         expected = "one of them at least, since noise follows from it"
-        got = "neither epsilon nor noise-multiplier"
-        raise _refused(values, "privacy", got, expected, "set epsilon=8, say")
+        conflict = "neither epsilon nor noise-multiplier"
+        raise _refusal(values, "privacy", conflict, expected, "set epsilon=8, say")
     if values["privacy"] == "client":
         why = ", since it stands for a larger federation"
         _check_order(values, "clients-per-round", "noise-cohort", why)
@@ -291,8 +291,8 @@ def _private_clients(values: Values) -> Iterator[Rule]:
 
 def _private_examples(values: Values) -> Iterator[Rule]:
     only = partial(_only, values)
-    known = "it uses more of a client's data than gradients of single examples that are known"
-    yield _able(values, lambda method: method.by_example, known)
+    reason = "it uses more of a client's data than gradients of single examples that are known"
+    yield _able(values, lambda method: method.by_example, reason)
     yield from _heads(values, known_before=False)
     leaves = "whether a step is left out for its large numbers would tell of the examples"
     yield "precision", values["precision"] != "float16", "'float32' or 'bfloat16'", leaves
@@ -313,8 +313,8 @@ def _heads(values: Values, *, known_before: bool) -> Iterator[Rule]:
     tells = "the heads that a client chooses by its examples would tell of them"
     yield "scoring", values["scoring"] != "gradient", "'random' or 'weight'", tells
     late = known_before and values["scoring"] == "weight" and values["selection"] == "global"
-    known = "which heads clients train must be known before the round"
-    yield "selection", not late, "'layer' with scoring=weight", known
+    reason = "which heads clients train must be known before the round"
+    yield "selection", not late, "'layer' with scoring=weight", reason
     bases = "bases are made of the clients' examples, in a round before the first"
     of_data = str(values["init"]).startswith(("data-aware", "first-round"))
     yield "init", not of_data, "another", bases

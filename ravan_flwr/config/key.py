@@ -57,8 +57,8 @@ class Key:
         noun = "a whole number" if self.kind is int else "a number"
         bounds = (("at least", self.low), ("above", self.above), ("at most", self.high),
                   ("below", self.below))  # fmt: skip
-        told = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
-        return " ".join([noun, " and ".join(told)]).strip()
+        limits = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
+        return " ".join([noun, " and ".join(limits)]).strip()
 
     def checked(self, name: str, value: Scalar) -> Scalar:
         """Return the value in the key's own type; ValueError if the key does not take it."""
@@ -89,16 +89,16 @@ class Key:
         """Read `WORD:PART:PART` as its parts by name, the word as ""; an empty part is left out."""
         word, *rest = text.split(":")
         check_choice(name, word, self.forms)
-        known = self.forms[word]
-        if len(rest) > len(known):
-            form = ":".join([word, *(part.help.upper() for part in known)])
+        parts = self.forms[word]
+        if len(rest) > len(parts):
+            form = ":".join([word, *(part.help.upper() for part in parts)])
             raise ValueError(
                 f"{name} = {text!r}: got {len(rest)} parts, expected {form}; correct it"
             )
         read: dict[str, Scalar] = {"": word}
-        for part, given in zip(known, rest + [""] * (len(known) - len(rest)), strict=True):
+        for part, value in zip(parts, rest + [""] * (len(parts) - len(rest)), strict=True):
             where = f"{name} = {text!r}: {part.help}"
-            read[part.help] = part.checked(where, part.typed(given)) if given else part.default
+            read[part.help] = part.checked(where, part.typed(value)) if value else part.default
         return read
 
     def _joined(self, read: Mapping[str, Scalar]) -> str:
@@ -145,10 +145,10 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """Find the choice that begins or ends so, or is spelt most like it, whatever its case."""
     plain = {choice.lower(): choice for choice in choices}
-    asked = str(value).lower().replace("_", "-")
-    if asked in plain:
-        return plain[asked]
-    begun = [choice for choice in plain if len(asked) > 2 and choice.startswith(f"{asked}-")]
-    ended = [choice for choice in plain if len(asked) > 2 and choice.endswith(f"-{asked}")]
-    near = begun or difflib.get_close_matches(asked, list(plain), n=1) or sorted(ended, key=len)
+    word = str(value).lower().replace("_", "-")
+    if word in plain:
+        return plain[word]
+    begun = [choice for choice in plain if len(word) > 2 and choice.startswith(f"{word}-")]
+    ended = [choice for choice in plain if len(word) > 2 and choice.endswith(f"-{word}")]
+    near = begun or difflib.get_close_matches(word, list(plain), n=1) or sorted(ended, key=len)
     return plain[near[0]] if near else None

@@ -22,22 +22,22 @@ FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
 ROBUST = ("median", "trimmed-mean")  # of replies, in place of a mean
 
 
-def key(default: Scalar, text: str, **more: Any) -> Any:
+def key(default: Scalar, text: str, **options: Any) -> Any:
     """Declare a key as a field; the field's annotation gives its type."""
-    return field(metadata={"key": Key(default, text, **more)})
+    return field(metadata={"key": Key(default, text, **options)})
 
 
-def auto_key(text: str, **more: Any) -> Any:
+def auto_key(text: str, **options: Any) -> Any:
     """Declare a key that is "auto" unless it is given; where its type has None, that stays open."""
-    return key(AUTO, text, **more)
+    return key(AUTO, text, **options)
 
 
-def preset_key(preset: Scalar, text: str, **more: Any) -> Any:
+def preset_key(preset: Scalar, text: str, **options: Any) -> Any:
     """Declare a key that is the preset's unless it is given, or `preset` if that has none."""
-    return key(AUTO, text, preset=preset, **more)
+    return key(AUTO, text, preset=preset, **options)
 
 
-def _each(what: str) -> Key:
+def _amount(what: str) -> Key:
     return Key(2, what, kind=int, low=1, high=1_000_000)
 
 
@@ -125,8 +125,8 @@ class Config:
         "each; COLUMN: by which they differ, in place of the preset's",
         forms={
             "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
-            "natural": (_COLUMN,), "pathological": (_each("classes"), _COLUMN),
-            "shards": (_each("shards"), _COLUMN),
+            "natural": (_COLUMN,), "pathological": (_amount("classes"), _COLUMN),
+            "shards": (_amount("shards"), _COLUMN),
         })
 
     # training on a client
@@ -318,17 +318,17 @@ class Config:
         # 0.1 x 30 is a little more than 3 to a computer.
         return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
 
-    def asked_of(self, there: int) -> int:
+    def asked_of(self, clients: int) -> int:
         """Count the clients of so many that a round asks to train, those in reserve included."""
-        number = min(self.clients_per_round, there)
+        number = min(self.clients_per_round, clients)
         # 1.1 x 10 is a little more than 11 to a computer.
-        return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), there)
+        return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), clients)
 
-    def at_work_of(self, there: int) -> int:
+    def at_work_of(self, clients: int) -> int:
         """Count the clients of so many that can be at work at the same time."""
         if self.aggregation == "async":
-            return min(self.concurrency or self.clients_per_round, there)
-        return there if self.evaluate_on == "clients" else self.asked_of(there)
+            return min(self.concurrency or self.clients_per_round, clients)
+        return clients if self.evaluate_on == "clients" else self.asked_of(clients)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `config.json` holds: plain JSON under the keys of the run config."""
@@ -347,9 +347,11 @@ def kebab(values: Mapping[str, Any]) -> dict[str, Any]:
 def keys_of(fields: type[Any]) -> dict[str, Key]:
     """List the keys that a dataclass declares, each with the type of its field."""
     return {
-        one.name.replace("_", "-"): dataclasses.replace(one.metadata["key"], kind=_kind(one.type))
-        for one in dataclasses.fields(fields)
-        if "key" in one.metadata
+        field.name.replace("_", "-"): dataclasses.replace(
+            field.metadata["key"], kind=_kind(field.type)
+        )
+        for field in dataclasses.fields(fields)
+        if "key" in field.metadata
     }
 
 
@@ -433,9 +435,9 @@ def check_key(name: str, value: Scalar) -> Scalar:
             'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
     if name not in KEYS:
-        known, meant = [*KEYS, "num-clients"], _ELSEWHERE.get(name.lower().replace("_", "-"), name)
+        names, meant = [*KEYS, "num-clients"], _ELSEWHERE.get(name.lower().replace("_", "-"), name)
         raise ValueError(
-            f"unknown key {name!r}{did_you_mean(meant, known)} Expected one that "
+            f"unknown key {name!r}{did_you_mean(meant, names)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
     value = KEYS[name].checked(name, value)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MAX_DELTA = 1e-5
 
 
-def _key(text: str, default: Any = MISSING, *, auto: bool = False, **more: Any) -> Any:
+def _key(text: str, default: Any = MISSING, *, auto: bool = False, **options: Any) -> Any:
     """Declare a key as a field; without `default` it must be given."""
-    return field(default=default, metadata={"key": Key(AUTO if auto else "", text, **more)})
+    return field(default=default, metadata={"key": Key(AUTO if auto else "", text, **options)})
 
 
 def _folder(text: str) -> Any:
@@ -100,7 +100,7 @@ def _check_names(settings: Mapping[str, Scalar]) -> None:
     """Refuse what looks like one of ours misspelt; other apps may have keys of their own."""
     for key in settings.keys() - NODE_KEYS.keys():
         name = key.replace("_", "-").lower()
-        begun = [known for known in NODE_KEYS if len(name) >= _BEGINNING and known.startswith(name)]
+        begun = [word for word in NODE_KEYS if len(name) >= _BEGINNING and word.startswith(name)]
         if meant := begun or difflib.get_close_matches(name, NODE_KEYS, 1, 0.75):
             raise ValueError(
                 f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
@@ -123,23 +123,23 @@ def check_node_requirements(node: Node, config: "Config") -> None:
     most = node.max_epsilon
     if most is None:
         return
-    got = ""
+    problem = ""
     if config.privacy == "none":
-        got = "privacy = 'none'; this device takes part in private runs alone"
+        problem = "privacy = 'none'; this device takes part in private runs alone"
     elif config.delta > node.max_delta:
-        got = f"delta = {config.delta:g}, expected {node.max_delta:g} (max-delta) at most"
+        problem = f"delta = {config.delta:g}, expected {node.max_delta:g} (max-delta) at most"
     elif config.noise_cohort is not None:
-        got = (
+        problem = (
             f"noise-cohort = {config.noise_cohort}, whose epsilon is that of a larger federation; "
             "this device takes part in runs without it alone"
         )
     elif config.privacy == "client" and (config.epsilon is None or config.epsilon > most):
-        got = (
+        problem = (
             f"privacy = 'client' and epsilon = {config.epsilon or 'auto'}, expected epsilon = "
             f"{most:g} at most, which the server then keeps to"
         )
-    if got:
-        raise ValueError(f"max-epsilon = {most:g}: got a run with {got}")
+    if problem:
+        raise ValueError(f"max-epsilon = {most:g}: got a run with {problem}")
 
 
 def limit_of(node: Node, epsilon: float | None) -> float | None:

@@ -51,11 +51,11 @@ class Preset:
     def read(cls, path: Path, content: Any) -> "Preset":
         """Check the content of a preset's file."""
         needed = {"task", "model", "data"}
-        more = {"run", "parameter-budgets", "learning-rate", "other-models"}
-        file: dict[str, Any] = dict.fromkeys(more) | check_fields("", content, needed, more)
+        options = {"run", "parameter-budgets", "learning-rate", "other-models"}
+        file: dict[str, Any] = dict.fromkeys(options) | check_fields("", content, needed, options)
         check_choice("task", str(file["task"]), TASKS)
         kind, folder = TASKS[file["task"]], path.parent
-        others = free_fields("other-models.", file["other-models"])
+        other_models = free_fields("other-models.", file["other-models"])
         rates = check_fields("learning-rate.", file["learning-rate"], set(), METHODS.keys())
         _check_rates(rates)
         lora_rank, ranks = _read_budgets(file["parameter-budgets"])
@@ -65,8 +65,8 @@ class Preset:
             task=file["task"],
             model=_read_model("model.", file["model"], folder),
             other_models={
-                name: _read_model(f"other-models.{name}.", one, folder)
-                for name, one in others.items()
+                name: _read_model(f"other-models.{name}.", model, folder)
+                for name, model in other_models.items()
             },
             data=data,
             glue_tasks=glue_tasks,
@@ -95,20 +95,20 @@ class Preset:
 
     def learning_rate(self, method: str, values: Mapping[str, Any]) -> float:
         """Return the learning rate of a method, which may depend on other keys' values."""
-        found = self.rates.get(method, METHODS[method].learning_rate)
+        rate = self.rates.get(method, METHODS[method].learning_rate)
         for key in RATES_BY:
-            if isinstance(found, dict):
+            if isinstance(rate, dict):
                 word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
-                if key == "partition" and word not in ("iid", *found):
+                if key == "partition" and word not in ("iid", *rate):
                     word = "dirichlet-by-client"  # of clients that are non-IID in another way
-                found = found.get(word, found)
-        if isinstance(found, dict):
+                rate = rate.get(word, rate)
+        if isinstance(rate, dict):
             what = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
             raise ValueError(
                 f"{self.path} has no learning rate for method {method!r}{what}; give one with "
                 "learning-rate=..."
             )
-        return float(found)
+        return float(rate)
 
 
 def run_defaults(kind: TaskInfo) -> dict[str, Scalar]:
@@ -128,12 +128,12 @@ def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
     for key in run.keys() & MOVED.keys() if isinstance(run, dict) else ():
         check_key(key, run[key])  # which says what to write now
     run = check_fields("run.", run, set(), RUN.keys())
-    said = {key: value for key, value in run.items() if value != AUTO}
-    values = run_defaults(kind) | said
-    if "local-epochs" in said and "local-steps" not in said:
+    settings = {key: value for key, value in run.items() if value != AUTO}
+    values = run_defaults(kind) | settings
+    if "local-epochs" in settings and "local-steps" not in settings:
         values["local-steps"] = AUTO
     if str(values["partition"]).startswith("natural"):  # the data tell how many
-        values["num-clients"] = said.get("num-clients")
+        values["num-clients"] = settings.get("num-clients")
     clients = values.pop("num-clients")
     if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
@@ -148,10 +148,10 @@ def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int
         check_fields(f"parameter-budgets.{name}.", ranks, {"lora-rank"}, METHODS.keys() - {"full"})
         for rank in ranks.values():
             check_key("rank", rank)
-    said = {name: ranks["lora-rank"] for name, ranks in budgets.items()}
-    half = max(1, said["higher"] // 2) if "higher" in said else LORA_RANK["lower"]
-    lower = said.get("lower", half)
-    return {"lower": lower, "higher": said.get("higher", 2 * lower)}, {
+    lora_ranks = {name: ranks["lora-rank"] for name, ranks in budgets.items()}
+    half = max(1, lora_ranks["higher"] // 2) if "higher" in lora_ranks else LORA_RANK["lower"]
+    lower = lora_ranks.get("lower", half)
+    return {"lower": lower, "higher": lora_ranks.get("higher", 2 * lower)}, {
         name: {k: v for k, v in budgets.get(name, {}).items() if k != "lora-rank"}
         for name in LORA_RANK
     }

@@ -118,14 +118,14 @@ def place_beside(name: str, folder: Path) -> str:
     """Return an id of the hub as it is, and the path of what lies beside the preset whole."""
     if name.startswith("~"):
         return str(Path(name).expanduser())
-    here = name.startswith(".") or (bool(name) and (folder / name).exists())
-    return str((folder / name).resolve()) if here else name
+    is_path = name.startswith(".") or (bool(name) and (folder / name).exists())
+    return str((folder / name).resolve()) if is_path else name
 
 
 def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
     """Read the columns by role; those of a language model are messages, or any with an answer."""
     columns = {role: role for role in kind.roles} if data.columns is None else data.columns
-    needed, more = set(kind.roles), set(kind.optional)
+    needed, options = set(kind.roles), set(kind.optional)
     talks = "messages" in kind.roles and "messages" in columns
     if kind.is_causal_lm and isinstance(columns, dict) and not talks:
         if not set(kind.answers) <= set(columns):
@@ -135,8 +135,8 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
                 f"{where}columns = {columns}: expected {talk}a prompt with "
                 f"{' and '.join(kind.answers)}; write {{{written}}}"
             )
-        needed, more = set(kind.answers), set(map(str, columns))
-    columns = check_fields(f"{where}columns.", columns, needed, more)
+        needed, options = set(kind.answers), set(map(str, columns))
+    columns = check_fields(f"{where}columns.", columns, needed, options)
     for role, column in columns.items():
         if not isinstance(column, str):
             raise ValueError(
@@ -159,19 +159,19 @@ def _prompt(data: Data, kind: TaskInfo) -> str:
     return data.prompt
 
 
-def _check_braces(prompt: str, given: Sequence[str]) -> None:
+def _check_braces(prompt: str, roles: Sequence[str]) -> None:
     """Refuse a prompt with other things in braces than columns, or with none at all."""
     try:
-        prompt.format(**dict.fromkeys(given, ""))
+        prompt.format(**dict.fromkeys(roles, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        known = ", ".join(f"{{{role}}}" for role in given)
+        names = ", ".join(f"{{{role}}}" for role in roles)
         raise ValueError(
             f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
-            f"{known} alone; write others twice"
+            f"{names} alone; write others twice"
         ) from None
-    if not _used(prompt) & set(given):
+    if not _used(prompt) & set(roles):
         raise ValueError(
-            f"data.prompt = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
+            f"data.prompt = {prompt!r}: it has no example in it, expected {{{roles[0]}}} somewhere"
         )
 
 
@@ -185,11 +185,11 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
 
     There is none where the columns have whole conversations.
     """
-    given = [role for role in columns if role not in kind.answers]
+    roles = [role for role in columns if role not in kind.answers]
     pairs = len(kind.answers) > 1  # which are conversations if there is no other column
-    if not given if pairs else "messages" in columns:
+    if not roles if pairs else "messages" in columns:
         if data.prompt is not None:
-            has = " and ".join(given or kind.answers)
+            has = " and ".join(roles or kind.answers)
             raise ValueError(
                 f"data.prompt: conversations (data.columns has {has}) are written by the chat "
                 "template; leave it out, or name a column for a prompt"
@@ -200,16 +200,16 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
             "data.chat-template: it writes the column messages, which data.columns has not; leave "
             "it out"
         )
-    if not given:
+    if not roles:
         raise ValueError(
             f"data.columns = {dict(columns)}: expected a column for a prompt beside that for the "
             "completion; name one, as prompt: COLUMN"
         )
-    said = data.prompt or "{prompt}"
-    prompts = (said,) if isinstance(said, str) else tuple(said)
+    setting = data.prompt or "{prompt}"
+    prompts = (setting,) if isinstance(setting, str) else tuple(setting)
     for prompt in prompts:
-        _check_braces(prompt, given)
-    if idle := [role for role in given if role not in _used(*prompts)]:
+        _check_braces(prompt, roles)
+    if idle := [role for role in roles if role not in _used(*prompts)]:
         raise ValueError(
             f"data.columns: {', '.join(idle)} stands in no prompt; expected {{{idle[0]}}} in one, "
             "or another name for the column prompt; correct it"

@@ -86,9 +86,9 @@ def new_file(name: str) -> Path:
             "my-task; it becomes conf/my-task.yaml"
         )
     path = Path.cwd() / "conf" / f"{name}.yaml"
-    taken = conf_folder() / f"{name}.yaml"
-    for found in (path, taken):
-        refuse_if_there(name, found)
+    app_path = conf_folder() / f"{name}.yaml"
+    for file in (path, app_path):
+        refuse_if_there(name, file)
     return path
 
 
@@ -128,34 +128,34 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
         if (value := values.get(key)) and isinstance(value, str) and value != AUTO:
             path = Path(value).expanduser()
             # Neither an id of the hub nor the name of a profile of devices.
-            there = path.is_file() if key == "devices" else path.is_dir()
-            if there or key in ("resume", "output-dir"):
+            exists = path.is_file() if key == "devices" else path.is_dir()
+            if exists or key in ("resume", "output-dir"):
                 values[key] = str(path.absolute())
     return values
 
 
 def chosen_model(
-    spec: ModelSpec, name: str, targets: str, others: Mapping[str, ModelSpec] | None = None
+    spec: ModelSpec, name: str, targets: str, models: Mapping[str, ModelSpec] | None = None
 ) -> ModelSpec:
     """Return the preset's model, one of its others, or any one, with the layers to adapt."""
     if name != AUTO:
-        spec = _known(others or {}, name) or ModelSpec("hub", *place_of("model", name))
+        spec = _preset_model(models or {}, name) or ModelSpec("hub", *place_of("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
 
 
-def _known(others: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
+def _preset_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
     """Find a model that the preset names, by that name or by its place; None if it is another."""
-    if name in others:
-        return others[name]
-    if "/" not in name and (near := nearest(name, others)) and not Path(name).is_dir():
+    if name in models:
+        return models[name]
+    if "/" not in name and (near := nearest(name, models)) and not Path(name).is_dir():
         raise ValueError(
-            f"model = {name!r}: did you mean {near!r}? Expected one of {', '.join(others)} of the "
+            f"model = {name!r}: did you mean {near!r}? Expected one of {', '.join(models)} of the "
             "preset, an id of the hub such as org/name, or a folder; correct it"
         )
-    places = {f"{one.name}@{one.revision}" if one.revision else one.name: one
-              for one in others.values()}  # fmt: skip
+    places = {f"{model.name}@{model.revision}" if model.revision else model.name: model
+              for model in models.values()}  # fmt: skip
     return places.get(name)
 
 

@@ -32,8 +32,8 @@ CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
 HELD_BACK = 0.2  # of a client's examples, where clients evaluate
 # What is known later, or has no limit, is None where it is auto.
 _NONE_IF_AUTO = [
-    one.name.replace("_", "-") for one in dataclasses.fields(Config)
-    if "key" in one.metadata and type(None) in get_args(one.type)
+    field.name.replace("_", "-") for field in dataclasses.fields(Config)
+    if "key" in field.metadata and type(None) in get_args(field.type)
 ]  # fmt: skip
 
 
@@ -42,14 +42,14 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
 
     A preset's file that was changed since is read again.
     """
-    given = {key: check_key(key, value) for key, value in run_config.items()}
-    preset = cast(str, given.get("preset", KEYS["preset"].default))
-    return _read(tuple(given.items()), read_preset(preset))
+    settings = {key: check_key(key, value) for key, value in run_config.items()}
+    preset = cast(str, settings.get("preset", KEYS["preset"].default))
+    return _read(tuple(settings.items()), read_preset(preset))
 
 
 @lru_cache(maxsize=64)
-def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
-    values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(given)
+def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
+    values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(settings)
     values |= read_limits(str(values.pop("limits")))
     check_steps(values)
     own = set(STEPS) if any(values[key] != AUTO for key in STEPS) else set()
@@ -100,7 +100,7 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     on_clients = (
         not on_server if values["evaluate-on"] == AUTO else (values["evaluate-on"] == "clients")
     )
-    found: dict[str, Scalar] = {
+    defaults: dict[str, Scalar] = {
         "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
         "lora-rank": preset.lora_rank[budget],
         "evaluate-on": "clients" if on_clients else "server",
@@ -108,18 +108,18 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
         "max-length": preset.max_length,
     }
     if values["learning-rate"] == AUTO:
-        found["learning-rate"] = preset.learning_rate(name, values)
+        defaults["learning-rate"] = preset.learning_rate(name, values)
     if values["calibration-learning-rate"] == AUTO:
-        found["calibration-learning-rate"] = preset.learning_rate("full", values)
+        defaults["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["privacy"] == "example":
-        found["clip-norm"] = CLIP_OF_GRADIENTS
+        defaults["clip-norm"] = CLIP_OF_GRADIENTS
     if values["max-length"] != AUTO and not preset.max_length:
         raise ValueError(
             f"max-length = {values['max-length']!r}: {preset.path} has no texts, expected 'auto'; "
             "leave it out"
         )
-    found |= TASKS[preset.task].keys
-    values.update({key: value for key, value in found.items() if values[key] == AUTO})
+    defaults |= TASKS[preset.task].keys
+    values.update({key: value for key, value in defaults.items() if values[key] == AUTO})
     if method.everyone:
         # As many as there are.
         most = MOST_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
@@ -137,10 +137,10 @@ def _divided_by(data: DataSpec, partition: str) -> DataSpec:
 
 def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
     """Return how many clients the preset says, None if the data says it."""
-    said: int | None = preset.run["num-clients"]
+    number: int | None = preset.run["num-clients"]
     if str(values["partition"]).startswith("natural"):
-        return said if str(preset.run["partition"]).startswith("natural") else None
-    return int(RUN["num-clients"]) if said is None else said
+        return number if str(preset.run["partition"]).startswith("natural") else None
+    return int(RUN["num-clients"]) if number is None else number
 
 
 def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:

@@ -61,15 +61,15 @@ def _wrong(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Hashable] = set()
+    keys: set[Hashable] = set()
     for key_node, _ in node.value:
         if key_node.tag == _MERGE:
             continue
         key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, Hashable) and key in seen:
+        if isinstance(key, Hashable) and key in keys:
             raise _wrong(key_node, f"{key!r} stands there twice")
         if isinstance(key, Hashable):
-            seen.add(key)
+            keys.add(key)
     read: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     return read
 
@@ -95,11 +95,11 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        told = " ".join((error.problem or str(error)).split())
-        raise ValueError(f"{path}{where}: {told}; expected YAML; correct the file") from None
+        message = " ".join((error.problem or str(error)).split())
+        raise ValueError(f"{path}{where}: {message}; expected YAML; correct the file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{path}: {told}; expected YAML in UTF-8; correct the file") from None
+        message = " ".join(str(error).split())
+        raise ValueError(f"{path}: {message}; expected YAML in UTF-8; correct the file") from None
     except RecursionError:
         raise ValueError(
             f"{path}: it is nested too deeply, expected a few levels; correct the file"
@@ -142,16 +142,16 @@ def check_fields(
 ) -> dict[str, Any]:
     """Return a mapping; ValueError unless it has these fields, and no others; None is empty."""
     content = {} if content is None and not expected else content
-    known = sorted(expected | options)
+    fields = sorted(expected | options)
     if not isinstance(content, dict):
         what = where.removesuffix(".") or "the file"
-        raise ValueError(f"{what} is no mapping, expected one with {known}")
+        raise ValueError(f"{what} is no mapping, expected one with {fields}")
     for field in sorted(set(content) - expected - options, key=str):
         raise ValueError(
-            f"{where}{field} is unknown{did_you_mean(field, known)} Expected the fields {known}"
+            f"{where}{field} is unknown{did_you_mean(field, fields)} Expected the fields {fields}"
         )
     for field in sorted(expected - set(content)):
-        raise ValueError(f"{where}{field} is missing; expected the fields {known}")
+        raise ValueError(f"{where}{field} is missing; expected the fields {fields}")
     return dict(content)
 
 

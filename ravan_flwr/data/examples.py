@@ -20,7 +20,7 @@ from ravan_flwr.data.hub import (
     no_bars,
     telling,
 )
-from ravan_flwr.data.rows import IMAGES, found_columns
+from ravan_flwr.data.rows import IMAGES, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -40,23 +40,23 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     Those are the splits that the spec names as tests, or else `test`, or else all.
     """
     data = f"data {spec.name}"
-    there = every_split(spec.name, spec.subset, spec.revision, other=True)
+    splits = every_split(spec.name, spec.subset, spec.revision, foreign=True)
     tests = [split for _, split in spec.tests]
-    whole = ["test"] if "test" in there else [*there]
-    chosen = tests if set(tests) <= set(there) else whole
-    examples = datasets.concatenate_datasets([there[split] for split in chosen])
+    fallback = ["test"] if "test" in splits else [*splits]
+    chosen = tests if set(tests) <= set(splits) else fallback
+    examples = datasets.concatenate_datasets([splits[split] for split in chosen])
     check_encoding(examples, data)
-    name = "all examples" if [*there] == chosen == ["train"] else " and ".join(chosen)
-    found = _called(datasets.DatasetDict({name: examples}), spec, data)[name]
-    feature = found.features.get("label")
+    name = "all examples" if [*splits] == chosen == ["train"] else " and ".join(chosen)
+    examples = _called(datasets.DatasetDict({name: examples}), spec, data)[name]
+    feature = examples.features.get("label")
     whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
-    if whole_numbers and not any(str(value) in spec.labels for value in found["label"]):
+    if whole_numbers and not any(str(value) in spec.labels for value in examples["label"]):
         log.warning(
             "%s: its labels are numbers, taken as positions: 0 is %r, 1 is %r",
             data,
             *spec.labels[:2],
         )
-    return found, name
+    return examples, name
 
 
 def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
@@ -72,15 +72,15 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     files = sorted(filter(Path.is_file, folder.rglob("*"))) or [folder]
     for file in files:
         # `datasets` sees neither what is hidden nor folders such as `__MACOSX`.
-        seen = not any(name.startswith((".", "__")) for name in file.relative_to(folder).parts)
-        if seen and (kind := _KINDS.get(file.suffix.lower())):
+        visible = not any(name.startswith((".", "__")) for name in file.relative_to(folder).parts)
+        if visible and (kind := _KINDS.get(file.suffix.lower())):
             by_kind.setdefault(kind, []).append(str(file))
     if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
         by_kind = {"imagefolder": by_kind["imagefolder"]}
     if len(by_kind) != 1:
-        got = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
+        kinds = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
         raise ValueError(
-            f"{where}: got {got}, expected images, parquet, CSV or JSON lines, and one kind of "
+            f"{where}: got {kinds}, expected images, parquet, CSV or JSON lines, and one kind of "
             "them; take the others out"
         )
     ((kind, names),) = by_kind.items()
@@ -136,7 +136,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     rows = {"train": np.flatnonzero(~test), name: np.flatnonzero(test)}
     with no_bars():
         return datasets.DatasetDict(
-            {name: train.select(mine).flatten_indices() for name, mine in rows.items()}
+            {name: train.select(indices).flatten_indices() for name, indices in rows.items()}
         )
 
 
@@ -176,13 +176,13 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
 
     A column may be called as in the preset, or by its role already.
     """
-    columns, other = dict(spec.columns), spec.partition_by
-    names = found_columns(examples.column_names, columns, where)
-    kept = dict.fromkeys(names.values())
-    if other not in columns and other in examples.column_names:
-        kept[other] = None
+    columns, partition_column = dict(spec.columns), spec.partition_by
+    names = match_columns(examples.column_names, columns, where)
+    selection = dict.fromkeys(names.values())
+    if partition_column not in columns and partition_column in examples.column_names:
+        selection[partition_column] = None
     renamed = {name: role for role, name in names.items() if name != role}
-    return examples.select_columns([*kept]).rename_columns(renamed)
+    return examples.select_columns([*selection]).rename_columns(renamed)
 
 
 def _by_number(
@@ -264,9 +264,9 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))
         expected = f"numbers from 0 to {len(labels) - 1}"
     else:
-        known = {name: number for number, name in enumerate(labels)}
-        wrong = sorted({str(name) for name in column if name not in known})
-        numbers = np.asarray([known.get(name, -1) for name in column])
+        number_of = {name: number for number, name in enumerate(labels)}
+        wrong = sorted({str(name) for name in column if name not in number_of})
+        numbers = np.asarray([number_of.get(name, -1) for name in column])
         expected = ", ".join(labels)
     if wrong:
         raise ValueError(
@@ -317,10 +317,10 @@ def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
             f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
             "bring them into one form"
         )
-    found = set(values)
-    if len(found) > MOST:
+    classes = set(values)
+    if len(classes) > MOST:
         raise ValueError(
-            f"{where}: the label column has {len(found):,} different values, expected classes, "
+            f"{where}: the label column has {len(classes):,} different values, expected classes, "
             f"{MOST:,} at most; name another column"
         )
-    return tuple(str(value) for value in sorted(found))
+    return tuple(str(value) for value in sorted(classes))

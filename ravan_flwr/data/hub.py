@@ -123,7 +123,7 @@ def no_bars() -> Iterator[None]:
     """Keep the libraries' progress bars and load reports out of a run's lines."""
     logging_of = transformers.utils.logging
     shown, level = logging_of.is_progress_bar_enabled(), logging_of.get_verbosity()
-    drawn = datasets.is_progress_bar_enabled()
+    datasets_bars = datasets.is_progress_bar_enabled()
     logging_of.disable_progress_bar()
     logging_of.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -133,7 +133,7 @@ def no_bars() -> Iterator[None]:
         logging_of.set_verbosity(level)
         if shown:
             logging_of.enable_progress_bar()
-        if drawn:
+        if datasets_bars:
             datasets.enable_progress_bars()
 
 
@@ -153,39 +153,39 @@ def check_encoding(examples: datasets.Dataset, where: str) -> None:
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, by the names that the preset gives them."""
-    there = every_split(spec.name, spec.subset, spec.revision)
-    wanted = {"train": spec.train, **dict(spec.tests)}
+    splits = every_split(spec.name, spec.subset, spec.revision)
+    split_names = {"train": spec.train, **dict(spec.tests)}
     # Without a split `test`, some of `train` is held back.
-    if lacking := [split for split in wanted.values() if split not in {*there, "test"}]:
+    if lacking := [split for split in split_names.values() if split not in {*splits, "test"}]:
         raise ValueError(
-            f"data {spec.name}: got the splits {', '.join(there)}, expected {', '.join(lacking)}; "
+            f"data {spec.name}: got the splits {', '.join(splits)}, expected {', '.join(lacking)}; "
             "correct data.splits in the preset"
         )
-    splits = {name: there[split] for name, split in wanted.items() if split in there}
-    for name, split in splits.items():
+    by_name = {name: splits[split] for name, split in split_names.items() if split in splits}
+    for name, split in by_name.items():
         check_encoding(split, f"data {spec.name}, {name}")
-    return datasets.DatasetDict(splits)
+    return datasets.DatasetDict(by_name)
 
 
 def every_split(
-    name: str, subset: str, revision: str, *, other: bool = False
+    name: str, subset: str, revision: str, *, foreign: bool = False
 ) -> datasets.DatasetDict:
     """Load all splits of a data set of the hub, a folder or a file.
 
-    Of `other` examples than a preset's a folder has no subsets, and images have the label of their
-    folder, be there one folder or many.
+    Of `foreign` examples (of no preset) a folder has no subsets, and images have the label of
+    their folder, be there one folder or many.
     """
     if is_idx(Path(name)):
         return idx_splits(Path(name))
-    source = _source(name, subset, revision, other)
+    source = _source(name, subset, revision, foreign)
     with telling("data", name, revision):
-        if other and datasets.load_dataset_builder(**source).name == "imagefolder":
+        if foreign and datasets.load_dataset_builder(**source).name == "imagefolder":
             source["drop_labels"] = False
         splits = datasets.load_dataset(**source)
-    return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
+    return datasets.DatasetDict({split: as_files(examples) for split, examples in splits.items()})
 
 
-def _source(name: str, subset: str, revision: str, other: bool) -> dict[str, Any]:
+def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, Any]:
     """Describe a data set of the hub, a folder or a file to `datasets`."""
     place = Path(name)
     if not place.exists():
@@ -201,7 +201,7 @@ def _source(name: str, subset: str, revision: str, other: bool) -> dict[str, Any
     if subset and not (place / "README.md").is_file():
         if (place / subset).is_dir():
             place /= subset
-        elif not other:
+        elif not foreign:
             raise ValueError(
                 f"data {place}: it has no folder {subset}, expected the preset's task in it, as "
                 f"{subset}/train.parquet, say; for a task of your own write a preset, "

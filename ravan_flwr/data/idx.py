@@ -27,7 +27,7 @@ _GZIPPED = b"\x1f\x8b"
 
 def is_idx(folder: Path) -> bool:
     """Tell whether a folder has any of the files."""
-    return any(_found(folder, split, what) for split in SPLITS for what in DIMENSIONS)
+    return any(_file_of(folder, split, what) for split in SPLITS for what in DIMENSIONS)
 
 
 def idx_splits(folder: Path) -> datasets.DatasetDict:
@@ -40,7 +40,7 @@ def idx_splits(folder: Path) -> datasets.DatasetDict:
 
 
 def _file(folder: Path, split: str, what: str) -> Path:
-    if path := _found(folder, split, what):
+    if path := _file_of(folder, split, what):
         return path
     name = f"{SPLITS[split]}-{what}-idx{DIMENSIONS[what]}-ubyte"
     raise ValueError(
@@ -50,7 +50,7 @@ def _file(folder: Path, split: str, what: str) -> Path:
     )
 
 
-def _found(folder: Path, split: str, what: str) -> Path | None:
+def _file_of(folder: Path, split: str, what: str) -> Path | None:
     """Find a file under the names that it goes by; a plain one first."""
     begin, end = f"{SPLITS[split]}-{what}", f"idx{DIMENSIONS[what]}-ubyte"
     names = [f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
@@ -109,9 +109,9 @@ def _array(path: Path, file: BinaryIO, what: str) -> np.ndarray:
         )
     content = file.read(size + 1)
     if len(content) != size:
-        got = f"{len(content):,} bytes" if len(content) < size else "more"
+        length = f"{len(content):,} bytes" if len(content) < size else "more"
         raise ValueError(
-            f"data {path}: got {got} after its header, expected {size:,} by what that says; "
+            f"data {path}: got {length} after its header, expected {size:,} by what that says; "
             "restore it"
         )
     return np.frombuffer(content, np.uint8).reshape(sizes)

@@ -36,7 +36,7 @@ def made_folder(name: str) -> Path:
 
 def model_folder(spec: ModelSpec) -> Path:
     """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
-    folder = _found(spec, FILES, lacks)
+    folder = _folder_of(spec, FILES, lacks)
     if missing := lacks(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -67,7 +67,7 @@ def _how_to_make(folder: Path) -> str:
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, without its weights if they are not there."""
-    folder = _found(spec, ["config.json"], lambda found: not (found / "config.json").exists())
+    folder = _folder_of(spec, ["config.json"], lambda path: not (path / "config.json").exists())
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
@@ -103,8 +103,8 @@ def _checked(key: str, value: Any) -> Any:
     if key == "quantization_config" and value:
         raise ValueError(f"{key}: its weights are kept in few bits, expected plain ones")
     if isinstance(value, dict):
-        found = {name: _checked(name, inner) for name, inner in value.items()}
-        return {name: inner for name, inner in found.items() if inner is not _LEFT_OUT}
+        values = {name: _checked(name, inner) for name, inner in value.items()}
+        return {name: inner for name, inner in values.items() if inner is not _LEFT_OUT}
     if isinstance(value, list):
         return [_checked(key, inner) for inner in value]
     most = _DEEPEST if _OF_DEPTH.search(key) else _LARGEST
@@ -139,7 +139,7 @@ def reading(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _found(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
+def _folder_of(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
     """Find a folder of the user's, or files in the hub's cache; download what that lacks."""
     folder = Path(spec.name)
     if folder.is_dir():
@@ -149,13 +149,13 @@ def _found(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object])
             f"model {folder}: found no such folder, expected config.json and weights as "
             f"safetensors there; {_how_to_make(folder)}, or name another one, model=/path"
         )
-    wanted: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
+    options: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
     with suppress(LocalEntryNotFoundError):
-        folder = Path(snapshot_download(spec.name, local_files_only=True, **wanted))
+        folder = Path(snapshot_download(spec.name, local_files_only=True, **options))
         if not lacking(folder):
             return folder
     with telling("model", spec.name, spec.revision):
-        return Path(snapshot_download(spec.name, **wanted))
+        return Path(snapshot_download(spec.name, **options))
 
 
 def lacks(folder: Path) -> str:

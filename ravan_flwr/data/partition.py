@@ -47,12 +47,12 @@ def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
     column = column_of(spec)
     if column in examples.column_names:
         return
-    whole = SOURCES[spec.source](spec)["train"]  # read once more: `examples` has what is used
+    train = SOURCES[spec.source](spec)["train"]  # read once more: `examples` has what is used
     lacks = "the task has no label" if column == "label" else "the data has no such column"
     names = []
-    for name in whole.column_names:
+    for name in train.column_names:
         with suppress(ValueError):
-            names += [repr(name)] if values_of(whole, name) else []
+            names += [repr(name)] if values_of(train, name) else []
     usable = ", ".join(names)
     has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
     raise ValueError(
@@ -195,8 +195,8 @@ def partition_by_class(
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     for _ in range(DRAWS):
         # How many rows of each class each client has, (classes, clients), by where they end.
-        drawn = (random.dirichlet(np.full(clients, alpha)).cumsum() * n for n in classes)
-        ends = np.array([mine.astype(int) for mine in drawn])
+        draws = (random.dirichlet(np.full(clients, alpha)).cumsum() * n for n in classes)
+        ends = np.array([draw.astype(int) for draw in draws])
         ends[:, -1] = classes  # whatever was rounded
         counts = np.diff(ends, axis=1, prepend=0)
         sizes = counts.sum(0)
@@ -208,8 +208,8 @@ def partition_by_class(
     by_class = np.argsort(numbers, kind="stable")
     rows = by_class[np.argsort(owners, kind="stable")]
     parts = np.split(rows, sizes.cumsum()[:-1])
-    for mine in parts:
-        random.shuffle(mine)
+    for part in parts:
+        random.shuffle(part)
     return parts
 
 
@@ -219,14 +219,14 @@ def partition_by_client(
     """Partition the rows among the clients, by the value that each row has."""
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     proportions = random.dirichlet(np.full(len(classes), alpha), size=clients)
-    sizes = np.array([len(mine) for mine in np.array_split(labels, clients)])
+    sizes = np.array([len(part) for part in np.array_split(labels, clients)])
     counts = counts_by_client(proportions, sizes, classes)
     rows_of_class = [random.permutation(np.flatnonzero(numbers == k)) for k in range(len(classes))]
     parts = [
         np.split(rows, ends[:-1])
         for rows, ends in zip(rows_of_class, counts.T.cumsum(1), strict=True)
     ]
-    return [np.sort(np.concatenate(mine)) for mine in zip(*parts, strict=True)]
+    return [np.sort(np.concatenate(pieces)) for pieces in zip(*parts, strict=True)]
 
 
 def partition_naturally(values: Values, clients: int, column: str) -> list[np.ndarray]:
@@ -262,9 +262,9 @@ def partition_few_classes(
         )
     holders: list[list[int]] = [[] for _ in different]
     for client in range(clients):
-        for one in _drawn(client % len(different), len(different), classes, random):
-            holders[one].append(client)
-    mine: list[list[np.ndarray]] = [[] for _ in range(clients)]
+        for number in _draw(client % len(different), len(different), classes, random):
+            holders[number].append(client)
+    client_parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for value, rows, having in zip(
         different, rows_by_number(numbers, len(different)), holders, strict=True
     ):
@@ -275,17 +275,17 @@ def partition_few_classes(
                 "clients, or fewer classes for each"
             )
         for client, part in zip(having, np.array_split(rows, max(1, len(having))), strict=False):
-            mine[client].append(part)
-    return [np.sort(np.concatenate(parts)) for parts in mine]
+            client_parts[client].append(part)
+    return [np.sort(np.concatenate(parts)) for parts in client_parts]
 
 
-def _drawn(first: int, different: int, classes: int, random: np.random.Generator) -> list[int]:
+def _draw(first: int, different: int, classes: int, random: np.random.Generator) -> list[int]:
     """Draw values beside the first until there are as many as wanted."""
     chosen = [first]
     while len(chosen) < classes:
-        one = int(random.choice(different, size=1)[0])
-        if one not in chosen:
-            chosen.append(one)
+        number = int(random.choice(different, size=1)[0])
+        if number not in chosen:
+            chosen.append(number)
     return chosen
 
 
@@ -304,9 +304,9 @@ def partition_shards(
             "clients, or fewer shards for each"
         )
     order = np.argsort(numbered(values)[1], kind="stable")
-    drawn = random.permutation(len(values) // size)[: clients * shards].reshape(clients, shards)
-    places = drawn[:, :, None] * size + np.arange(size)
-    return [np.sort(order[mine.ravel()]) for mine in places]
+    draws = random.permutation(len(values) // size)[: clients * shards].reshape(clients, shards)
+    places = draws[:, :, None] * size + np.arange(size)
+    return [np.sort(order[indices.ravel()]) for indices in places]
 
 
 def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndarray]:

@@ -111,15 +111,15 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _fields(path, file)
         header = next(lines, [])
-        names = found_columns(header, columns, f"data = {str(path)!r}")
+        names = match_columns(header, columns, f"data = {str(path)!r}")
         places = {role: header.index(name) for role, name in names.items()}
         yield None
         for number, fields in enumerate(filter(None, lines), start=1):  # no empty ones
             if len(fields) == len(header):
                 yield Row(number, {role: fields[place] for role, place in places.items()})
             else:
-                got = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
-                yield Row(number, {}, got)
+                reason = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
+                yield Row(number, {}, reason)
 
 
 def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
@@ -184,7 +184,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
         raise ValueError(
             f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
         ) from None
-    names = found_columns(file.schema_arrow.names, columns, f"data = {str(path)!r}")
+    names = match_columns(file.schema_arrow.names, columns, f"data = {str(path)!r}")
     number = 0
     yield None
     with file:
@@ -207,14 +207,14 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 }
 
 
-def found_columns(there: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
+def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
     """Find the columns of a table: role -> name, which may be the role; ValueError without one."""
     names = {}
     for role, column in columns.items():
-        name = next((name for name in (column, role) if name in there), None)
+        name = next((name for name in (column, role) if name in header), None)
         if name is None:
             raise ValueError(
-                f"{where}: got the columns {_listed(there)}, expected {column!r}"
+                f"{where}: got the columns {_listed(header)}, expected {column!r}"
                 + (f" or {role!r}" if role != column else "")
                 + " among them; rename one"
             )

@@ -121,14 +121,14 @@ def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
                 f"{folder / name}: found no {public}, expected it there; restore it, or remove the "
                 "folder to have it made anew"
             )
-    wanted = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
-    missing = [name for name in wanted if name not in files]
+    names = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
+    missing = [name for name in names if name not in files]
     if SUPERLINK in files:
         present = hosts_of(certificate_of(folder / SUPERLINK / "superlink.crt"))
-        asked = {str(name.value) for name in _subject_names(hosts)}
-        if other := sorted(asked - set(present)):
+        host_names = {str(name.value) for name in _subject_names(hosts)}
+        if lacking := sorted(host_names - set(present)):
             raise ValueError(
-                f"--host: got {', '.join(other)}, but the certificate in "
+                f"--host: got {', '.join(lacking)}, but the certificate in "
                 f"{folder / SUPERLINK} is for {', '.join(present)}; remove that folder to have it "
                 "made anew, or leave --host out"
             )
@@ -157,7 +157,7 @@ def _superlink(authority: Path, names: Sequence[x509.GeneralName]) -> dict[str, 
         _named("ravan-flwr SuperLink"), key.public_key(), SUPERLINK_DAYS,
         (issuer.subject, _signer(authority / "ca.key", issuer)),
         x509.BasicConstraints(ca=False, path_length=None), "digital_signature",
-        more=[
+        extensions=[
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
             x509.SubjectAlternativeName(names),
         ],
@@ -195,7 +195,7 @@ def _certificate(
     issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey],
     constraints: x509.BasicConstraints,
     *usages: str,
-    more: Sequence[x509.ExtensionType] = (),
+    extensions: Sequence[x509.ExtensionType] = (),
 ) -> bytes:
     """Make a certificate, signed by the issuer's key, in PEM."""
     now, (name, signer) = datetime.datetime.now(datetime.UTC), issuer
@@ -209,7 +209,7 @@ def _certificate(
     for extension in (
         x509.SubjectKeyIdentifier.from_public_key(key),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
-        *more,
+        *extensions,
     ):
         builder = builder.add_extension(extension, critical=False)
     return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)

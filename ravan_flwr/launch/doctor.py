@@ -50,10 +50,10 @@ class Check:
 
     what: str
     ok: bool
-    found: str
+    result: str
 
     def __str__(self) -> str:
-        return f"{'ok' if self.ok else 'TO DO':6}{self.what:13}{self.found}"
+        return f"{'ok' if self.ok else 'TO DO':6}{self.what:13}{self.result}"
 
 
 def checks(folder: Path, options: Namespace) -> Iterator[Check]:
@@ -85,9 +85,9 @@ def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
 
 
 def _device(folder: Path, options: Namespace) -> Iterator[Check]:
-    given = _environment_file(folder)
-    address = options.superlink or given.get("SUPERLINK")
-    text = options.node_config or given.get("NODE_CONFIG")
+    environment = _environment_file(folder)
+    address = options.superlink or environment.get("SUPERLINK")
+    text = options.node_config or environment.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
     if address is None:
         yield Check("server", False, "its address is not known; give --superlink HOST:8000")
@@ -119,8 +119,8 @@ def _server(folder: Path, options: Namespace) -> Iterator[Check]:
 
 def _versions() -> str:
     names = ("ravan-flwr", "flwr", "torch", "transformers")
-    here = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    return f"{here}: compare with the other machines"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"{versions}: compare with the other machines"
 
 
 def _environment_file(folder: Path) -> dict[str, str]:
@@ -232,7 +232,7 @@ def _not_expired(certificate: x509.Certificate) -> str:
     return f"the certificate is valid until {end:%Y-%m-%d}"
 
 
-def _asked(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
+def _request(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
     """Send a request, whoever answers: whether to trust it has a line of its own."""
     host, port = _parts(address)
     return httpx.request(
@@ -242,7 +242,7 @@ def _asked(address: str, method: str = "GET", path: str = "/health") -> httpx.Re
 
 
 def _healthy(address: str) -> str:
-    status = _asked(address).status_code
+    status = _request(address).status_code
     if status != httpx.codes.OK:
         raise ValueError(
             f"{address} answers {status} in place of 200; start the SuperLink on the server, "
@@ -253,7 +253,7 @@ def _healthy(address: str) -> str:
 
 def _clock(address: str) -> str:
     """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
-    date = _asked(address).headers.get("Date")
+    date = _request(address).headers.get("Date")
     if not date:
         raise ValueError(f"{address} sends no time; compare the clocks by hand")
     ahead = time.time() - parsedate_to_datetime(date).timestamp()
@@ -277,17 +277,17 @@ def _readable(path: Path, user: str | None) -> str:
     """Look for something in a folder that the service's user cannot read."""
     if not path.is_absolute() or not path.exists():
         raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
-    found = _as_user(["find", "-L", str(path), "!", "-readable", "-print", "-quit"], user)
-    if found:
-        raise ValueError(f"{found}: {_who(user)} cannot read it; change its owner or its mode")
+    output = _as_user(["find", "-L", str(path), "!", "-readable", "-print", "-quit"], user)
+    if output:
+        raise ValueError(f"{output}: {_who(user)} cannot read it; change its owner or its mode")
     return f"{path}: {_who(user)} can read it"
 
 
 def _writable(path: Path, user: str | None) -> str:
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; make it")
-    found = _as_user(["find", str(path), "-maxdepth", "0", "!", "-writable", "-print"], user)
-    if found:
+    output = _as_user(["find", str(path), "-maxdepth", "0", "!", "-writable", "-print"], user)
+    if output:
         raise ValueError(f"{path}: {_who(user)} cannot write there; change its owner or its mode")
     return f"{path}: {_who(user)} can write there"
 
@@ -298,14 +298,14 @@ def _who(user: str | None) -> str:
 
 def _as_user(command: list[str], user: str | None) -> str:
     """Run `find` as the service's user; return what it prints, also about what it cannot enter."""
-    more: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
+    options: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     except (KeyError, ValueError):
         raise ValueError(f"--user {user}: there is no such user; make it with useradd") from None
     except PermissionError:
         raise ValueError(f"--user {user}: call this command as root (sudo)") from None
-    lines = (done.stdout + done.stderr).strip().splitlines()
+    lines = (result.stdout + result.stderr).strip().splitlines()
     return lines[0] if lines else ""
 
 
@@ -354,7 +354,7 @@ def _proxy(authority: Path) -> str:
     host, port = _parts(PROXY)
     try:
         _trusted(host, port, authority)
-        status = _asked(PROXY, "POST", OPERATOR_CALL).status_code
+        status = _request(PROXY, "POST", OPERATOR_CALL).status_code
     except (OSError, httpx.HTTPError) as error:
         raise ValueError(f"{PROXY}: {error}; start nginx with deploy/fence.conf") from None
     if status != httpx.codes.NOT_FOUND:
@@ -369,13 +369,13 @@ def _closed(inside: str) -> str:
     """Try the SuperLink's port from outside: on every address of this machine but loopback."""
     port = _parts(inside)[1]
     for addresses in psutil.net_if_addrs().values():
-        for one in addresses:
-            if one.family != socket.AF_INET or one.address.startswith("127."):
+        for addr in addresses:
+            if addr.family != socket.AF_INET or addr.address.startswith("127."):
                 continue
             with contextlib.suppress(OSError):
-                socket.create_connection((one.address, port), timeout=1).close()
+                socket.create_connection((addr.address, port), timeout=1).close()
                 raise ValueError(
-                    f"{one.address}:{port} is open, and whoever reaches it is the operator; start "
+                    f"{addr.address}:{port} is open, and whoever reaches it is the operator; start "
                     "the SuperLink with --host 127.0.0.1"
                 )
     return f"port {port} is open on 127.0.0.1 alone"

@@ -181,10 +181,10 @@ class InProcessGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the next client whose turn it is and return its reply; one at a time."""
-        wanted = {message_id for message_id in message_ids if message_id in self._waiting}
+        ids = {message_id for message_id in message_ids if message_id in self._waiting}
         # Of one there is nothing to choose, and the others that wait are not looked at.
-        for message_id in list(wanted) if len(wanted) == 1 else self._waiting:
-            if message_id in wanted:
+        for message_id in list(ids) if len(ids) == 1 else self._waiting:
+            if message_id in ids:
                 message = self._waiting.pop(message_id)
                 self._last.pop(node_and_kind(message), None)
                 try:
@@ -205,10 +205,10 @@ class InProcessGrid(Grid):
         job = self._job(message)
         if self.clients is None:
             reply = reply_of(message, job.context)
-        elif (found := self.clients.answer(job)) is None:
+        elif (answer := self.clients.answer(job)) is None:
             raise TimeoutError
         else:
-            reply = found
+            reply = answer
         set_message_id(reply, str(uuid.uuid4()))
         return reply
 

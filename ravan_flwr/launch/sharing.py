@@ -47,7 +47,7 @@ class Sharing:
             words += f" client-resources-num-gpus={self.share:g}"
         return words
 
-    def told(self) -> str:
+    def description(self) -> str:
         """Describe this for people in a line; "" where there is no GPU to share."""
         if not self.clients_per_gpu:
             return ""

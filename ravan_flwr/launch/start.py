@@ -21,13 +21,13 @@ class Start:
 
 
 def read_start(
-    given: Mapping[str, Scalar], num_clients: int | None = None, *, in_flower: bool = False
+    user_settings: Mapping[str, Scalar], num_clients: int | None = None, *, in_flower: bool = False
 ) -> Start:
     """Check the settings, with those of the run that is resumed; count the clients.
 
     Under Flower a preset is one of the app's own files, else it may be the path of any.
     """
-    named = given if in_flower else own_preset(given)
+    named = user_settings if in_flower else own_preset(user_settings)
     settings, num_clients = with_those_of_the_run(named, num_clients)
     if settings.get("output-dir", AUTO) == AUTO:
         settings["output-dir"] = "runs"

@@ -71,14 +71,14 @@ def submit(
             "started; what it printed stands above"
         )
     command = ["flwr", "ls", *named, "--run-id", run_id, "--format", "json"]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     try:
-        return str(json.loads(done.stdout)["runs"][0]["status"])
+        return str(json.loads(result.stdout)["runs"][0]["status"])
     except (ValueError, LookupError, TypeError):
         raise RuntimeError(
-            f"`{shlex.join(command)}` ended with status {done.returncode} and does not say how "
+            f"`{shlex.join(command)}` ended with status {result.returncode} and does not say how "
             f"the run has ended; its log stands above. It printed: "
-            f"{(done.stderr or done.stdout)[-1000:].strip()}"
+            f"{(result.stderr or result.stdout)[-1000:].strip()}"
         ) from None
 
 
@@ -90,7 +90,7 @@ def in_toml(settings: Mapping[str, Scalar]) -> str:
 def as_toml(value: Scalar) -> str:
     """Write one value so."""
     written = tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
-    return re.sub(r"\\(.)", lambda found: r"\u0022" if found[1] == '"' else found[0], written)
+    return re.sub(r"\\(.)", lambda match: r"\u0022" if match[1] == '"' else match[0], written)
 
 
 THERE = (
@@ -137,6 +137,6 @@ def deliver(run: Path, superlink: str) -> Summary:
     if after == before and "delivered" not in before:
         raise RuntimeError(f"nothing was noted in {run / 'summary.json'}. {THERE}")
     if not after["delivered"]:
-        reasons = listed(f"{one['client']}: {one['reason']}" for one in after["not-delivered"])
+        reasons = listed(f"{node['client']}: {node['reason']}" for node in after["not-delivered"])
         raise RuntimeError(f"no device has the result: {reasons or 'none was connected'}")
     return after

@@ -82,10 +82,10 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         try:
             while not self._answers():
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
+                    text = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
                     raise RuntimeError(
                         f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
-                        f"{self._port}; it said: {told or 'nothing'}"
+                        f"{self._port}; it said: {text or 'nothing'}"
                     )
                 time.sleep(0.1)
         except BaseException:
@@ -146,7 +146,7 @@ def run_in_flower(
     run_config = in_toml(start.run_config)
     federation = sharing.federation(start.num_clients)
     say(
-        f"{sharing.told()}"
+        f"{sharing.description()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
@@ -168,17 +168,17 @@ def run_in_flower(
 
 def processes_of(home: Path) -> list[int]:
     """Find all processes whose FLWR_HOME is this folder, or within it, whoever started them."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
             if Path(process.environ().get("FLWR_HOME", "")).is_relative_to(home):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def _free_ports(number: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]

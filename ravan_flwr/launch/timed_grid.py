@@ -66,10 +66,10 @@ class TimedGrid(InProcessGrid):
     def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
         """Let clients go ahead in the order of their arrival; return those that have arrived."""
         times = self.clock.times
-        there = self.clock.arrived(set(message_ids))
-        there += [message_id for message_id in message_ids if message_id not in times]
+        ids = self.clock.arrived(set(message_ids))
+        ids += [message_id for message_id in message_ids if message_id not in times]
         super().expect(sorted(message_ids, key=lambda message_id: times.get(message_id, 0.0)))
-        return there
+        return ids
 
     def _deliver(self, message: Message) -> Message:
         """Return a client's reply, or that its device lacks memory."""

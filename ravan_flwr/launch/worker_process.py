@@ -72,7 +72,7 @@ def serve(connection: Connection) -> NoReturn:
             context.run_config = own_preset(context.run_config)  # may name a preset by its path
             reply = reply_of(Message(content, context.node_id, kind, group_id=group), context)
             answer = reply.error if reply.has_error() else reply.content
-            lines = [(one.name, one.levelno, one.getMessage()) for one in log.buffer]
+            lines = [(record.name, record.levelno, record.getMessage()) for record in log.buffer]
             log.buffer.clear()
             connection.send((answer, context.state, lines))
     os._exit(0)

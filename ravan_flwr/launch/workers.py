@@ -83,8 +83,8 @@ class WorkerLink:
 
     def answer(self, job: Job) -> tuple[RecordDict | Error, RecordDict]:
         """Receive the reply and what the client keeps, and log what the worker has logged."""
-        content, state, told = self.connection.recv()
-        for name, level, text in told:
+        content, state, lines = self.connection.recv()
+        for name, level, text in lines:
             logging.getLogger(name).log(level, "%s", text)
         # What all clients keep is kept once, as in one process: the fixed tensors.
         sent = {**job.message.content.array_records, **job.context.state.array_records}
@@ -120,9 +120,9 @@ class WorkerPool:
         self._idle: list[WorkerLink] = []
         self._busy: dict[WorkerLink, Job] = {}
         self._ahead: OrderedDict[str, Job] = OrderedDict()  # that no worker has begun
-        self._wanted: set[str] = set()  # these jobs, and those that are begun or done
+        self._ids: set[str] = set()  # of these jobs, and of those that are begun or done
         # The reply, or its error, and what the client keeps; None of one that took too long.
-        self._done: dict[str, tuple[RecordDict | Error, RecordDict] | None] = {}
+        self._answers: dict[str, tuple[RecordDict | Error, RecordDict] | None] = {}
         self._problem: OSError | None = None  # why the last was not replaced
         for _ in range(number):
             try:
@@ -137,9 +137,9 @@ class WorkerPool:
     def expect(self, jobs: Iterable[Job]) -> None:
         """Be ready to be asked for these, in this order, and for no others."""
         self._ahead = OrderedDict((job.id, job) for job in jobs)
-        self._wanted = set(self._ahead)
-        self._done = {key: one for key, one in self._done.items() if key in self._wanted}
-        for begun in (*self._done, *(job.id for job in self._busy.values())):
+        self._ids = set(self._ahead)
+        self._answers = {key: answer for key, answer in self._answers.items() if key in self._ids}
+        for begun in (*self._answers, *(job.id for job in self._busy.values())):
             self._ahead.pop(begun, None)
 
     def answer(self, job: Job) -> Message | None:
@@ -147,12 +147,12 @@ class WorkerPool:
 
         NoWorkersLeftError if there is no worker that could compute it.
         """
-        if job.id not in self._wanted:
-            self._wanted.add(job.id)
+        if job.id not in self._ids:
+            self._ids.add(job.id)
             self._ahead[job.id] = job
         if job.id in self._ahead:
             self._ahead.move_to_end(job.id, last=False)
-        while job.id not in self._done:
+        while job.id not in self._answers:
             if not len(self):
                 raise NoWorkersLeftError(
                     f"no process is left for the clients: {self._problem}; make room for more, or "
@@ -160,20 +160,20 @@ class WorkerPool:
                 )
             self._hand_out(job)
             self._collect()
-        self._wanted.discard(job.id)
-        answer = self._done.pop(job.id)
+        self._ids.discard(job.id)
+        answer = self._answers.pop(job.id)
         self._hand_out()  # the workers go on while the server accumulates this one
         if answer is None:
             return None
         content, job.context.state = answer
         return Message(content, reply_to=job.message)
 
-    def _hand_out(self, asked: Job | None = None) -> None:
+    def _hand_out(self, awaited_job: Job | None = None) -> None:
         """Give every free worker something to do, as long as not too many replies wait."""
         while self._idle and self._ahead:
-            waiting = len(self._done) + len(self._busy)
-            is_asked = asked is not None and asked.id in self._ahead
-            if waiting >= 2 * len(self) and not is_asked:
+            waiting = len(self._answers) + len(self._busy)
+            is_awaited = awaited_job is not None and awaited_job.id in self._ahead
+            if waiting >= 2 * len(self) and not is_awaited:
                 return
             worker, (_, job) = self._idle.pop(), self._ahead.popitem(last=False)
             self._busy[worker] = job
@@ -201,8 +201,8 @@ class WorkerPool:
 
     def _keep(self, job: Job, answer: tuple[RecordDict | Error, RecordDict] | None) -> None:
         """Keep an answer until it is asked for, unless nobody wants it any more."""
-        if job.id in self._wanted:
-            self._done[job.id] = answer
+        if job.id in self._ids:
+            self._answers[job.id] = answer
 
     def _replace(self, worker: WorkerLink) -> None:
         """Start another worker in place of one that ended, or took too long."""
@@ -225,32 +225,32 @@ class ForkStarter:
 
     def __init__(self, run_config: Mapping[str, Scalar]) -> None:
         # Each question, and each answer, arrives as one.
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings():
             # Since 3.12 Python warns where there are threads: here tqdm's and the trackers', whose
             # locks a worker does not touch.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process = os.fork()
         if not self._process:
-            self._ours.close()
-            _stand_by(theirs, run_config)
-        theirs.close()
+            self._socket.close()
+            _stand_by(child_socket, run_config)
+        child_socket.close()
 
     def start(self) -> WorkerLink:
         """Ask for one more fork."""
-        ours, theirs = socket.socketpair()
+        own_socket, child_socket = socket.socketpair()
         answer = b""
-        with theirs, suppress(ConnectionError):  # that process has ended
-            socket.send_fds(self._ours, [b"start"], [theirs.fileno()])
-            answer = self._ours.recv(64)
+        with child_socket, suppress(ConnectionError):  # that process has ended
+            socket.send_fds(self._socket, [b"start"], [child_socket.fileno()])
+            answer = self._socket.recv(64)
         if answer != b"started":
-            ours.close()
+            own_socket.close()
             raise OSError(answer.decode() or "the process that forks workers has ended")
-        return WorkerLink(Connection(ours.detach()))
+        return WorkerLink(Connection(own_socket.detach()))
 
     def close(self) -> None:
         """End the process, and with it all workers."""
-        self._ours.close()
+        self._socket.close()
         os.waitpid(self._process, 0)
 
 
@@ -263,8 +263,8 @@ def _stand_by(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoRet
         _let_go_of_files(control.fileno())
         prepare(run_config, 1)
         while True:
-            asked, descriptors, _, _ = socket.recv_fds(control, 64, 1)
-            if not asked:
+            request, descriptors, _, _ = socket.recv_fds(control, 64, 1)
+            if not request:
                 os.killpg(0, signal.SIGKILL)
             try:
                 child = os.fork()
@@ -283,14 +283,14 @@ def _stand_by(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoRet
         os._exit(0)
 
 
-def _let_go_of_files(*kept: int) -> None:
+def _let_go_of_files(*descriptors: int) -> None:
     """Turn what the server's process has open into nothing: the lock of the run, above all.
 
     Their numbers stay in use, so that nothing closes another file later.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if number > 2 and number not in (nowhere, *kept):
+        if number > 2 and number not in (nowhere, *descriptors):
             with suppress(OSError):  # that of the folder itself is closed by now
                 os.fstat(number)
                 os.dup2(nowhere, number, inheritable=False)
@@ -306,17 +306,17 @@ class SpawnStarter:
         """Start one more process."""
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        ours, theirs = socket.socketpair()
+        own_socket, child_socket = socket.socketpair()
         # -P: not what lies in the working directory, which may be another checkout.
         program = [sys.executable, "-P", "-m", "ravan_flwr.launch.worker_process"]
-        with theirs:
+        with child_socket:
             process = subprocess.Popen(
-                [*program, str(theirs.fileno())],
+                [*program, str(child_socket.fileno())],
                 env=os.environ | {"PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_socket.fileno()],
             )
-        worker = WorkerLink(Connection(ours.detach()), process)
+        worker = WorkerLink(Connection(own_socket.detach()), process)
         worker.connection.send(self._first)
         return worker
 

@@ -68,9 +68,9 @@ class Callbacks(Callback):
                     f"one of {', '.join(HOOKS)}; derive it from ravan_flwr.Callback"
                 )
 
-    def _call(self, hook: str, *given: object) -> None:
+    def _call(self, hook: str, *arguments: object) -> None:
         for callback in self.all:
-            getattr(callback, hook, _nothing)(*given)
+            getattr(callback, hook, _nothing)(*arguments)
 
     def on_run_begin(self) -> None:
         self._call("on_run_begin")

@@ -95,20 +95,20 @@ def drop_after(folder: Path, round_number: int) -> None:
 
 def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:
     """Load the checkpoint of a round, or the last one that is whole."""
-    found = checkpoint_rounds(folder)
-    others = f"expected one of {_listed(found)}; choose another"
-    if round_number not in (None, *found):
-        raise ValueError(f"round {round_number} has no checkpoint in {folder}, {others}")
-    for number in reversed(found) if round_number is None else (round_number,):
+    rounds = checkpoint_rounds(folder)
+    advice = f"expected one of {_listed(rounds)}; choose another"
+    if round_number not in (None, *rounds):
+        raise ValueError(f"round {round_number} has no checkpoint in {folder}, {advice}")
+    for number in reversed(rounds) if round_number is None else (round_number,):
         try:
             return _read_round(folder, number)
         except _DAMAGED as error:
             problem = f"checkpoint {_path(folder, number)} is damaged ({error})"
             if round_number is not None:
-                raise ValueError(f"{problem}, {others}") from None
+                raise ValueError(f"{problem}, {advice}") from None
             log.warning("%s; trying the one before it", problem)
     raise ValueError(
-        f"no usable checkpoint in {folder}: found those of {_listed(found)}, expected at least "
+        f"no usable checkpoint in {folder}: found those of {_listed(rounds)}, expected at least "
         "one whole round-*.safetensors; start a new run"
     )
 
@@ -154,9 +154,9 @@ def _parts_path(folder: Path, number: int) -> Path:
 
 def _write(path: Path, number: int, tensors: Tensors) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    told = {"round": str(number), "sha256": _digest(number, tensors)}
+    meta = {"round": str(number), "sha256": _digest(number, tensors)}
     check_there(path.parent.parent)
-    write_atomically(path, safetensors.torch.save(tensors, told))
+    write_atomically(path, safetensors.torch.save(tensors, meta))
 
 
 def _digest(number: int, tensors: Tensors) -> str:
@@ -178,13 +178,13 @@ def _read(path: Path, number: int) -> Tensors:
     """Read the tensors of a file that is whole and of that round; else raise one of `_DAMAGED`."""
     check_file(path)
     with safetensors.safe_open(path, "pt") as file:
-        told = file.metadata() or {}
+        meta = file.metadata() or {}
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if told.get("sha256") != (digest := _digest(number, tensors)):
+    if meta.get("sha256") != (digest := _digest(number, tensors)):
         raise ValueError(
-            f"its checksum is {digest}, expected {told.get('sha256')}; it says that it is of round "
-            f"{told.get('round')!r}"
+            f"its checksum is {digest}, expected {meta.get('sha256')}; it says that it is of round "
+            f"{meta.get('round')!r}"
         )
-    if told.get("round") != str(number):
-        raise ValueError(f"it is of round {told.get('round')!r}, expected {number}")
+    if meta.get("round") != str(number):
+        raise ValueError(f"it is of round {meta.get('round')!r}, expected {number}")
     return tensors

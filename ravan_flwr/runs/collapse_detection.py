@@ -54,8 +54,8 @@ def collapse(
     if metric not in now["metrics"]:
         return None
     measured = [r for r in records if metric in r["metrics"]]
-    if told := _fallen(measured, now["metrics"], metric):
-        return told
+    if reason := _fallen(measured, now["metrics"], metric):
+        return reason
     if now["round"] <= HARDLY_TRAINED or not (measured or last):
         return None
     return _worthless(now["metrics"], labels, tally)
@@ -77,9 +77,9 @@ def _fallen(earlier: Sequence[RoundRecord], now: Metrics, metric: str) -> str | 
 
 def _worthless(now: Metrics, labels: Sequence[str], tally: Tally | None) -> str | None:
     """Say how an evaluation is no better than answers without a look at the examples."""
-    if tally is not None and (one := tally.fallen_on()) is not None:
-        name = "no label" if one == OTHER else repr(labels[one])
-        return f"{tally.predicted(one) / len(tally):.1%} of predictions are {name}"
+    if tally is not None and (label := tally.fallen_on()) is not None:
+        name = "no label" if label == OTHER else repr(labels[label])
+        return f"{tally.predicted(label) / len(tally):.1%} of predictions are {name}"
     if labels and now.get("loss", 0.0) > math.log(len(labels)):
         chance = f"{math.log(len(labels)):.4g} of equal probabilities for {len(labels)} classes"
         return f"loss is {now['loss']:.4g}, above the {chance}"

@@ -38,8 +38,8 @@ class _Plain(logging.Handler):
 
 def _encodable(line: str, encoding: str | None) -> str:
     """Replace each character that the console does not know by an escape."""
-    known = encoding or "utf-8"
-    return line.encode(known, errors="backslashreplace").decode(known)
+    codec = encoding or "utf-8"
+    return line.encode(codec, errors="backslashreplace").decode(codec)
 
 
 def hush() -> None:
@@ -101,8 +101,8 @@ class Progress:
         self._most, self._spent = most, spent
         self._seconds: list[float] = []
         hidden = not sys.stderr.isatty()
-        done = first - 1
-        self._bar = tqdm(total=last, initial=done, unit="round", disable=hidden, leave=False)
+        start = first - 1
+        self._bar = tqdm(total=last, initial=start, unit="round", disable=hidden, leave=False)
 
     def calibrated(self, record: RoundRecord) -> None:
         """Tell of a calibration round."""
@@ -188,12 +188,12 @@ def megabytes(number: int) -> str:
 
 def minutes(seconds: float) -> str:
     """Write seconds for people."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
 def uploads_seen(config: Mapping[str, Any]) -> str:

@@ -59,11 +59,11 @@ class RunDirectory:
         raise ValueError(f"output-dir = {str(parent)!r}: 1000 runs began in one second")
 
     @classmethod
-    def open(cls, path: Path, asked: str = "resume") -> "RunDirectory":
-        """Open the folder of an earlier run; `asked` is the option or command that names it."""
+    def open(cls, path: Path, option: str = "resume") -> "RunDirectory":
+        """Open the folder of an earlier run; `option` is the option or command that names it."""
         if not (path / "config.json").is_file():
             raise ValueError(
-                f"{asked} = {str(path)!r}: found no config.json there, expected a run directory "
+                f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
             )
         return cls(path)
@@ -104,8 +104,8 @@ class RunDirectory:
     def write_settings(self, run_config: Mapping[str, Scalar]) -> None:
         """Write the settings that differ from their defaults, without `resume` and `output-dir`."""
         free = ("resume", "output-dir")
-        told = {k: v for k, v in run_config.items() if k not in free and v != KEYS[k].default}
-        self.write_json("settings.json", told)
+        settings = {k: v for k, v in run_config.items() if k not in free and v != KEYS[k].default}
+        self.write_json("settings.json", settings)
 
     def read_settings(self) -> dict[str, Scalar]:
         """Read `settings.json`, which is checked where every run config is."""
@@ -164,9 +164,9 @@ class RunDirectory:
         """Read the rounds up to `last`, which must be there."""
         records = [record for record in self.read_rounds() if record["round"] <= last]
         if not records or records[-1]["round"] != last:
-            there = records[-1]["round"] if records else "none"
+            number = records[-1]["round"] if records else "none"
             raise ValueError(
-                f"{self.path / 'rounds.jsonl'}: the last round in it is {there}, expected {last} "
+                f"{self.path / 'rounds.jsonl'}: the last round in it is {number}, expected {last} "
                 "as in the checkpoint; restore the file, or go back with resume=RUN@N"
             )
         return records
@@ -187,11 +187,11 @@ class RoundsFile:
 
     def read(self) -> list[RoundRecord]:
         """Return all lines so far; a last one that is still being written does not count."""
-        found = self._path.stat() if self._path.exists() else None
-        inode, size = (found.st_ino, found.st_size) if found else (0, 0)
+        stat = self._path.stat() if self._path.exists() else None
+        inode, size = (stat.st_ino, stat.st_size) if stat else (0, 0)
         if inode != self._inode or size < self._bytes:  # a run that went back writes it anew
             self._inode, self._bytes, self._lines = inode, 0, []
-        if not found:
+        if not stat:
             return []
         with opened(self._path, LARGE) as file:
             file.seek(self._bytes)
@@ -211,10 +211,10 @@ class RoundsFile:
 def check_writable(folder: Path) -> None:
     """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
     # `Path.exists` raises an error where this process may not look.
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(
-            f"output-dir = {str(folder)!r}: {there} is no folder that can be written to, expected "
+            f"output-dir = {str(folder)!r}: {place} is no folder that can be written to, expected "
             "one; set output-dir"
         )
 
@@ -227,19 +227,19 @@ def named_by(resume: str) -> tuple[Path, int | None]:
 
 
 def with_those_of_the_run(
-    given: Mapping[str, Scalar], num_clients: int | None = None
+    settings: Mapping[str, Scalar], num_clients: int | None = None
 ) -> tuple[dict[str, Scalar], int | None]:
     """Add to what is given the settings of the run to go on with, and the number of its clients.
 
     Under Flower who resumes a run gives them all, since clients read them before the server does.
     """
-    if not given.get("resume"):
-        return dict(given), num_clients
-    directory = RunDirectory.open(named_by(str(given["resume"]))[0])
+    if not settings.get("resume"):
+        return dict(settings), num_clients
+    directory = RunDirectory.open(named_by(str(settings["resume"]))[0])
     records = directory.read_rounds()
     if num_clients is None and records:
         num_clients = records[-1].get("partitions")
-    return own_preset(directory.read_settings()) | dict(given), num_clients
+    return own_preset(directory.read_settings()) | dict(settings), num_clients
 
 
 def is_of_writing(error: OSError, run: Path) -> bool:

@@ -71,8 +71,8 @@ class RecordedRun:
             raise NoRoundError(
                 f"report: {path} has no finished round, expected at least one; run it longer"
             )
-        done = (path / "summary.json").is_file()
-        summary = directory.read_summary() if done else None
+        has_summary = (path / "summary.json").is_file()
+        summary = directory.read_summary() if has_summary else None
         config = directory.read_config()
         if lacking := sorted(NEEDED_SETTINGS - config.keys()):
             raise ValueError(
@@ -108,13 +108,13 @@ class RecordedRun:
         records = [r for r in self.rounds if r["round"] and "train-loss" in r]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
-    def heads_trained(self, known: int = 0) -> list[list[int]]:
-        """Count in how many replies each head was: layers by heads, of which `known` are known."""
+    def heads_trained(self, num_heads: int = 0) -> list[list[int]]:
+        """Count in how many replies each head was: layers by `num_heads` heads at least."""
         replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
         if not replies:
             return []
         layers = [Counter(chain(*trained)) for trained in zip(*replies, strict=True)]
-        heads = range(max([known, *(head + 1 for layer in layers for head in layer)]))
+        heads = range(max([num_heads, *(head + 1 for layer in layers for head in layer)]))
         return [[layer[head] for head in heads] for layer in layers]
 
 
@@ -135,10 +135,10 @@ def common_metric(runs: Sequence[RecordedRun]) -> str:
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     """Group runs that differ in the seed alone, each under a name of what sets it apart."""
-    known = dict.fromkeys(key for run in runs for key in run.config)
+    all_keys = dict.fromkeys(key for run in runs for key in run.config)
     keys = [
         key
-        for key in known
+        for key in all_keys
         if key not in _NOT_A_DIFFERENCE
         and len({_text(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
     ]
@@ -146,9 +146,9 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
         keys = [key for key in keys if key not in {"task", "model", "data"}]
     # Where a setting goes with another one, it says nothing more.
     for key in {"learning-rate", "rank", "validation-share"}.intersection(keys):
-        other = "evaluate-on" if key == "validation-share" else "method"
-        pairs = {(_text(run.config.get(other)), _text(run.config.get(key))) for run in runs}
-        if len(pairs) == len({one for one, _ in pairs}):
+        cause = "evaluate-on" if key == "validation-share" else "method"
+        pairs = {(_text(run.config.get(cause)), _text(run.config.get(key))) for run in runs}
+        if len(pairs) == len({value for value, _ in pairs}):
             keys.remove(key)
     groups: Groups = {}
     for run in runs:

@@ -28,7 +28,7 @@ _SECONDS = 0.2  # for a file that its holder removes while it is opened
 
 
 @contextmanager
-def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iterator[None]:
+def locked(folder: Path, key: str = "resume", *, needed: bool = False) -> Iterator[None]:
     """Hold the lock on a run directory; ValueError if another process has it.
 
     Where there can be none, ValueError if it is `needed`, else a warning.
@@ -43,13 +43,13 @@ def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iter
         with suppress(OSError, ValueError):
             who = read_file(path, _MOST).decode() or who
         raise ValueError(
-            f"{asked} = {str(folder)!r}: got a run that {who} is writing to, "
+            f"{key} = {str(folder)!r}: got a run that {who} is writing to, "
             "expected one that no process writes to; wait until it ends, or end that process"
         ) from None
     except OSError as error:
         if needed:
             raise ValueError(
-                f"{asked} = {str(folder)!r}: it cannot be locked ({error}), expected a place where "
+                f"{key} = {str(folder)!r}: it cannot be locked ({error}), expected a place where "
                 "it can: if two processes went on with a private run, each would count what it "
                 "spends alone; copy the run to a local disk, and remove it here"
             ) from None
@@ -77,12 +77,12 @@ def holder_of(folder: Path) -> Holder:
     """
     path = folder / NAME
     try:
-        told, written = read_file(path, _MOST).decode(), path.stat().st_mtime
+        text, written = read_file(path, _MOST).decode(), path.stat().st_mtime
     except FileNotFoundError:
         return "nobody"
     except (OSError, ValueError):
         return "unknown"
-    match = re.fullmatch(r"process (\d{1,9}) on (.+)", told)
+    match = re.fullmatch(r"process (\d{1,9}) on (.+)", text)
     if match is None or match[2] != socket.gethostname():
         return "unknown"
     try:

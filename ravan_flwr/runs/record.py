@@ -189,13 +189,13 @@ def parsed(text: bytes, *, finite: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [content]
     for _ in range(MOST_LEVELS):
-        for one in level:
-            if isinstance(one, int) and abs(one) > LARGEST:
+        for item in level:
+            if isinstance(item, int) and abs(item) > LARGEST:
                 raise ValueError(f"it has a whole number above {LARGEST:g}")
-            if finite and isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"it has the number {one}")
-        inner = [one.values() if isinstance(one, dict) else one for one in level
-                 if isinstance(one, dict | list)]  # fmt: skip
+            if finite and isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"it has the number {item}")
+        inner = [item.values() if isinstance(item, dict) else item for item in level
+                 if isinstance(item, dict | list)]  # fmt: skip
         level = list(chain.from_iterable(inner))
         if not level:
             return content
@@ -225,8 +225,8 @@ def first_wrong(error: "ValidationError") -> str:
     """Return the first thing that is wrong, in one line."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"])) or "its content"
-    got = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
-    return f"{place}: got {got}: {first['msg']}"
+    value = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+    return f"{place}: got {value}: {first['msg']}"
 
 
 def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:
@@ -260,4 +260,4 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 def spreads_of(answers: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Describe every metric of the clients' answers."""
-    return {name: spread_of([one[name] for one in answers]) for name in answers[0]}
+    return {name: spread_of([answer[name] for answer in answers]) for name in answers[0]}

@@ -45,10 +45,10 @@ def wandb(run: Path, name: str, settings: Settings) -> Tracker:
     # takes part, or how many.
     private = settings.get("privacy", "none") != "none"
     silent = {"console": "off", "x_disable_stats": True} if private else None
-    there = wandb.init(
+    session = wandb.init(
         project="ravan-flwr", name=name, config=settings, dir=str(run), settings=silent
     )
-    return lambda numbers, step: there.log(dict(numbers), step=step), lambda: there.finish()  # noqa: PLW0108 (it is looked up late)
+    return lambda numbers, step: session.log(dict(numbers), step=step), lambda: session.finish()  # noqa: PLW0108 (it is looked up late)
 
 
 def mlflow(_: Path, name: str, settings: Settings) -> Tracker:

@@ -168,7 +168,7 @@ def test_a_port_that_no_machine_has_is_told(tmp_path, capsys, plenty):
 @pytest.mark.parametrize("address", ["::1:1", "[::1]:1"])
 def test_an_address_of_version_6_needs_no_brackets(address):
     with pytest.raises(httpx.TransportError):  # nobody listens at port 1
-        doctor._asked(address)
+        doctor._request(address)
 
 
 def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
