@@ -16,8 +16,9 @@ def main(folder: Path, words: list[str]) -> None:
     """Run RAVAN and HetLoRA on the same clients, of which a quarter can afford everything."""
     settings, num_clients = read_settings(words)
     runs = []
-    for method in ("ravan", "hetlora"):
-        given = {"budgets": "uniform"} | settings | {"method": method, "output-dir": str(folder)}
+    for method, options in {"ravan": {"head-mean": "all"}, "hetlora": {}}.items():
+        given = {"budgets": "uniform", **options, **settings}
+        given |= {"method": method, "output-dir": str(folder)}
         run = simulate(given, num_clients)
         runs.append(run.run_dir)
         print(method, run.summary["metrics"]["final"], f"{run.summary['bytes-up']:,} bytes up")

@@ -1,5 +1,8 @@
 """Start the strategy, and measure the accuracy after every round."""
 
+from collections.abc import Callable
+from functools import partial
+
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -8,8 +11,8 @@ from peft import get_peft_model_state_dict
 from own_app.task import load_data, load_model
 from ravan_flwr.strategies import FedExLoraStrategy, FlexLoraStrategy, RavanStrategy, load_arrays
 
-STRATEGIES: dict[str, type[FedAvg]] = {
-    "ravan": RavanStrategy,
+STRATEGIES: dict[str, Callable[..., FedAvg]] = {
+    "ravan": partial(RavanStrategy, head_mean="all"),  # since budgets differ
     "fedit": FedAvg,  # over PEFT's LoRA
     "flexlora": FlexLoraStrategy,
     "fedex-lora": FedExLoraStrategy,
