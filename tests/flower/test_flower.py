@@ -89,7 +89,7 @@ def test_the_bundle_does_away_from_the_checkout_what_simulate_does(bundle, super
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
     runs = tmp_path / 'it\'s "there" $a_b$'
-    settings = {"num-rounds": 2, "budgets": "uniform", "tracking": "none"}
+    settings: dict[str, Scalar] = {"num-rounds": 2, "budgets": "uniform", "tracking": "none"}
     there = settings | {"preset": "only-here", "output-dir": str(runs)}
     assert superlink.run(app, in_toml(there), FEDERATION) == "finished:completed"
 
