@@ -26,7 +26,7 @@ from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
-from ravan_flwr.training.cost import ADAM, kept_for_backward
+from ravan_flwr.training.cost import ADAM, saved_for_backward
 
 HEADS = 4
 TASK = Vision(DataSpec("none"), 0, lambda: None)
@@ -89,7 +89,7 @@ def count(heads: int, batch_size: int) -> float:
     network, method, adapters = build(110, "meta")
     method.choose(adapters, heads / HEADS, generator(0), lambda: None)
     trained = sum(4 * p.numel() for p in method.parameters(adapters))
-    return (kept_for_backward(network, TASK, batch_size) + ADAM * trained) / 1e6
+    return (saved_for_backward(network, TASK, batch_size) + ADAM * trained) / 1e6
 
 
 def _status(field: str) -> int:

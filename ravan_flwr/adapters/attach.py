@@ -43,17 +43,17 @@ TARGETS: dict[str, tuple[str, ...]] = {
 def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
     """Find the linear layers whose names end in a target, in the network's order."""
     linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
-    found = [
+    layers = [
         Layer(name, linear.out_features, linear.in_features)
         for name, linear in linears.items()
         if any(name == target or name.endswith("." + target) for target in targets)
     ]
-    if not found:
+    if not layers:
         raise ValueError(
             f"no layer to adapt: got targets {list(targets)}, expected the ends of names of "
             f"linear layers; the linear layers are {list(linears)}"
         )
-    return found
+    return layers
 
 
 def attach(

@@ -26,13 +26,13 @@ from ravan_flwr.adapters.lora import LoRALinear
 from ravan_flwr.adapters.multihead import MultiHeadLinear
 from ravan_flwr.adapters.stored import StoredLinear
 
-Wanted = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
-Found = Iterator[tuple[Tensor, Tensor]]  # with its gradients, (examples, *shape)
+IsTrained = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
+Gradients = Iterator[tuple[Tensor, Tensor]]  # of a parameter with its gradients, (examples, *shape)
 
 
 # Yields gradients of a layer's own parameters. x is (examples, tokens, in), the gradient of the
 # output (examples, tokens, out).
-Rule = Callable[[Any, Tensor, Tensor, Wanted], Found]
+Rule = Callable[[Any, Tensor, Tensor, IsTrained], Gradients]
 
 
 def rule_of(layer: nn.Module) -> Rule | None:
@@ -48,22 +48,22 @@ def ruled(layer: nn.Module) -> list[Tensor]:
     return list(own.parameters(recurse=False))
 
 
-def _linear(layer: nn.Linear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
-    if wanted(layer.weight):
+def _linear(layer: nn.Linear, x: Tensor, g: Tensor, is_trained: IsTrained) -> Gradients:
+    if is_trained(layer.weight):
         yield layer.weight, g.mT @ x
-    if layer.bias is not None and wanted(layer.bias):
+    if layer.bias is not None and is_trained(layer.bias):
         yield layer.bias, g.sum(1)
 
 
-def _lora(layer: LoRALinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
+def _lora(layer: LoRALinear, x: Tensor, g: Tensor, is_trained: IsTrained) -> Gradients:
     B, A, scaled = layer.B.detach().float(), layer.A.detach().float(), layer.scale * g
-    if wanted(layer.B):
+    if is_trained(layer.B):
         yield layer.B, scaled.mT @ (x @ A.mT)
-    if wanted(layer.A):
+    if is_trained(layer.A):
         yield layer.A, (scaled @ B).mT @ x
 
 
-def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
+def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, is_trained: IsTrained) -> Gradients:
     trained = layer.subset or layer
     A, B = layer.A.float(), layer.B.float()
     if layer.subset is not None:
@@ -72,9 +72,9 @@ def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, wanted: Wanted) -> Foun
     u = (x @ A.flatten(0, 1).mT).view(sides)  # A_i x of the trained heads
     v = (g @ B.transpose(0, 1).flatten(1)).view(sides)  # B_i^T g
     G = torch.einsum("ntka,ntkb->nkab", v, u)
-    if wanted(trained.s):
+    if is_trained(trained.s):
         yield trained.s, torch.einsum("nkab,kab->nk", G, trained.H.detach())
-    if wanted(trained.H):
+    if is_trained(trained.H):
         yield trained.H, trained.s.detach()[:, None, None] * G
 
 

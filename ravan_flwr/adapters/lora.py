@@ -122,8 +122,8 @@ def fix_signs(U: Tensor, S: Tensor, Vh: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def complete_rows(V: Tensor, rows: int, random: torch.Generator) -> Tensor:
     """Complete the orthonormal rows V (k, n) by others, drawn at random, up to `rows`."""
     k, n = V.shape
-    drawn = torch.randn(n, rows - k, generator=random, dtype=torch.float64)
+    basis = torch.randn(n, rows - k, generator=random, dtype=torch.float64)
     # Twice is enough: Gram-Schmidt against V loses its digits only once.
     for _ in range(2):
-        drawn = torch.linalg.qr(drawn - V.mT @ (V @ drawn))[0]
-    return torch.cat([V, drawn.mT])
+        basis = torch.linalg.qr(basis - V.mT @ (V @ basis))[0]
+    return torch.cat([V, basis.mT])

@@ -86,13 +86,13 @@ def core_gradients(
     if way == "factors":
         v = (gy @ B).view(-1, number, rank)
         u = (x @ As.flatten(0, 1).mT).view(-1, number, rank)
-        found = torch.bmm(v.permute(1, 2, 0), u.transpose(0, 1))
+        gradients = torch.bmm(v.permute(1, 2, 0), u.transpose(0, 1))
     else:
         left = (gy @ B).mT @ x if way == "tokens" else B.mT @ (gy.mT @ x)
-        found = torch.bmm(left.view(number, rank, -1), As.mT)
+        gradients = torch.bmm(left.view(number, rank, -1), As.mT)
     if trained is None:
-        return found
-    return found.new_zeros(heads, rank, rank).index_copy_(0, trained, found)
+        return gradients
+    return gradients.new_zeros(heads, rank, rank).index_copy_(0, trained, gradients)
 
 
 # The cost model, in multiplications.

@@ -145,15 +145,15 @@ class Heads(NamedTuple):
         """
         if self.subset is None:
             return _apply(u, _products(self.H, self.s))
-        mine, others = (u.index_select(0, i) for i in (self.subset.index, self.subset.others))
-        trained = _apply(mine, _products(self.subset.H, self.subset.s))
-        return self.subset.joined(trained, _apply(others, self._constants()))
+        u_train, u_frozen = (u.index_select(0, i) for i in (self.subset.index, self.subset.others))
+        trained = _apply(u_train, _products(self.subset.H, self.subset.s))
+        return self.subset.joined(trained, _apply(u_frozen, self._constants()))
 
     def _constants(self) -> Tensor:
         """Compute s_i H_i of the heads that are not trained."""
         assert self.subset is not None
-        others = self.subset.others
-        return _products(self.H.detach()[others], self.s.detach()[others])
+        frozen = self.subset.others
+        return _products(self.H.detach()[frozen], self.s.detach()[frozen])
 
 
 def multihead_linear(
@@ -176,8 +176,8 @@ def multihead_linear(
         B, A, subset = adapters[0].B_stack, adapters[0].A_stack, adapters[0].subset
         trained = None if subset is None else subset.index
         weight = weight.to(x.dtype)  # it may be kept in 16 bits
-        given = x, weight, bias, B, adapters[0].cores(), A, trained
-        return cast(Tensor, MergedLinear.apply(*given))  # type: ignore[no-untyped-call]
+        inputs = x, weight, bias, B, adapters[0].cores(), A, trained
+        return cast(Tensor, MergedLinear.apply(*inputs))  # type: ignore[no-untyped-call]
     y: Tensor = base(x)
     for heads in adapters:
         y = y + heads.apply(x).to(y.dtype)
@@ -221,9 +221,9 @@ class _Subset(nn.Module):
         self.H = nn.Parameter(layer.H.detach()[self.index])
         self.s = nn.Parameter(layer.s.detach()[self.index])
 
-    def joined(self, trained: Tensor, others: Tensor) -> Tensor:
+    def joined(self, trained: Tensor, frozen: Tensor) -> Tensor:
         """Join what was computed for either kind of heads, in the order of the heads."""
-        return torch.cat([trained, others]).index_select(0, self.place)
+        return torch.cat([trained, frozen]).index_select(0, self.place)
 
 
 def _products(H: Tensor, s: Tensor) -> Tensor:

@@ -122,12 +122,12 @@ def fill_heads(leading: Tensor, heads: int, rank: int, random: torch.Generator) 
 
     Where the side has no room for all heads, the rest starts a new orthonormal block.
     """
-    side, given = leading.shape
+    side, columns = leading.shape
     fit = min(side // rank, heads)
-    drawn = torch.randn(side, fit * rank - given, generator=random, dtype=torch.float64)
-    rest = drawn - leading @ (leading.T @ drawn)
-    rest = torch.linalg.qr(rest - leading @ (leading.T @ rest)).Q  # twice is enough
-    block = torch.cat([leading, rest], 1).reshape(side, fit, rank).transpose(0, 1)
+    noise = torch.randn(side, fit * rank - columns, generator=random, dtype=torch.float64)
+    basis = noise - leading @ (leading.T @ noise)
+    basis = torch.linalg.qr(basis - leading @ (leading.T @ basis)).Q  # twice is enough
+    block = torch.cat([leading, basis], 1).reshape(side, fit, rank).transpose(0, 1)
     if fit == heads:
         return block
     return torch.cat([block, fill_heads(leading[:, :0], heads - fit, rank, random)])

@@ -53,11 +53,11 @@ def cast_once(tensor: Any, x: Tensor) -> Any:
         return tensor
     if not autocasts(x):
         return tensor
-    wanted, kept = (tensor._version, torch.get_autocast_dtype(x.device.type)), tensor.kept_cast
-    if kept is None or kept[0] != wanted:
+    key, cached = (tensor._version, torch.get_autocast_dtype(x.device.type)), tensor.kept_cast
+    if cached is None or cached[0] != key:
         with torch.inference_mode(False):
-            kept = tensor.kept_cast = wanted, tensor.detach().to(wanted[1])
-    return kept[1]
+            cached = tensor.kept_cast = key, tensor.detach().to(key[1])
+    return cached[1]
 
 
 class StoredEmbedding(nn.Embedding):
@@ -87,32 +87,32 @@ class _Widened(torch.autograd.Function):
         return gy @ weight.to(gy.dtype), None, None
 
 
-def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Parameter]) -> None:
-    """Keep linear layers and embeddings in that dtype, and all else, as `apart`, in float32."""
-    kept = set[int]() if dtype == torch.float32 else _storable(network, apart)
+def keep_in(network: nn.Module, dtype: torch.dtype, classifier: Collection[nn.Parameter]) -> None:
+    """Keep linear layers and embeddings in that dtype, all else, as `classifier`, in float32."""
+    ids = set[int]() if dtype == torch.float32 else _storable(network, classifier)
     for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype if id(parameter) in kept else torch.float32)
+        parameter.data = parameter.data.to(dtype if id(parameter) in ids else torch.float32)
     for module in network.modules():
         if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
             # Loaded in 16 bits it was rounded, which no weight of the files is.
             rounded = cast(Tensor, module.embed_scale)
             module.embed_scale = torch.full_like(rounded, scale, dtype=torch.float32)
         made = _stored_class(module)
-        if made is not None and id(getattr(module, "weight", None)) in kept:
+        if made is not None and id(getattr(module, "weight", None)) in ids:
             module.__class__ = made
 
 
-def _storable(network: nn.Module, apart: Collection[nn.Parameter]) -> set[int]:
+def _storable(network: nn.Module, classifier: Collection[nn.Parameter]) -> set[int]:
     """Find the weights of which every module that uses them can be kept in 16 bits."""
-    whole = {id(weight) for weight in network.parameters()} - {id(weight) for weight in apart}
-    held = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
+    ids = {id(weight) for weight in network.parameters()} - {id(weight) for weight in classifier}
+    fp32_modules = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
     for name, module in network.named_modules():
         can = _stored_class(module) is not None
-        can = can and not any(part in held for part in name.split("."))
+        can = can and not any(part in fp32_modules for part in name.split("."))
         for parameter in module.parameters(recurse=False):
             if not can or parameter is not module.weight:
-                whole.discard(id(parameter))
-    return whole
+                ids.discard(id(parameter))
+    return ids
 
 
 _STORED: dict[type[nn.Module], type[nn.Module]] = {
@@ -157,12 +157,12 @@ def quantize(
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
     """Find the linear layers that are frozen whatever the method, by name."""
-    kept = {id(parameter) for parameter in classifier}
+    ids = {id(parameter) for parameter in classifier}
     head = getattr(network, "get_output_embeddings", lambda: None)()
     return {
         name: module
         for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in kept
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in ids
     }
 
 
@@ -198,8 +198,8 @@ def _replacement(
 
 def weight_norm(linear: nn.Linear) -> float:
     """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
-    known = getattr(linear, "weight_norm", None)
-    return float(linear.weight.detach().float().norm()) if known is None else cast(float, known)
+    norm = getattr(linear, "weight_norm", None)
+    return float(linear.weight.detach().float().norm()) if norm is None else cast(float, norm)
 
 
 def dense_weight(layer: nn.Module) -> Tensor:
@@ -207,25 +207,25 @@ def dense_weight(layer: nn.Module) -> Tensor:
 
     bitsandbytes has more than one packing, and changes it between training and evaluation.
     """
-    known: Any = layer
-    weight: Tensor = known.weight
+    module: Any = layer
+    weight: Tensor = module.weight
     if weight.is_floating_point():
         return weight.detach()
-    dtype = torch.float16 if hasattr(known, "state") else torch.float32
-    unit = torch.eye(known.in_features, dtype=dtype, device=weight.device)
+    dtype = torch.float16 if hasattr(module, "state") else torch.float32
+    unit = torch.eye(module.in_features, dtype=dtype, device=weight.device)
     with torch.no_grad():
-        y = known(unit)
-        return cast(Tensor, (y if known.bias is None else y - known.bias).mT.float())
+        y = module(unit)
+        return cast(Tensor, (y if module.bias is None else y - module.bias).mT.float())
 
 
 def requantize(layer: nn.Module, weight: Tensor) -> None:
     """Give a layer of few bits another weight, (out, in)."""
-    known: Any = layer
-    old = known.weight
-    if hasattr(known, "state"):  # of 8 bits
+    module: Any = layer
+    old = module.weight
+    if hasattr(module, "state"):  # of 8 bits
         new = type(old)(weight.cpu(), requires_grad=False, has_fp16_weights=False)
-        known.state = copy.copy(known.state)
-        known.state.reset_grads()
+        module.state = copy.copy(module.state)
+        module.state.reset_grads()
     else:
         new = type(old)(
             weight.cpu(),
@@ -235,4 +235,4 @@ def requantize(layer: nn.Module, weight: Tensor) -> None:
             blocksize=old.blocksize,
             quant_storage=old.quant_storage,
         )
-    known.weight = new.to(old.device)
+    module.weight = new.to(old.device)

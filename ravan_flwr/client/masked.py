@@ -16,11 +16,11 @@ from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.masked import (
     by_tensor,
     check_cohort,
-    check_given,
+    check_digest,
     check_parts,
     check_rows,
     parts_of,
-    rows_wanted,
+    selected_rows,
     to_numbers,
 )
 
@@ -31,7 +31,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
     with secure_part(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.bench.model.method
-    check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
+    check_digest(replace(client.bench.config, rank=method.rank), sent, schedule)
     random = np.random.default_rng(client.turn.derive("rounding"))
     _check_schedule(client, sent, schedule)
     chosen, own = by_tensor(schedule.parts, rows), client.find_own()
@@ -55,4 +55,4 @@ def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) ->
     # What a node with budget = auto has named depends on memory that was free then.
     share = client.granted if node.budget == AUTO else min(client.share, config.max_share)
     random = generator(config.seed, "heads", client.round, node.partition_id)
-    check_rows(rows_wanted(method, sent, share, random), schedule, node.partition_id)
+    check_rows(selected_rows(method, sent, share, random), schedule, node.partition_id)

@@ -39,11 +39,11 @@ from ravan_flwr.training.masked import (
     CUT_OFF,
     by_tensor,
     check_cohort,
-    given_to_all,
     least_cohort,
     moved,
     parts_of,
-    rows_wanted,
+    round_digest,
+    selected_rows,
 )
 
 log = getLogger(__name__)
@@ -122,7 +122,7 @@ class Masked(Kind):
 
         def wanted(member: RegisteredClient) -> Bits:
             random = generator(config.seed, "heads", number, member.partition_id)
-            return rows_wanted(method, state, member.share, random)
+            return selected_rows(method, state, member.share, random)
 
         steps = config.learning_rate * max(map(self.run.steps, members), default=0)
         rows = {member.partition_id: wanted(member) for member in members}
@@ -132,7 +132,7 @@ class Masked(Kind):
     def _given(self) -> str:
         """Hash what all clients are given: none is sent another state for its budget."""
         sent = outgoing(self.round.method, self.run.state.tensors, 1.0)
-        return given_to_all(self.run.config, sent)
+        return round_digest(self.run.config, sent)
 
     def _skip(self, partition: int) -> None:
         """Skip a client for many rounds: with it they would have no effect either."""

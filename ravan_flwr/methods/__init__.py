@@ -132,8 +132,8 @@ def get_method(name: str) -> "type[Method]":
     """Load the class of that method: `METHOD` in its module."""
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; expected one of {', '.join(METHODS)}")
-    info, here = METHODS[name], f"ravan_flwr.methods.{name.replace('-', '_')}"
-    return cast("type[Method]", importlib.import_module(info.module or here).METHOD)
+    info, default = METHODS[name], f"ravan_flwr.methods.{name.replace('-', '_')}"
+    return cast("type[Method]", importlib.import_module(info.module or default).METHOD)
 
 
 MIXES = "its layers mix two adapters by what they are given, which no file of other software does"

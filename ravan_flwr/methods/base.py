@@ -226,8 +226,8 @@ class Method(ABC, Generic[Adapter]):
     ) -> None:  # fmt: skip
         """Make trainable what the share pays for, where `load` has not done it.
 
-        `backward(seen)` runs one mini-batch of the client forward and backward. What hooks add
-        meanwhile to the tensors of `seen` has to be in proportion to the gradients.
+        `backward(sums)` runs one mini-batch of the client forward and backward. What hooks add
+        meanwhile to the tensors of `sums` has to be in proportion to the gradients.
         """
 
     def parameters(self, adapters: Sequence[Adapter]) -> list[nn.Parameter]:

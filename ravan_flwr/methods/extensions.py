@@ -123,10 +123,10 @@ class Personal(Generic[Adapter]):
 class LocalWork(Protocol):
     """Run a client's examples through the model, as a calibration asks for it."""
 
-    def measure(self, seen: Sequence[Tensor]) -> object:
+    def measure(self, sums: Sequence[Tensor]) -> object:
         """Run the next mini-batch forward and backward.
 
-        What hooks add meanwhile to the tensors of `seen` has to be in proportion to the gradients.
+        What hooks add meanwhile to the tensors of `sums` has to be in proportion to the gradients.
         """
 
     def train(self, parameters: Sequence[Tensor]) -> None:

@@ -82,11 +82,11 @@ class FedPLora(NormLimits, LoraMethod):
             )
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
-        whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
+        expanded = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
         chosen = self.modules(upload)
-        for B, A, new_B, new_A in zip(*self.split(whole), *self.split(upload), strict=True):
+        for B, A, new_B, new_A in zip(*self.split(expanded), *self.split(upload), strict=True):
             B[:, chosen], A[chosen] = new_B, new_A
-        return whole
+        return expanded
 
     def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         chosen, (Bs, As) = self.modules(upload), self.split(sent)

@@ -80,9 +80,9 @@ class MixedHeads(MultiHeadLinear):
         return Heads(self.B_stack, self.A_stack, self.others, self.ones)
 
     def forward(self, x: Tensor) -> Tensor:
-        own, others = F.linear(x, self.gate).softmax(-1).split(1, -1)
+        own_gate, other_gate = F.linear(x, self.gate).softmax(-1).split(1, -1)
         y: Tensor = self.base(x)
-        added: Tensor = own * self._heads().apply(x) + others * self._of_others().apply(x)
+        added: Tensor = own_gate * self._heads().apply(x) + other_gate * self._of_others().apply(x)
         return y + added.to(y.dtype)
 
     def delta_weight(self) -> Tensor:
@@ -104,9 +104,11 @@ class FedALT(Ravan):
             )
         self.mean_over_cohort = True
         shapes = dict.fromkeys(OWN, self._shape)
-        self.personal = Personal(shapes | {"gate": (self._beside_heads(),)}, self.collect, self.put)
+        self.personal = Personal(
+            shapes | {"gate": (self._extra_parameters(),)}, self.collect, self.put
+        )
 
-    def _beside_heads(self) -> int:
+    def _extra_parameters(self) -> int:
         return 2 * sum(layer.in_features for layer in self.layers)
 
     # The server's half.
@@ -144,14 +146,14 @@ class FedALT(Ravan):
 
     def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
         """Take the client's own products out of the mean, and put them beside the rest."""
-        P, before, Q, seen = (own[name].to(adapters[0].H.device) for name in OWN)
-        if torch.equal(seen, torch.stack([adapter.shared for adapter in adapters])):
+        P, before, Q, last_H = (own[name].to(adapters[0].H.device) for name in OWN)
+        if torch.equal(last_H, torch.stack([adapter.shared for adapter in adapters])):
             P = before  # the round had no effect
         elif adapters[0].clients:
             Q = Q + (P - before) / adapters[0].clients
         gates = own["gate"].split([adapter.gate.numel() for adapter in adapters])
-        for adapter, *mine in zip(adapters, P, Q, gates, strict=True):
-            adapter.put(*mine)
+        for adapter, *tensors in zip(adapters, P, Q, gates, strict=True):
+            adapter.put(*tensors)
 
     def lora_factors(self, adapter: MultiHeadLinear) -> None:
         return None  # no product of two factors mixes by input

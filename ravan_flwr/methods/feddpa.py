@@ -111,9 +111,9 @@ class FedDPA(LoraMethod):
 
     def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         super().load(adapters, tensors)
-        drawn = self.split(self.first_factors(BOTH))
+        factors = self.split(self.first_factors(BOTH))
         means = [torch.zeros(side) for side in self.ins]
-        for adapter, B, A, mean in zip(adapters, *drawn, means, strict=True):
+        for adapter, B, A, mean in zip(adapters, *factors, means, strict=True):
             adapter.set_own(B, A, mean)
 
     def choose(

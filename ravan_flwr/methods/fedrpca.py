@@ -78,10 +78,10 @@ def sparse_part(M: Tensor, weights: Tensor) -> Tensor:
         X = M - S + dual
         squares, V = torch.linalg.eigh(X.mT @ X)  # as many columns as clients: far less than an SVD
         sizes = squares.clamp(min=0).sqrt()
-        kept = (1 - step / sizes.clamp(min=torch.finfo(sizes.dtype).tiny)).clamp(min=0)
-        rest = M - X @ (V * kept) @ V.mT + dual
-        S = rest.sign() * (rest.abs() - cost).clamp(min=0)
-        dual = rest - S
+        shrinkage = (1 - step / sizes.clamp(min=torch.finfo(sizes.dtype).tiny)).clamp(min=0)
+        residual = M - X @ (V * shrinkage) @ V.mT + dual
+        S = residual.sign() * (residual.abs() - cost).clamp(min=0)
+        dual = residual - S
     return S / scale
 
 

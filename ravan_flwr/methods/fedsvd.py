@@ -31,14 +31,14 @@ class FedSVD(NormLimits, LoraMethod):
     trained = sent = ("B",)
 
     @cached_property
-    def drawn_A(self) -> list[Tensor]:
+    def initial_A(self) -> list[Tensor]:
         """Draw A(0) of every layer, with orthonormal rows from the first round on."""
-        drawn = []
+        As = []
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name)
             nothing = torch.zeros(0, layer.in_features, dtype=torch.float64)
-            drawn.append(complete_rows(nothing, self.rank, random).float())
-        return drawn
+            As.append(complete_rows(nothing, self.rank, random).float())
+        return As
 
     def open_round(self, state: Tensors) -> "Refactored":
         return Refactored(self, state)

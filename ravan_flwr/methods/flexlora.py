@@ -59,12 +59,12 @@ class MeanOfProducts(ProductSums):
         rank, Bs, As = self.method.rank, [], []
         for layer, total in zip(self.method.layers, self.sums, strict=True):
             U, S, Vh = total.svd()
-            found = min(rank, len(S))
+            k = min(rank, len(S))
             B = torch.zeros(layer.out_features, rank, dtype=torch.float64)
-            B[:, :found] = U[:, :found] * (S[:found] / self.weight)
+            B[:, :k] = U[:, :k] * (S[:k] / self.weight)
             random = generator(self.method.settings.seed, "complete", layer.name)
             Bs.append(B)
-            As.append(complete_rows(Vh[:found], rank, random))
+            As.append(complete_rows(Vh[:k], rank, random))
         return self.method.pack(Bs, As)
 
 

@@ -41,7 +41,7 @@ class Flora(NormLimits, ResidualLora):
     def first_A(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Draw the A with which a round begins from this state."""
         number = int(check_tensor(tensors, "rounds", (1,), torch.int32))
-        return self.draw_A(number) if number else self.drawn_A
+        return self.draw_A(number) if number else self.initial_A
 
     def choose(
         self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,

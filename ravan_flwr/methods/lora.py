@@ -70,21 +70,21 @@ class LoraMethod(Method[LoRALinear]):
         return self.shapes(rank, self.sent)
 
     @cached_property
-    def drawn_A(self) -> list[Tensor]:
+    def initial_A(self) -> list[Tensor]:
         """Draw A(0) of every layer."""
         return self.draw_A()
 
     def draw_A(self, *purpose: int) -> list[Tensor]:
         """Draw an A for every layer, another one for each purpose."""
-        drawn = []
+        As = []
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name, *purpose)
             A = torch.randn(self.rank, layer.in_features, generator=random, dtype=torch.float64)
-            drawn.append((1 / math.sqrt(layer.in_features) * A).float())
-        return drawn
+            As.append((1 / math.sqrt(layer.in_features) * A).float())
+        return As
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> LoRALinear:
-        A = self.drawn_A[self.layers.index(layer)]
+        A = self.initial_A[self.layers.index(layer)]
         B = torch.zeros(layer.out_features, self.rank)
         return self.layer_class(linear, B, A, self.settings.lora_scale)
 
@@ -102,15 +102,15 @@ class LoraMethod(Method[LoRALinear]):
 
     def first_factors(self, names: Sequence[str]) -> Tensors:
         """Make the factors of these names as every client begins with them."""
-        first = self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
+        first = self.pack([torch.zeros(out, self.rank) for out in self.outs], self.initial_A)
         return {name: first[name] for name in names}
 
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.first_factors(self.in_state)
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        if drawn := [name for name in BOTH if name not in self.in_state]:
-            tensors = dict(tensors) | self.first_factors(drawn)
+        if names := [name for name in BOTH if name not in self.in_state]:
+            tensors = dict(tensors) | self.first_factors(names)
         self.set_factors(adapters, tensors)
         for name in set(BOTH) - set(self.trained):
             for adapter in adapters:
@@ -200,9 +200,9 @@ class CoMoments(ProductSums):
         """Add one client's B and A."""
         if self.count:
             before = self.weight
-            apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
+            difference = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
             factor = weight * before / (before + weight)
-            for moment, B, A in zip(self.sums, *self.method.split(apart), strict=True):
+            for moment, B, A in zip(self.sums, *self.method.split(difference), strict=True):
                 moment.add(B, A, factor)
         for name, mean in self.means.items():
             mean.add(upload[name], weight)

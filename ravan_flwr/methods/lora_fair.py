@@ -64,8 +64,8 @@ def correction(B: Tensor, A: Tensor, moment: ProductSum, weight: float) -> Tenso
     plane = Plane(target, mean, sides.clamp(min=0), norm)
     if not (norm and plane.size(plane.B)):  # no cosine
         return torch.zeros_like(B)
-    found = plane.minimum()
-    corrected: Tensor = (found[0] * target + found[1] * mean) @ axes.mT
+    minimum = plane.minimum()
+    corrected: Tensor = (minimum[0] * target + minimum[1] * mean) @ axes.mT
     return corrected - B
 
 

@@ -30,8 +30,8 @@ class RaFLora(FlexLora):
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         # The ranks from each client's r_c on are one mean; there are no more means than ranks.
         made = super().norms_made(state, alone)
-        kept = self.longest_row(state) * float(state["B"].double().norm())
-        return made | {"B": self.rank * max(made["B"], kept)}
+        norm = self.longest_row(state) * float(state["B"].double().norm())
+        return made | {"B": self.rank * max(made["B"], norm)}
 
     def product_size(self, B: Tensor, A: Tensor) -> float:
         """Compute the largest norm of B[:, m:] A[m:] over all m.
@@ -59,12 +59,12 @@ class MeanOfRanks(MeanOfProducts):
     def close(self) -> Tensors:
         """Make the next state."""
         rank_of = [len(self.method.split(upload)[1][0]) for upload, _ in self.replies]
-        held = torch.zeros(self.method.rank, dtype=torch.float64)
+        totals = torch.zeros(self.method.rank, dtype=torch.float64)
         for rank, (_, weight) in zip(rank_of, self.replies, strict=True):
-            held[:rank] += weight
+            totals[:rank] += weight
         for rank, (upload, weight) in zip(rank_of, self.replies, strict=True):
-            self._add_ranks(upload, weight / held[:rank])
-        missing = (held == 0).double()
+            self._add_ranks(upload, weight / totals[:rank])
+        missing = (totals == 0).double()
         if missing.any():
             self._add_ranks(self.state, missing)
         self.weight = 1.0

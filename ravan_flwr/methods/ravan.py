@@ -66,7 +66,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def _largest_rank(self) -> int:
         """Find the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
-        per_head = (self.budget - self._beside_heads()) / (len(self.layers) * self.heads)
+        per_head = (self.budget - self._extra_parameters()) / (len(self.layers) * self.heads)
         rank = math.isqrt(max(0, math.floor(per_head) - int(self.trains_scales)))
         if rank < 1:
             raise ValueError(
@@ -79,13 +79,13 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def _shape(self) -> tuple[int, ...]:
         return len(self.layers), self.heads, self.rank, self.rank
 
-    def _beside_heads(self) -> int:
+    def _extra_parameters(self) -> int:
         """Count what is trained beside the heads."""
         return 0
 
     def trainable_parameters(self) -> int:
         a_head = self.rank**2 + int(self.trains_scales)
-        return len(self.layers) * self.heads * a_head + self._beside_heads()
+        return len(self.layers) * self.heads * a_head + self._extra_parameters()
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {"H": (len(self.layers) * affordable(share, self.heads), self.rank, self.rank)}

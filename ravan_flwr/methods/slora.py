@@ -50,12 +50,12 @@ class SparseRound(FirstRound):
 
     def places(self) -> list[Tensor]:
         """Draw the places of each flat matrix at which clients train it, in ascending order."""
-        drawn = []
+        places = []
         for layer, size in zip(self.layers, self.sizes, strict=True):
             random = generator(self.settings.seed, "sparse", layer.name)
             order = torch.randperm(layer.out_features * layer.in_features, generator=random)
-            drawn.append(order[:size].sort().values)
-        return drawn
+            places.append(order[:size].sort().values)
+        return places
 
     def run(self, adapters: Sequence[Any], work: LocalWork) -> Tensors:
         weights = [adapter.base.weight.requires_grad_(True) for adapter in adapters]
@@ -63,9 +63,9 @@ class SparseRound(FirstRound):
         for weight, chosen in zip(weights, places, strict=True):
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[chosen] = True
-            kept = mask.view_as(weight).to(weight.device)
+            factor = mask.view_as(weight).to(weight.device)
             # Adam moves no number whose gradients are all zero.
-            hooks.append(weight.register_hook(lambda gradient, kept=kept: gradient * kept))
+            hooks.append(weight.register_hook(lambda gradient, factor=factor: gradient * factor))
         try:
             change = super().run(adapters, work)["change"].split([w.numel() for w in weights])
         finally:

@@ -102,10 +102,10 @@ class RavanConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON takes them, with what the adapter was made for."""
-        told = asdict(self)
+        fields = asdict(self)
         if self.adapted is not None:
-            told["base_layers"] = self.adapted
-        return {name: sorted(v) if isinstance(v, set) else v for name, v in told.items()}
+            fields["base_layers"] = self.adapted
+        return {name: sorted(v) if isinstance(v, set) else v for name, v in fields.items()}
 
 
 def _check_expression(name: str, expression: str) -> None:

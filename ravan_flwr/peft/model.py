@@ -79,14 +79,14 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
         for name, module in model.named_modules()
         if isinstance(module, RavanLinear) and adapter in module.ravan_H
     }
-    found = config.adapted = describe_bases(
+    bases = config.adapted = describe_bases(
         {n: (layer.ravan_B[adapter], layer.ravan_A[adapter]) for n, layer in layers.items()}
     )
     if (made_for := config.base_layers) is None:
         return
     try:
-        other_layers = any(found[what] != made_for[what] for what in ("first", "sizes"))
-        pairs = list(zip(found["sums"], map(float, made_for["sums"]), strict=True))
+        other_layers = any(bases[what] != made_for[what] for what in ("first", "sizes"))
+        pairs = list(zip(bases["sums"], map(float, made_for["sums"]), strict=True))
     except (LookupError, TypeError, ValueError):
         raise ValueError(
             f"adapter {adapter!r}: got base_layers = {made_for!r}, expected what `save_pretrained` "
@@ -94,15 +94,15 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
         ) from None
     if other_layers:
         raise ValueError(
-            f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_words(found)}, "
+            f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_words(bases)}, "
             f"expected {_words(made_for)}; load the model that the adapter was trained on, "
             f"{config.base_model_name_or_path or 'of which the adapter has no name'}"
         )
-    same = all(math.isclose(got, then, rel_tol=1e-4, abs_tol=1e-4) for got, then in pairs)
+    same = all(math.isclose(total, then, rel_tol=1e-4, abs_tol=1e-4) for total, then in pairs)
     if not same and not config.save_bases:
         raise ValueError(
             f"adapter {adapter!r}: torch {torch.__version__} makes bases that sum up to "
-            f"{found['sums']}, expected {made_for['sums']} as when the adapter was saved; load it "
+            f"{bases['sums']}, expected {made_for['sums']} as when the adapter was saved; load it "
             "with the torch that it was trained with, and save it from there with save_bases=True"
         )
 

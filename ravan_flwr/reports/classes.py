@@ -50,7 +50,7 @@ def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
     }
     if len(labels) <= MOST_IN_MATRIX:
         content["confusion"] = tally.matrix(len(labels))
-        if any(others := tally.others(len(labels))):
+        if any(others := tally.invalid_predictions(len(labels))):
             content["no-label"] = others
     return content
 

@@ -134,7 +134,7 @@ def predict(
     check_new(output)
     with result_of(run, client) as bench:
         task = task_with(Predicts, bench.task, "predict")
-        needed = {role: name for role, name in task.data.columns if role in task.given}
+        needed = {role: name for role, name in task.data.columns if role in task.input_roles}
         rows = rows_of(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
         key: dict[str, type] = {"file": str} if by_file else {"row": int}

@@ -45,12 +45,12 @@ class TaskInfo:
     @property
     def data_fields(self) -> set[str]:
         """List the fields of a preset's data that not every task has."""
-        asked = {
+        optional_fields = {
             "max_length": self.max_length,
             "prompt": self.prompt or self.is_causal_lm,
             "target_length": self.target_length,
         }
-        return {*self.fields, *(name for name, there in asked.items() if there)}
+        return {*self.fields, *(name for name, applies in optional_fields.items() if applies)}
 
 
 TASKS = {

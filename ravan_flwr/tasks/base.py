@@ -37,8 +37,8 @@ class Encoded:
     `answers` are the right answers of each, for tasks that are measured on texts.
     """
 
-    whole: Batch | datasets.Dataset
-    rows: np.ndarray  # which of the whole
+    table: Batch | datasets.Dataset
+    rows: np.ndarray  # which of the table
     answers: Sequence[Sequence[str]] = ()
 
     def __len__(self) -> int:
@@ -51,16 +51,16 @@ class Encoded:
     def take(self, rows: np.ndarray) -> Batch:
         """Make a batch of these rows."""
         chosen = self.rows[rows]
-        if isinstance(self.whole, dict):
+        if isinstance(self.table, dict):
             index = torch.from_numpy(chosen)
-            return {name: tensor[index] for name, tensor in self.whole.items()}
-        return tensors_of(self.whole, chosen)
+            return {name: tensor[index] for name, tensor in self.table.items()}
+        return tensors_of(self.table, chosen)
 
     def only(self, name: str) -> "Encoded":
         """Leave out all tensors but one, which then is all that is read of a file."""
-        whole = self.whole
-        kept = {name: whole[name]} if isinstance(whole, dict) else whole.select_columns(name)
-        return replace(self, whole=kept)
+        table = self.table
+        column = {name: table[name]} if isinstance(table, dict) else table.select_columns(name)
+        return replace(self, table=column)
 
     def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
         """List the right answers of these rows; none where a label is all there is."""
@@ -202,7 +202,7 @@ class Task(ABC):
 def as_rows(columns: Mapping[str, Sequence[Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
     """Return a batch of columns as its examples, each by these roles."""
     values = zip(*(columns[role] for role in roles), strict=True)
-    return [dict(zip(roles, each, strict=True)) for each in values]
+    return [dict(zip(roles, row, strict=True)) for row in values]
 
 
 def mapped(
@@ -249,10 +249,10 @@ def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
 
 def tensors_of(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
     """Read some rows as tensors of the types that they have in the file, which no format keeps."""
-    wanted: np.ndarray | slice = rows
+    selection: np.ndarray | slice = rows
     if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-        wanted = slice(int(rows[0]), int(rows[-1]) + 1)  # which is read many times faster
-    table = encoded.with_format("arrow")[wanted]
+        selection = slice(int(rows[0]), int(rows[-1]) + 1)  # which is read many times faster
+    table = encoded.with_format("arrow")[selection]
     tensors = {}
     for name, feature in encoded.features.items():
         is_list = isinstance(feature, datasets.List)

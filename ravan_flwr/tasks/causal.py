@@ -38,9 +38,9 @@ class Causal(Decoder, Packs, ByExample):
             written = self.form.answered(row, "completion")
         else:
             written = conversation(self.reader, messages_of(row["messages"]))
-        whole = tokens_of(self.reader, written, everything=everything)
-        tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
-        return Learned([tokens], len(whole) > len(tokens), written.unlearned)
+        all_tokens = tokens_of(self.reader, written, everything=everything)
+        tokens = fitted(all_tokens, self.max_length, self.data.overlong, everything=everything)
+        return Learned([tokens], len(all_tokens) > len(tokens), written.unlearned)
 
     def packed(self, batch: Batch) -> Batch:
         return packed(batch, follows(batch)) or self.collate(batch)
@@ -56,8 +56,8 @@ class Causal(Decoder, Packs, ByExample):
 
     def sizes(self, batch: Batch) -> Tensor:
         texts, length = batch["input_ids"].shape
-        of_each = torch.bincount(batch["positions"] // length, minlength=texts)
-        return of_each.float()
+        sizes = torch.bincount(batch["positions"] // length, minlength=texts)
+        return sizes.float()
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return summed_loss(network, **batch) / len(batch["targets"])

@@ -108,8 +108,8 @@ class Decoder(Predicts):
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
         """Write and read all examples, and leave out those that teach nothing, and report them."""
         self.check()
-        done = {role for role, _ in self.data.columns} - {column_of(self.data)}
-        keep = [name for name in examples.column_names if name not in done]
+        roles = {role for role, _ in self.data.columns} - {column_of(self.data)}
+        keep = [name for name in examples.column_names if name not in roles]
         settings = {
             "reader": describe(self.reader),
             "special": self.reader.special_tokens_map,
@@ -131,7 +131,7 @@ class Decoder(Predicts):
         return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
 
     def _features(self) -> dict[str, Any]:
-        def each(dtype: str, *inner: int) -> Any:
+        def feature(dtype: str, *inner: int) -> Any:
             if self.texts > 1 and inner:
                 return datasets.Array2D((self.texts, *inner), dtype)
             sides = inner or ((self.texts,) if self.texts > 1 else ())
@@ -139,9 +139,9 @@ class Decoder(Predicts):
             return datasets.List(value, length=sides[0]) if sides else value
 
         return {
-            "input_ids": each("int32", self.max_length),
-            "learned": each("bool", self.max_length),
-            "length": each("int32"),
+            "input_ids": feature("int32", self.max_length),
+            "learned": feature("bool", self.max_length),
+            "length": feature("int32"),
             "cut": datasets.Value("bool"),
             "unlearned": datasets.Value("int32"),
             "problem": datasets.Value("string"),
@@ -152,12 +152,12 @@ class Decoder(Predicts):
         read, problems = [], []
         for row in as_rows(columns, [role for role, _ in self.data.columns]):
             try:
-                found, problem = self.read(row), ""
+                example, problem = self.read(row), ""
             except UnreadableError as error:
-                found, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
-            read.append(found)
+                example, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
+            read.append(example)
             problems.append(problem)
-        texts = [tokens for one in read for tokens in one.texts]
+        texts = [tokens for example in read for tokens in example.texts]
         shape = (len(read), self.texts) if self.texts > 1 else (len(read),)
         ids = padded([tokens.ids for tokens in texts], self.max_length)
         learned = padded([tokens.learned for tokens in texts], self.max_length)
@@ -165,8 +165,8 @@ class Decoder(Predicts):
             "input_ids": ids.astype(np.int32).reshape(*shape, -1),
             "learned": learned.astype(bool).reshape(*shape, -1),
             "length": np.asarray([*map(len, texts)], np.int32).reshape(shape),
-            "cut": [one.is_cut for one in read],
-            "unlearned": [one.unlearned for one in read],
+            "cut": [example.is_cut for example in read],
+            "unlearned": [example.unlearned for example in read],
             "problem": problems,
         }
 
@@ -243,8 +243,8 @@ class Decoder(Predicts):
 
     def _ends(self, network: Any) -> list[int]:
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
-        known = getattr(network.generation_config, "eos_token_id", None)
-        ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
+        eos = getattr(network.generation_config, "eos_token_id", None)
+        ends = {self.reader.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
         if self.form.may_talk and (after := end_of_turn(self.reader)):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
@@ -262,9 +262,9 @@ def padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
 
 def follows(batch: Batch) -> Tensor:
     """Say which positions count, (texts, tokens): those whose next token is learned."""
-    found = batch["learned"].roll(-1, 1)
-    found[:, -1] = False
-    return found
+    mask = batch["learned"].roll(-1, 1)
+    mask[:, -1] = False
+    return mask
 
 
 def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:

@@ -30,7 +30,7 @@ class Predicts(Task):
     right: ClassVar[str] = "label"  # the role of the column that has the right answers
 
     @property
-    def given(self) -> list[str]:
+    def input_roles(self) -> list[str]:
         """List the roles of the columns from which is predicted."""
         return [role for role, _ in self.data.columns if role != self.right]
 
@@ -64,7 +64,7 @@ class ByExample(Task):
 
     def made_up(self, config: Any, number: int) -> Batch:
         """Make a batch of random examples, the same on every machine."""
-        each = []
+        examples = []
         for seed in range(number):
             random, example = torch.Generator().manual_seed(seed), {}
             for name, (shape, dtype) in self.shapes(config, 1).items():
@@ -75,16 +75,16 @@ class ByExample(Task):
                 else:
                     most = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
                     example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
-            each.append(example)
-        return {name: torch.cat([example[name] for example in each]) for name in each[0]}
+            examples.append(example)
+        return {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
 
 
-def task_with(kind: Callable[..., Wanted], task: Task, asked: str) -> Wanted:
+def task_with(kind: Callable[..., Wanted], task: Task, setting: str) -> Wanted:
     """Return the task as one of that kind; ValueError if it is none, with what was asked for."""
-    wanted = cast(type[Wanted], kind)
-    if not isinstance(task, wanted):
+    cls = cast(type[Wanted], kind)
+    if not isinstance(task, cls):
         raise ValueError(
-            f"{asked}: got task {type(task).__name__}, which is no {wanted.__name__}, expected one "
+            f"{setting}: got task {type(task).__name__}, which is no {cls.__name__}, expected one "
             "that is (tasks/extensions.py); choose another task, or leave it out"
         )
     return task

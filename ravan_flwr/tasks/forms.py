@@ -79,11 +79,11 @@ def conversation(reader: Any, messages: Sequence[Message]) -> Written:
         raise UnreadableError("its answer is empty")
     messages = messages[: turns[-1] + 1]  # what comes after the last answer teaches nothing
     text = render(reader, messages)
-    found = [answer_in(reader, messages, turn, text) for turn in turns]
-    answers = tuple(span for span in found if span is not None)
+    spans = [answer_in(reader, messages, turn, text) for turn in turns]
+    answers = tuple(span for span in spans if span is not None)
     if any(end > start for (_, end), (start, _) in pairwise(answers)) or not answers:
         raise UnreadableError("the chat template's text does not show where its answers are")
-    return Written(text, answers, len(found) - len(answers), plain=False)
+    return Written(text, answers, len(spans) - len(answers), plain=False)
 
 
 def answer_in(
@@ -94,11 +94,11 @@ def answer_in(
         return None
     try:
         before = render(reader, messages[:turn])
-        asked = render(reader, messages[:turn], opening=True)
+        prompt = render(reader, messages[:turn], opening=True)
         answered = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
     except UnreadableError:  # a part alone is refused: roles that must alternate, say
         return None
-    start = len(commonprefix([asked, answered]))  # noqa: RUF071 (it is to)
+    start = len(commonprefix([prompt, answered]))  # noqa: RUF071 (it is to)
     if start < len(before) or not text.startswith(answered) or start == len(answered):
         return None
     return start, len(answered)
@@ -106,12 +106,12 @@ def answer_in(
 
 def question(reader: Any, messages: Sequence[Message]) -> Written:
     """Write what a model is given to answer: the messages before a last one of the assistant."""
-    asked = [*messages]
-    while asked and asked[-1]["role"] == ASSISTANT:
-        asked.pop()
-    if not asked:
+    prompt = [*messages]
+    while prompt and prompt[-1]["role"] == ASSISTANT:
+        prompt.pop()
+    if not prompt:
         raise UnreadableError("its conversation asks for nothing")
-    return Written(render(reader, asked, opening=True), plain=False)
+    return Written(render(reader, prompt, opening=True), plain=False)
 
 
 def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -> str:
@@ -220,24 +220,24 @@ class Form:
 
     def question(self, row: Row) -> Written:
         """Write what is before the answer."""
-        asked = self._asked(row)
-        return Written(self._filled(row)) if asked is None else question(self.reader, asked)
+        messages = self._prompt_messages(row)
+        return Written(self._filled(row)) if messages is None else question(self.reader, messages)
 
     def answered(self, row: Row, role: str) -> Written:
         """Write an example with the answer of that column; of a conversation, its last one."""
-        if self.prompts and self._asked(row) is None:
+        if self.prompts and self._prompt_messages(row) is None:
             prompt = self._filled(row)
             text = prompt + text_of(role, row[role])
             return Written(text, ((len(prompt), len(text)),))
-        *asked, answer = messages = self._messages(row, role)
-        if not asked:
+        *context, answer = messages = self._messages(row, role)
+        if not context:
             raise UnreadableError("its conversation asks for nothing")
         if answer["role"] != ASSISTANT:
             raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
         if not answer["content"].strip():
             raise UnreadableError(f"its {role} answer is empty")
         text = render(self.reader, messages)
-        span = answer_in(self.reader, messages, len(asked), text)
+        span = answer_in(self.reader, messages, len(context), text)
         if span is None:
             raise UnreadableError("the chat template's text does not show where its answers are")
         return Written(text, (span,), plain=False)
@@ -251,7 +251,7 @@ class Form:
         sometimes = any(role not in roles for _, roles in self.prompts)
         return "" if sometimes and value in (None, "") else text_of(role, value)
 
-    def _asked(self, row: Row) -> list[Message] | None:
+    def _prompt_messages(self, row: Row) -> list[Message] | None:
         """List the messages of a conversation, or of a prompt; None where there is a text."""
         if not self.prompts:
             return messages_of(row[self.talk])
@@ -269,16 +269,16 @@ class Form:
         answer = row[role]
         if not isinstance(answer, list):
             answer = [{"role": ASSISTANT, "content": text_of(role, answer)}]
-        found = messages_of(answer)
-        if len(found) > 1:
+        answers = messages_of(answer)
+        if len(answers) > 1:
             raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
-        return [*messages_of(row["prompt"]), *found]
+        return [*messages_of(row["prompt"]), *answers]
 
     def _filled(self, row: Row) -> str:
-        def whole(roles: Sequence[str]) -> bool:
+        def has_texts(roles: Sequence[str]) -> bool:
             return all(isinstance(row[role], str) and row[role].strip() for role in roles)
 
-        fitting = (pair for pair in self.prompts if whole(pair[1]))
+        fitting = (pair for pair in self.prompts if has_texts(pair[1]))
         prompt, roles = next(fitting, self.prompts[-1])  # of the last, what is missing is reported
         return prompt.format(**{role: text_of(role, row[role]) for role in roles})
 

@@ -42,20 +42,20 @@ class Preference(Decoder):
     texts = 2
 
     @property
-    def given(self) -> list[str]:
-        asked = [role for role, _ in self.data.columns if role not in PAIR]
-        return asked or ["chosen"]
+    def input_roles(self) -> list[str]:
+        roles = [role for role, _ in self.data.columns if role not in PAIR]
+        return roles or ["chosen"]
 
     def read(self, row: Row) -> Learned:
         if not self.data.prompts:
-            asked, other = (messages_of(row[role])[:-1] for role in PAIR)
-            if asked != other:
+            first, second = (messages_of(row[role])[:-1] for role in PAIR)
+            if first != second:
                 raise UnreadableError("its conversations differ before their last answers")
-        whole = [tokens_of(self.reader, self.form.answered(row, role)) for role in PAIR]
-        if whole[0].ids == whole[1].ids:
+        pair = [tokens_of(self.reader, self.form.answered(row, role)) for role in PAIR]
+        if pair[0].ids == pair[1].ids:
             raise UnreadableError("its chosen and rejected answers are the same")
-        fitting = _fitted(whole, self.max_length, self.data.overlong)
-        return Learned(fitting, len(fitting[0]) < len(whole[0]))
+        fitting = _fitted(pair, self.max_length, self.data.overlong)
+        return Learned(fitting, len(fitting[0]) < len(pair[0]))
 
     def lengths(self, examples: Encoded) -> np.ndarray:
         longest: np.ndarray = super().lengths(examples).max(1)
@@ -83,8 +83,8 @@ class Preference(Decoder):
         with torch.no_grad(), without_adapters(network):  # first: then the other's are not kept yet
             reference = losses_of_texts(network, **batch)
         policy = losses_of_texts(network, **batch)
-        found: Tensor = float(self.settings["beta"]) * (reference - policy)
-        return found.view(-1, self.texts)
+        rewards: Tensor = float(self.settings["beta"]) * (reference - policy)
+        return rewards.view(-1, self.texts)
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         chosen, rejected = self.rewards(network, batch).unbind(1)

@@ -46,8 +46,8 @@ def words(text: str) -> list[str]:
 
 def f1(answer: str, right: str) -> float:
     """Compute the harmonic mean of precision and recall of an answer's words."""
-    got, expected = Counter(words(answer)), Counter(words(right))
-    if not got or not expected:
-        return float(got == expected)
-    common = (got & expected).total()
-    return 2 * common / (got.total() + expected.total())
+    predicted, expected = Counter(words(answer)), Counter(words(right))
+    if not predicted or not expected:
+        return float(predicted == expected)
+    common = (predicted & expected).total()
+    return 2 * common / (predicted.total() + expected.total())

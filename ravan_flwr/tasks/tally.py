@@ -45,21 +45,21 @@ class Tally:
 
     def predicted(self, label: int) -> int:
         """Count how often a label was predicted."""
-        return sum(number for (_, other), number in self.pairs.items() if other == label)
+        return sum(number for (_, prediction), number in self.pairs.items() if prediction == label)
 
     def fallen_on(self) -> int | None:
         """Find the label that nearly all examples of the others are taken for, if there is one."""
-        label = max((other for _, other in self.pairs), key=self.predicted, default=OTHER)
-        others = Counter({pair: n for pair, n in self.pairs.items() if pair[0] != label})
-        taken = sum(number for (_, other), number in others.items() if other == label)
-        return label if others and taken >= FALLEN * others.total() else None
+        label = max((prediction for _, prediction in self.pairs), key=self.predicted, default=OTHER)
+        other_pairs = Counter({pair: n for pair, n in self.pairs.items() if pair[0] != label})
+        hits = sum(number for (_, prediction), number in other_pairs.items() if prediction == label)
+        return label if other_pairs and hits >= FALLEN * other_pairs.total() else None
 
     def matrix(self, classes: int) -> list[list[int]]:
         """Lay the counts out, a row for each class; what is no label is left out."""
         rows = range(classes)
         return [[self.pairs[right, predicted] for predicted in rows] for right in rows]
 
-    def others(self, classes: int) -> list[int]:
+    def invalid_predictions(self, classes: int) -> list[int]:
         """Count for each class how often the prediction was no label."""
         return [self.pairs[right, OTHER] for right in range(classes)]
 
@@ -67,9 +67,9 @@ class Tally:
         """Score each class."""
         examples: Counter[int] = Counter()
         predicted: Counter[int] = Counter()
-        for (expected, found), count in self.pairs.items():
+        for (expected, prediction), count in self.pairs.items():
             examples[expected] += count
-            predicted[found] += count
+            predicted[prediction] += count
         scores = []
         for number, label in enumerate(labels):
             of, as_, right = examples[number], predicted[number], self.pairs[number, number]

@@ -57,10 +57,10 @@ def losses_at(
     again = torch.is_grad_enabled() and len(targets) > rows
     blocks = []
     for some, right in zip(hidden.split(rows), targets.split(rows), strict=True):
-        given = (network, some, right, reduction)
+        inputs = (network, some, right, reduction)
         loss = (
-            checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False) if again
-            else _block(*given)
+            checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False) if again
+            else _block(*inputs)
         )  # fmt: skip
         blocks.append(cast(Tensor, loss))
     return blocks
@@ -78,10 +78,10 @@ def hidden_states(
     attention takes its fastest way. Texts side by side have positions.
     """
     where = {} if position_ids is None else {"position_ids": position_ids}
-    found = network.base_model(
+    output = network.base_model(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **where
     )
-    return cast(Tensor, found.last_hidden_state)
+    return cast(Tensor, output.last_hidden_state)
 
 
 def logits_of(network: Any, hidden: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def check_logits(network: Any) -> None:
     tokens = torch.tensor([[0, 1]], device=next(network.parameters()).device)
     with torch.inference_mode():
         expected = network(input_ids=tokens, use_cache=False).logits
-        found = logits_of(network, hidden_states(network, tokens))
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3, atol=1e-4):
+        logits = logits_of(network, hidden_states(network, tokens))
+    if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"model: the logits of {type(network).__name__} do not follow from its last layer "
             "alone, as expected; choose a model of another architecture"
@@ -184,7 +184,7 @@ def check_packing(network: Any) -> None:
     takes = "position_ids" in inspect.signature(network.base_model.forward).parameters
     carries = bool(getattr(network, "_is_stateful", False))
     pieces = getattr(network.config.get_text_config(), "attention_chunk_size", None)
-    if carries or pieces or not takes or not _apart(network):
+    if carries or pieces or not takes or not _isolates_texts(network):
         raise ValueError(
             f"batching = 'packed': in {type(network).__name__} texts side by side would not be as "
             "each alone, expected attention over positions that begin anew with each; set "
@@ -192,7 +192,7 @@ def check_packing(network: Any) -> None:
         )
 
 
-def _apart(network: Any) -> bool:
+def _isolates_texts(network: Any) -> bool:
     """Try whether a text is the same after another one as alone."""
     device = next(network.parameters()).device
     if device.type == "meta":

@@ -34,9 +34,9 @@ class Tokens:
 
     def without_front(self, over: int) -> "Tokens":
         """Cut so many tokens behind the first ones, which stay."""
-        first, rest = self.first, self.first + over
-        ids = self.ids[:first] + self.ids[rest:]
-        return Tokens(ids, self.learned[:first] + self.learned[rest:], first)
+        first, end = self.first, self.first + over
+        ids = self.ids[:first] + self.ids[end:]
+        return Tokens(ids, self.learned[:first] + self.learned[end:], first)
 
 
 def tokens_of(reader: Any, written: Written, *, everything: bool = False) -> Tokens:

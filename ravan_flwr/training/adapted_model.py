@@ -41,7 +41,7 @@ class AdaptedModel:
                 "classifier = 'trained': the model has none, it answers with its pretrained "
                 "language-model head; expected 'frozen'; set it"
             )
-        self._drawn_classifier = self._flat_classifier()
+        self._initial_classifier = self._flat_classifier()
         self.has_examples_apart = False  # not known yet: private steps find out
         self._fixed_hash = ""  # of the method's fixed tensors, once it has them
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
@@ -52,12 +52,12 @@ class AdaptedModel:
         """Make the global state before the first round, with the classifier if it is trained."""
         state = self.method.initial_state(self.adapters)
         if self._classifier_travels:
-            state[CLASSIFIER] = self._drawn_classifier.cpu().clone()
+            state[CLASSIFIER] = self._initial_classifier.cpu().clone()
         return state
 
     def trainable_parameters(self) -> int:
         """Count what a client with the whole budget trains, with the classifier."""
-        classifier = len(self._drawn_classifier) if self.train_classifier else 0
+        classifier = len(self._initial_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
 
     @property
@@ -68,7 +68,7 @@ class AdaptedModel:
         """Name the tensors that stay with each client, with their shapes; none for most methods."""
         if self.method.personal is None:
             return {}
-        classifier = {CLASSIFIER: tuple(self._drawn_classifier.shape)}
+        classifier = {CLASSIFIER: tuple(self._initial_classifier.shape)}
         return {**self.method.personal.shapes, **(classifier if self.train_classifier else {})}
 
     def own_part(self) -> Tensors:
@@ -105,15 +105,15 @@ class AdaptedModel:
 
         Return the model's fingerprint with them.
         """
-        found = checksum(fixed)
-        if expected and found != expected:
+        fixed_hash = checksum(fixed)
+        if expected and fixed_hash != expected:
             raise ValueError(
-                f"fixed tensors have hash {found}, expected {expected}; the server sends them once "
-                "more in the node's next round"
+                f"fixed tensors have hash {fixed_hash}, expected {expected}; the server sends them "
+                "once more in the node's next round"
             )
-        if found != self._fixed_hash:
+        if fixed_hash != self._fixed_hash:
             self.calibration.load(self.adapters, fixed)
-            self._fixed_hash, self.derived = found, self._derived_fingerprint()
+            self._fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
         return self.derived
 
     def _derived_fingerprint(self) -> list[float]:
@@ -122,7 +122,7 @@ class AdaptedModel:
         `seed_fingerprint` is that of what is made from the seed, `derived` that of what the
         model has now.
         """
-        weights = self._drawn_classifier.cpu().double()
+        weights = self._initial_classifier.cpu().double()
         ramp = torch.arange(len(weights), dtype=torch.float64).cos()
         return [*self.method.fingerprint(self.adapters), float(weights @ ramp)]
 
@@ -149,10 +149,10 @@ class AdaptedModel:
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, split_classifier(tensors)[0])
         if self._classifier_travels:
-            shape = self._drawn_classifier.shape
+            shape = self._initial_classifier.shape
             self._set_classifier(check_tensor(tensors, CLASSIFIER, shape, torch.float32))
         elif self.train_classifier:
-            self._set_classifier(self._drawn_classifier)
+            self._set_classifier(self._initial_classifier)
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
 

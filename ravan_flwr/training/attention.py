@@ -52,10 +52,10 @@ class _Fused(TorchFunctionMode):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, **more: Any,
+        dropout_p: float = 0.0, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         if dropout_p and not self.drops:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)
         mask = attn_mask if self.masks else None
         if mask is not None and not mask.is_floating_point():
             mask = mask.to(query.dtype)

@@ -68,6 +68,6 @@ def bundled_names() -> list[str]:
 def bundled_file(name: str) -> Path:
     """Find the file of a bundled backbone."""
     if name not in bundled_names():
-        known = ", ".join(bundled_names())
-        raise ValueError(f"model {name!r} is not bundled; expected one of: {known}")
+        names = ", ".join(bundled_names())
+        raise ValueError(f"model {name!r} is not bundled; expected one of: {names}")
     return _FOLDER / f"{name}.json"

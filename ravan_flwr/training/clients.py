@@ -3,13 +3,13 @@
 from ravan_flwr.config.run_config import Config
 
 
-def number_of_clients(config: Config, asked: int | None = None) -> int:
+def number_of_clients(config: Config, num_clients: int | None = None) -> int:
     """Return how many clients there are: as asked, or as the preset says.
 
     A natural partition has a client for each value of its column: the data is read, and any other
     number is refused.
     """
-    said = config.num_clients if asked is None else asked
+    number = config.num_clients if num_clients is None else num_clients
     if config.division == "natural":
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
         from ravan_flwr.data.partition import (  # noqa: PLC0415
@@ -21,14 +21,14 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
 
         train, column = load_splits(config.data)["train"], column_of(config.data)
         check_column(config.data, train)
-        found = len(set(values_of(train, column)))
-        check_natural(found, found if said is None else said, column)
-        said = found
-    assert said is not None  # the configuration has a number then
-    if 0 < said < config.min_replies:
+        num_values = len(set(values_of(train, column)))
+        check_natural(num_values, num_values if number is None else number, column)
+        number = num_values
+    assert number is not None  # the configuration has a number then
+    if 0 < number < config.min_replies:
         raise ValueError(
-            f"min-replies = {config.min_replies}: got num-clients = {said}, and a round gets no "
+            f"min-replies = {config.min_replies}: got num-clients = {number}, and a round gets no "
             "more replies than that; start more clients, or lower min-replies (with "
             "secure-aggregation=true it is secure-minimum at least)"
         )
-    return said
+    return number

@@ -32,7 +32,7 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.masked import parts_of, rows_wanted
+from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
     backbone_dtype,
@@ -69,14 +69,14 @@ class Skeleton:
     def __init__(self, config: Config) -> None:
         self.config = config = settle(config)
         self.task = make_task(config)
-        kept_in = backbone_dtype(config, likely_device(config.device))
-        built = build_skeleton(config.model, self.task, kept_in)
+        stored_dtype = backbone_dtype(config, likely_device(config.device))
+        built = build_skeleton(config.model, self.task, stored_dtype)
         self.network = built.network.requires_grad_(False)
         prepare_network(self.network, config)
         self.saved = 0  # bytes, by keeping the backbone in few bits
         if config.quantize != "none":
             bits = BITS[config.quantize]
-            weights = [one.weight for one in quantizable(self.network, built.classifier).values()]
+            weights = [m.weight for m in quantizable(self.network, built.classifier).values()]
             self.saved = round(sum(w.numel() * (w.element_size() - bits / 8) for w in weights))
         # Which heads are chosen is all the same, and scores cannot be computed here.
         unscored = replace(config, scoring="random")
@@ -118,16 +118,16 @@ class Skeleton:
         """Draw who would train what in a secure round of clients with the run's budgets."""
         config, state = self.config, self.state()
         # A bound is told in as many digits as it has: none has more than this one.
-        longest, given = 1e-5 / 3, GIVEN * "0"
+        longest, digest = 1e-5 / 3, GIVEN * "0"
         parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
-        wanted = {}
+        rows = {}
         for partition in range(config.clients_per_round):
             share = budget_share(config.budgets, config.seed, partition)
             if self.method.can_train(share):
                 random = generator(config.seed, "heads", 1, partition)
-                wanted[partition] = rows_wanted(self.method, state, share, random)
+                rows[partition] = selected_rows(self.method, state, share, random)
         least, number = config.secure_minimum, config.num_rounds
-        return make_schedule(2**63, number, least, parts, wanted, given)
+        return make_schedule(2**63, number, least, parts, rows, digest)
 
     @property
     def classifier_size(self) -> int:
@@ -157,15 +157,15 @@ class Skeleton:
         shapes = {n: tuple(tensor.shape) for n, tensor in sent if tensor.dtype == torch.float32}
         around = 0 if self.around is None else self.around.down
         number, sparse = self.method.broadcast_bytes(initial, share), sent_sparsely(self.method)
-        whole = [shape for name, shape in shapes.items() if name not in sparse]
+        dense = [shape for name, shape in shapes.items() if name not in sparse]
         trained = [shape for name, shape in shapes.items() if name in sparse]
-        number += num_bytes(whole, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, whole))
+        number += num_bytes(dense, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, dense))
         return self._coded(number, trained, self.config.shares_sent[0]) + around
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], share: Fraction) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""
-        rest = number - 4 * sum(math.prod(shape) for shape in shapes)
-        return rest + num_bytes([*shapes, (self.classifier_sent,)], share, self.config.wire)
+        remainder = number - 4 * sum(math.prod(shape) for shape in shapes)
+        return remainder + num_bytes([*shapes, (self.classifier_sent,)], share, self.config.wire)
 
 
 @lru_cache(maxsize=64)
@@ -181,19 +181,19 @@ def step_memory(config: Config, share: float) -> StepMemory:
     at_a_time, task = config.micro_batch_size or config.batch_size, built.task
     with attention_of(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
-        kept = kept_for_backward(network, task, at_a_time, by_example)
+        activations = saved_for_backward(network, task, at_a_time, by_example)
     if by_example:
         # The gradients of so many examples, and the sums of what clipping leaves of them: in
         # float64, as are the sums, there is one parameter's at a time, beside a copy of it.
         numbers = [parameter.numel() for parameter in trained]
-        kept += 4 * at_a_time * sum(numbers) + 8 * sum(numbers)
-        kept += 12 * at_a_time * max(numbers, default=0)
+        activations += 4 * at_a_time * sum(numbers) + 8 * sum(numbers)
+        activations += 12 * at_a_time * max(numbers, default=0)
     if config.gradient_checkpointing:  # one block's are computed again where they are needed
-        whole = replace(config, gradient_checkpointing=False, precision="float32")
-        kept += step_memory(whole, share).activations // _checkpoints(config, network)
-    kept += cast_weights(config, network) + task.transient(network.config, at_a_time)
+        reference = replace(config, gradient_checkpointing=False, precision="float32")
+        activations += step_memory(reference, share).activations // _checkpoints(config, network)
+    activations += cast_weights(config, network) + task.transient(network.config, at_a_time)
     own = _bytes(trained)
-    return StepMemory(weights - (own - copies) - built.saved, ADAM * own, kept)
+    return StepMemory(weights - (own - copies) - built.saved, ADAM * own, activations)
 
 
 @lru_cache(maxsize=64)
@@ -235,8 +235,8 @@ def cast_weights(config: Config, network: nn.Module) -> int:
         if isinstance(module, nn.Linear) and module.weight.dtype != PRECISIONS[config.precision]
     ]
     if config.quantize != "none":  # what is in few bits is unpacked when it is needed, and dropped
-        kept = set(quantizable(network, []).values())
-        linears = [linear for linear in linears if linear not in kept]
+        quantized = set(quantizable(network, []).values())
+        linears = [linear for linear in linears if linear not in quantized]
     return sum(2 * linear.weight.numel() for linear in linears) // _checkpoints(config, network)
 
 
@@ -255,7 +255,7 @@ def meta_batch(network: PreTrainedModel, task: Task, number: int) -> Batch:
     return {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
 
 
-def kept_for_backward(
+def saved_for_backward(
     network: PreTrainedModel,
     task: Task,
     batch_size: int,
@@ -266,12 +266,12 @@ def kept_for_backward(
     Of gradients by example it is also what adapted layers read, but nothing for their parameters.
     """
     batch = meta_batch(network, task, batch_size)
-    there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
-    kept: dict[int, Tensor] = {}
+    storages = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in there:
-            kept[_storage(tensor)] = tensor
+        if _storage(tensor) not in storages:
+            saved[_storage(tensor)] = tensor
         return tensor
 
     network.train()
@@ -281,7 +281,7 @@ def kept_for_backward(
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         loss = task.loss(network, batch)
     del loss  # until here the saved tensors live, so that no two share an address
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def _storage(tensor: Tensor) -> int:

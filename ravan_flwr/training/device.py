@@ -57,7 +57,7 @@ def free_memory(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     if torch.cuda.get_device_properties(device).is_integrated:  # it has the machine's memory, in
         free = max(free, int(psutil.virtual_memory().available))  # which files are kept as well
-    return free + _held(device)
+    return free + _cached_bytes(device)
 
 
 def give_back_memory(device: torch.device) -> None:
@@ -65,11 +65,11 @@ def give_back_memory(device: torch.device) -> None:
 
     To take it again costs tens of milliseconds, each time.
     """
-    if device.type == "cuda" and _held(device) > torch.cuda.mem_get_info(device)[0]:
+    if device.type == "cuda" and _cached_bytes(device) > torch.cuda.mem_get_info(device)[0]:
         torch.cuda.empty_cache()
 
 
-def _held(device: torch.device) -> int:
+def _cached_bytes(device: torch.device) -> int:
     """Count the bytes that PyTorch holds and does not use, which this process can have again."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -117,7 +117,7 @@ def most_workers(config: Config, num_clients: int, threads: int | None, *, on_cp
     `threads` are those of a client that has the machine to itself: see `suitable_threads`.
     """
     cores, alone = usable_cores(), threads or torch.get_num_threads()
-    wanted = config.processes or (max(1, cores // alone) if on_cpu else 1)
-    number = min(wanted, config.at_work_of(num_clients))
+    processes = config.processes or (max(1, cores // alone) if on_cpu else 1)
+    number = min(processes, config.at_work_of(num_clients))
     # What a user has set is not divided; `threads` is None then.
     return Workers(number, min(alone, max(1, cores // number)) if threads else alone)

@@ -46,16 +46,16 @@ def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
     built = Skeleton(config)
     network, task = built.network.eval(), built.task
-    known = [*network.parameters(), *network.buffers()]
+    model_tensors = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
     attention = attention_of(replace(config, batching="random"), network, task)
-    with torch.no_grad(), attention, _MostAlive(known) as memory:
+    with torch.no_grad(), attention, _MostAlive(model_tensors) as memory:
         batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)
     ahead = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
-    kept = cast_weights(config, network) if keeps_casts(config) else 0
-    return int(memory.most + ahead + kept)  # the next batch is there while this one is worked on
+    casts = cast_weights(config, network) if keeps_casts(config) else 0
+    return int(memory.most + ahead + casts)  # the next batch is there while this one is worked on
 
 
 def _keep_keys_and_values(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
@@ -65,19 +65,19 @@ def _keep_keys_and_values(_: nn.Module, inputs: Any, named: dict[str, Any]) -> A
 class _MostAlive(TorchDispatchMode):
     """Count the bytes of the storages that are alive after each operation, but for those known."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, model_tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._model_storages = {tensor.untyped_storage()._cdata for tensor in model_tensors}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._alive = {k: found for k, found in self._alive.items() if not found[0].expired()}
+        self._alive = {k: entry for k, entry in self._alive.items() if not entry[0].expired()}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
+                if storage._cdata not in self._model_storages:
                     self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(size for _, size in self._alive.values()))
         return result

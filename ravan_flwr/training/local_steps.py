@@ -32,8 +32,8 @@ def rate_in_round(config: Config, number: int) -> float:
     if schedule[""] == "constant":
         return start
     end = start / 50 if schedule["end"] == AUTO else float(schedule["end"])
-    done = (number - warm_up) / max(1, config.num_rounds - warm_up)
-    return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2)
+    progress = (number - warm_up) / max(1, config.num_rounds - warm_up)
+    return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2)
 
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -207,8 +207,8 @@ class Stepper:
         """Compute gradients on the next batch, part by part; they are those of its mean loss."""
         self.losses.append(self._over(self._next()))
 
-    def measure(self, seen: Sequence[Tensor]) -> None:
-        """Do so while hooks add to `seen` what is in proportion to these gradients.
+    def measure(self, sums: Sequence[Tensor]) -> None:
+        """Do so while hooks add to `sums` what is in proportion to these gradients.
 
         The loss scale of float16 is divided out. If it makes gradients too large, it is halved,
         and the batch computed again.
@@ -216,12 +216,12 @@ class Stepper:
         if not self.scaler.is_enabled():
             self.backward()
             return
-        parts, before = self._next(), [tensor.clone() for tensor in seen]
+        parts, before = self._next(), [tensor.clone() for tensor in sums]
         while True:
-            for tensor in seen:
+            for tensor in sums:
                 tensor.zero_()
             loss, scale = self._over(parts), self.scaler.get_scale()
-            if all(bool(tensor.isfinite().all()) for tensor in seen):
+            if all(bool(tensor.isfinite().all()) for tensor in sums):
                 break
             if scale < 1:
                 raise ValueError(
@@ -229,7 +229,7 @@ class Stepper:
                     "expected numbers below 65,504; use bfloat16 or float32"
                 )
             self.scaler.update(scale / 2)
-        for tensor, old in zip(seen, before, strict=True):
+        for tensor, old in zip(sums, before, strict=True):
             tensor.div_(scale).add_(old)
         self.losses.append(loss)
 

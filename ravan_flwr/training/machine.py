@@ -42,13 +42,13 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     chosen = environment.get(VISIBLE)
     if chosen is None or not gpus:
         return gpus
-    found = []
+    selection = []
     for word in chosen.split(","):
         gpu = _named(word.strip(), gpus)
         if gpu is None:  # CUDA sees nothing of what comes after it, either
             break
-        found.append(gpu)
-    return found
+        selection.append(gpu)
+    return selection
 
 
 def in_turn(gpus: Sequence[Gpu], processes: int) -> list[dict[str, str]]:
@@ -64,16 +64,16 @@ def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
     if word.startswith("MIG-"):  # a part of a GPU, of which nvidia-smi lists no memory
         return Gpu(word, word, "a part of a GPU (MIG)", None, None)
     is_uuid = word.startswith("GPU-")
-    found = [g for g in gpus if (g.uuid.startswith(word) if is_uuid else g.index == word)]
-    return found[0] if len(found) == 1 else None
+    matches = [g for g in gpus if (g.uuid.startswith(word) if is_uuid else g.index == word)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _listed(environment: Mapping[str, str]) -> list[Gpu]:
     """List all GPUs of the machine that the driver answers for."""
     gpus = []
     for line in _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"):
-        index, uuid, rest = (part.strip() for part in line.split(",", 2))
-        name, *sizes = (part.strip() for part in rest.rsplit(",", 2))
+        index, uuid, fields = (part.strip() for part in line.split(",", 2))
+        name, *sizes = (part.strip() for part in fields.rsplit(",", 2))
         # "[N/A]" of a GPU that has the machine's memory.
         total, free = (int(size) * _MIB if size.isdecimal() else None for size in sizes)
         gpus.append(Gpu(index, uuid, name, total, free))
@@ -180,8 +180,8 @@ def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float
 def _quota(folder: Path) -> float:
     """Read the quota of one control group, of version 2 or 1; infinite where there is none."""
     try:
-        if (both := folder / "cpu.max").is_file():
-            quota, period = both.read_text().split()
+        if (file := folder / "cpu.max").is_file():
+            quota, period = file.read_text().split()
         else:
             quota, period = (
                 (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")

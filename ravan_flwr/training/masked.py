@@ -37,7 +37,7 @@ def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple
     return (*parts, Part(CUT_OFF, 1, 1, 1.0))
 
 
-def rows_wanted(
+def selected_rows(
     method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
 ) -> Bits:
     """Tell which rows of all parts a client with that share would train."""
@@ -52,10 +52,10 @@ def by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
     """Cut the rows of all parts into those of each tensor."""
     ends = np.cumsum([part.rows for part in parts])
     cut = np.split(rows, ends[:-1])
-    return {part.name: torch.from_numpy(mine.copy()) for part, mine in zip(parts, cut, strict=True)}
+    return {part.name: torch.from_numpy(bits.copy()) for part, bits in zip(parts, cut, strict=True)}
 
 
-def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
+def round_digest(config: Config, state: Mapping[str, Tensor]) -> str:
     """Hash the settings and the state with which a client of a secure round trains.
 
     They must be the same for all. If a server sent the others a state, or a learning rate, with
@@ -66,9 +66,9 @@ def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule) -> None:
+def check_digest(config: Config, state: Mapping[str, Tensor], schedule: Schedule) -> None:
     """Raise ValueError unless this client has what the schedule says that all of them have."""
-    if schedule.given != given_to_all(config, state):
+    if schedule.given != round_digest(config, state):
         raise ValueError(
             "got settings or a state that are not those of the schedule, expected what all clients "
             "of the round are given; start server and clients with one version and one run config"
@@ -99,13 +99,13 @@ def check_cohort(config: Config, cohort: int, clients: int) -> None:
         )
 
 
-def check_rows(wanted: Bits, schedule: Schedule, partition: int) -> None:
+def check_rows(rows: Bits, schedule: Schedule, partition: int) -> None:
     """Raise ValueError unless a client is listed for what it would have chosen.
 
     Rows that too few have chosen are left out of the schedule, for all.
     """
     listed = schedule.trained[schedule.partitions.index(partition)]
-    if not np.array_equal(listed, wanted & schedule.trained.any(0)):
+    if not np.array_equal(listed, rows & schedule.trained.any(0)):
         raise ValueError(
             "got a schedule with other heads than the seed and its budget give this client, "
             "expected those; the server does not do as the run's settings say"
@@ -118,9 +118,9 @@ def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
     With a lower bound a sum tells signs: all clients' where they agree.
     """
     expected = [(part.name, part.rows, part.size) for part in parts]
-    got = [(part.name, part.rows, part.size) for part in schedule.parts]
-    if got != expected:
-        raise ValueError(f"got a schedule of {str(got)[:200]}, expected {str(expected)[:200]}")
+    actual = [(part.name, part.rows, part.size) for part in schedule.parts]
+    if actual != expected:
+        raise ValueError(f"got a schedule of {str(actual)[:200]}, expected {str(expected)[:200]}")
     for own, part in zip(parts, schedule.parts, strict=True):
         if part.bound < own.bound:
             raise ValueError(
@@ -136,17 +136,17 @@ def to_numbers(
 ) -> Numbers:  # fmt: skip
     """Round a client's changes to whole numbers, row after row as the schedule has them."""
     filled = filled_in(method, sent, upload)
-    found, beyond, total = [], 0, 0
+    numbers, beyond, total = [], 0, 0
     for part, places in schedule.spans():
         if part.name == CUT_OFF:
             continue
         change = (filled[part.name].double() - sent[part.name].double()).view(part.rows, -1)
         chosen = change.numpy()[rows[places]].reshape(-1)
         steps, cut = to_steps(chosen, part.bound, random)
-        found.append(steps)
+        numbers.append(steps)
         beyond, total = beyond + cut, total + len(steps)
     share = np.array([beyond / max(1, total)])
-    return np.concatenate([*found, to_steps(share, 1.0, random)[0]])
+    return np.concatenate([*numbers, to_steps(share, 1.0, random)[0]])
 
 
 def filled_in(method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]) -> Tensors:

@@ -55,8 +55,8 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     names = {field.name for field in dataclasses.fields(Settings)} - {"init", "layer_form"}
     settings = {name: getattr(config, name) for name in names}
     # A merged weight of few bits loses every small update (adapters/merged.py).
-    whole = config.precision == "float32" and config.quantize == "none"
-    settings["layer_form"] = "auto" if whole else "factored"
+    full_precision = config.precision == "float32" and config.quantize == "none"
+    settings["layer_form"] = "auto" if full_precision else "factored"
     settings["init"] = config.parts("init")[""]
     return get_method(config.method)(Settings(**settings), layers, size)
 
@@ -130,8 +130,8 @@ class ModelAndData:
         self.task.check_sizes()
         self.task.check()
         device = pick_device(config.device)
-        kept_in = backbone_dtype(config, device.type)
-        backbone = build_network(config.model, self.task, config.seed, kept_in)
+        stored_dtype = backbone_dtype(config, device.type)
+        backbone = build_network(config.model, self.task, config.seed, stored_dtype)
         if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
             dtype = DTYPES[config.precision]
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
@@ -187,7 +187,7 @@ class ModelAndData:
     def pooled(self, number: int) -> Encoded:
         """Get what `number` clients train on, all of it, in the order of the shared examples."""
         parts = [
-            rows[self._apart(len(rows), partition_id)[0]]
+            rows[self._split_rows(len(rows), partition_id)[0]]
             for partition_id, rows in enumerate(self.rows(number))
         ]
         return self._shared.select(np.sort(np.concatenate(parts)))
@@ -204,10 +204,10 @@ class ModelAndData:
 
     def _check_users(self, column: str) -> None:
         """Raise ValueError if no example of a client of a natural partition can be learned."""
-        given, train = self.splits["train"], self._train
-        if train.num_rows == given.num_rows:
+        examples, train = self.splits["train"], self._train
+        if train.num_rows == examples.num_rows:
             return
-        if lost := set(values_of(given, column)) - set(values_of(train, column)):
+        if lost := set(values_of(examples, column)) - set(values_of(train, column)):
             raise ValueError(
                 f"partition = 'natural': no example of {some_of(sorted(map(repr, lost)))} can be "
                 f"learned, expected one for each value of {column!r}; take these out of the data"
@@ -216,7 +216,7 @@ class ModelAndData:
     def partition_sizes(self, number: int) -> list[int]:
         """Count the examples that each client trains on, when `number` clients share them."""
         rows = self.rows(number)
-        return [len(mine) - validation_size(self.config, len(mine)) for mine in rows]
+        return [len(part) - validation_size(self.config, len(part)) for part in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:
         """Read a device's own examples."""
@@ -230,22 +230,22 @@ class ModelAndData:
 
     def _split(self, examples: Encoded, partition_id: int) -> Examples:
         """Hold back what the client is evaluated on."""
-        train, kept = self._apart(len(examples), partition_id)
-        return Examples(examples.select(train), examples.select(kept))
+        train, validation = self._split_rows(len(examples), partition_id)
+        return Examples(examples.select(train), examples.select(validation))
 
-    def _apart(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
+    def _split_rows(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Choose which of a client's so many examples it trains on, and which it holds back."""
         config, rows = self.config, np.arange(number)
-        kept = validation_size(config, len(rows))
-        if kept:
+        size = validation_size(config, len(rows))
+        if size:
             random = np.random.default_rng(derive(config.seed, "validation", partition_id))
             rows = random.permutation(rows)
-        if kept >= len(rows):
+        if size >= len(rows):
             raise ValueError(
                 f"validation-share = {config.validation_share}: a client with {len(rows)} "
                 f"example{'s' * (len(rows) != 1)} would have none left to train on, since "
-                f"{kept} would be its validation split; "
+                f"{size} would be its validation split; "
                 + ("lower it, or " if number > 1 else "")
                 + "use fewer clients"
             )
-        return rows[kept:], rows[:kept]
+        return rows[size:], rows[:size]

@@ -57,19 +57,19 @@ def build_network(
 ) -> Backbone:
     """Build the network for a task with its pretrained weights, kept in `dtype`, on the CPU."""
     network, lacking = LOADERS[spec.source](spec, task, dtype)
-    wanted = {*lacking, *_heads(network, task)}
-    classifier = [p for name, p in network.named_parameters() if name in wanted]
+    names = {*lacking, *_heads(network, task)}
+    classifier = [p for name, p in network.named_parameters() if name in names]
     keep_in(network, dtype, classifier)
     for name in lacking:  # in float32 by now
         # So that logits of normalised features have variance one; biases are zero.
         parameter = network.get_parameter(name)
         if parameter.ndim < 2:
-            drawn = torch.full(parameter.shape, float(name.endswith("weight")))  # normalisation's
+            values = torch.full(parameter.shape, float(name.endswith("weight")))  # normalisation's
         else:
             random = generator(seed, "classifier", name)
-            drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-            drawn /= math.sqrt(parameter.shape[1])
-        parameter.data.copy_(drawn)
+            values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            values /= math.sqrt(parameter.shape[1])
+        parameter.data.copy_(values)
     pretrained = pretrained_parameters(network, classifier)
     task.adjust(network)
     size = sum(parameter.numel() for parameter in pretrained.values())
@@ -137,8 +137,8 @@ def at_most(tensors: int, numbers: int) -> Iterator[None]:
             )
 
     hooks = (
-        register_module_parameter_registration_hook(lambda _, __, it: count("parameter", it)),
-        register_module_buffer_registration_hook(lambda _, __, it: count("buffer", it)),
+        register_module_parameter_registration_hook(lambda _, __, p: count("parameter", p)),
+        register_module_buffer_registration_hook(lambda _, __, b: count("buffer", b)),
     )
     try:
         yield
@@ -245,8 +245,8 @@ def _from_folder(
             local_files_only=True,
             trust_remote_code=False,
         )
-    network, found = loaded
-    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    network, info = loaded
+    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     heads = set(_heads(network, task))
     if wrong := sorted(name for name in lacking - heads if ".pooler." not in f".{name}"):
         raise ValueError(
@@ -254,8 +254,8 @@ def _from_folder(
             f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
             "pretraining gives; choose another model"
         )
-    known = settings.get("id2label")
-    labels = known if isinstance(known, dict) else {}
+    id2label = settings.get("id2label")
+    labels = id2label if isinstance(id2label, dict) else {}
     names = tuple(str(labels.get(str(n))) for n in range(config.num_labels))
     if names != task.data.labels:
         lacking |= heads
@@ -277,11 +277,13 @@ def prepare_network(network: PreTrainedModel, config: Config) -> None:
     name, kind = config.model.name, type(network).__name__
     if config.packing:
         check_packing(network)
-    kept = getattr(network, "_keep_in_fp32_modules", None)  # by transformers: T5 overflows, for one
-    if config.precision == "float16" and kept:
+    # By transformers: T5 overflows, for one.
+    fp32_modules = getattr(network, "_keep_in_fp32_modules", None)
+    if config.precision == "float16" and fp32_modules:
         raise ValueError(
             f"precision = 'float16': the numbers of model {name}, a {kind}, become too large for "
-            f"it in {', '.join(sorted(kept))}, expected bfloat16 or float32; set precision=bfloat16"
+            f"it in {', '.join(sorted(fp32_modules))}, expected bfloat16 or float32; set "
+            "precision=bfloat16"
         )
     if not config.gradient_checkpointing:
         return
@@ -339,8 +341,8 @@ def keeps_casts(config: Config) -> bool:
 
     With gradient checkpointing no more than one block's are there at a time.
     """
-    whole = config.precision == "float32" or config.gradient_checkpointing
-    return not whole and not trains_backbone(vars(config))
+    without_casts = config.precision == "float32" or config.gradient_checkpointing
+    return not without_casts and not trains_backbone(vars(config))
 
 
 def likely_device(name: str) -> str:

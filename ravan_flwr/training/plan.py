@@ -38,17 +38,17 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
+    lines = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
     if idle := without_effect(settings):
-        told += ["", *idle]
-    return "\n".join(told)
+        lines += ["", *idle]
+    return "\n".join(lines)
 
 
 def describe(config: Config) -> str:
     """Write the plan for people."""
     built = Skeleton(config)
-    there = config.num_clients or number_of_clients(config)
-    parts = (_sizes(config, built), _clients(config, built), _run(config, built, there))
+    num_clients = config.num_clients or number_of_clients(config)
+    parts = (_sizes(config, built), _clients(config, built), _run(config, built, num_clients))
     batch = [f"{config.batch_size}"]
     if config.micro_batch_size:
         batch.append(f"{config.micro_batch_size} at a time")
@@ -59,8 +59,8 @@ def describe(config: Config) -> str:
 def _row(label: str, *texts: str) -> str:
     """Write a label, and beside it what it is about, each text from a new line on."""
     lines = [line for text in texts for line in textwrap.wrap(text, 80, break_on_hyphens=False)]
-    first, *more = lines
-    return "\n".join([f"{label:16}{first}", *(" " * 16 + line for line in more)])
+    first, *rest = lines
+    return "\n".join([f"{label:16}{first}", *(" " * 16 + line for line in rest)])
 
 
 def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
     adapters, bound = method.trainable_parameters(), method.effective_rank_bound()
-    beside = f", {adapters:,} of them beside the classifier" if built.classifier_size else ""
+    note = f", {adapters:,} of them beside the classifier" if built.classifier_size else ""
     yield f"preset {config.preset}, method {config.method}, classifier {config.classifier}"
     yield _row(
         "adapted",
@@ -79,7 +79,7 @@ def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
     yield _row("rank", f"{method.rank or 'any'}" + (f", {config.heads} heads" if bound else ""))
     yield _row(
         "trained",
-        f"{adapters + built.classifier_size:,} parameters{beside}",
+        f"{adapters + built.classifier_size:,} parameters{note}",
         f"a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
         f"{100 * adapters / method.budget:.1f} % of that",
     )
@@ -115,56 +115,56 @@ def _clients(config: Config, built: Skeleton) -> Iterator[str]:
 def bytes_of_round(config: Config, built: Skeleton | None = None) -> int:
     """Count what a round with an evaluation sends at most, up and down."""
     built = built or Skeleton(config)
-    there, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
-    evaluating = there if config.evaluate_on == "clients" else 0
-    return config.asked_of(there) * (built.bytes_up(1.0) + down) + evaluating * down
+    num_clients, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
+    evaluating = num_clients if config.evaluate_on == "clients" else 0
+    return config.asked_of(num_clients) * (built.bytes_up(1.0) + down) + evaluating * down
 
 
-def _run(config: Config, built: Skeleton, there: int) -> Iterator[str]:
+def _run(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
     """Describe what a round and the run send, and what may end the run."""
-    clients, rounds, method = config.asked_of(there), config.num_rounds, built.method
+    clients, rounds, method = config.asked_of(num_clients), config.num_rounds, built.method
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     all_up, all_down, before = rounds * up, rounds * down, 0
     if calibration := method.calibration:
-        calibrated = there if calibration.everyone else clients
-        reached = min(rounds * clients, there)  # those that ever get the fixed tensors
+        calibrated = num_clients if calibration.everyone else clients
+        reached = min(rounds * clients, num_clients)  # those that ever get the fixed tensors
         initial = method.initial_state(built.adapters)  # a calibration travels in float32
-        asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
-        before = calibrated * calibration.bytes_up + asked
+        requests = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
+        before = calibrated * calibration.bytes_up + requests
         all_up += calibrated * calibration.bytes_up
-        all_down += asked + reached * calibration.bytes_down
+        all_down += requests + reached * calibration.bytes_down
         yield _row(
             "before round 1",
             f"{calibrated} clients send {calibration.bytes_up:,} bytes each; a client gets "
             f"{calibration.bytes_down:,} once",
         )
     if config.evaluate_on == "clients":  # which are all sent the state
-        all_down += math.ceil(rounds / config.eval_every) * there * built.bytes_down(1.0)
-    reserve = clients - min(config.clients_per_round, there)
+        all_down += math.ceil(rounds / config.eval_every) * num_clients * built.bytes_down(1.0)
+    reserve = clients - min(config.clients_per_round, num_clients)
     yield _row(
         "a round",
-        f"{clients} of {there} clients: at most {up:,} bytes up, {down:,} down",
+        f"{clients} of {num_clients} clients: at most {up:,} bytes up, {down:,} down",
         f"{reserve} of them are in reserve" if reserve else "",
         _work(config, built),
-        _time(config, there),
+        _time(config, num_clients),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
-    lacks_one = config.device != "cpu" and not torch.accelerator.is_available()
-    if lacks_one and (why := unused_gpus(torch.version.cuda)):
+    lacks_gpu = config.device != "cpu" and not torch.accelerator.is_available()
+    if lacks_gpu and (why := unused_gpus(torch.version.cuda)):
         yield _row("GPU", why)
     if config.max_bytes is not None:
         fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))
         enough = "all" if fit >= rounds else f"{fit} of {rounds}"
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.until_metric:
-        told = f"{config.until_metric:g}: the round that reaches it is the last"
-        yield _row("until-metric", told)
+        text = f"{config.until_metric:g}: the round that reaches it is the last"
+        yield _row("until-metric", text)
     if config.until_time:
-        told = f"{config.until_time:g} s: the round that ends then is the last"
-        yield _row("until-time", told)
+        text = f"{config.until_time:g} s: the round that ends then is the last"
+        yield _row("until-time", text)
     if config.privacy != "none":
         private = _private_clients if config.privacy == "client" else _private_examples
-        yield _row("privacy", *private(config, built, there))
+        yield _row("privacy", *private(config, built, num_clients))
     if (keys := built.around) is not None:
         yield _row(
             "secure",
@@ -184,31 +184,31 @@ def _work(config: Config, built: Skeleton) -> str:
     return f"{passes} of a client over its examples (plan --partition counts the steps)"
 
 
-def _time(config: Config, there: int) -> str:
+def _time(config: Config, num_clients: int) -> str:
     """Say how long simulated devices take for a round, with the whole budget."""
     if config.devices is None:
         return ""
-    work = Workload(config, there, devices_of(config.devices, config.seed, there))
-    seconds = sorted(work.seconds(1.0, client) for client in range(there))
-    middle, slowest = seconds[there // 2], seconds[-1]
+    work = Workload(config, num_clients, devices_of(config.devices, config.seed, num_clients))
+    seconds = sorted(work.seconds(1.0, client) for client in range(num_clients))
+    middle, slowest = seconds[num_clients // 2], seconds[-1]
     return f"{middle:,.3g} s on the device in the middle, {slowest:,.3g} s on the slowest"
 
 
-def _private_clients(config: Config, built: Skeleton, there: int) -> Iterator[str]:
-    rate, rounds = min(1.0, config.clients_per_round / there), config.num_rounds
+def _private_clients(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
+    rate, rounds = min(1.0, config.clients_per_round / num_clients), config.num_rounds
     z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
     state = built.state()
     parts = zip(SHARES, BUDGETS[config.parts("budgets")[""]], strict=True)
-    clients = {share: part * there for share, part in parts if built.method.can_train(share)}
+    clients = {share: part * num_clients for share, part in parts if built.method.can_train(share)}
     expected = expected_clients(built.method, state, clients, rate)
     norm = config.clip_norm or FIRST_NORM
-    noise = Noise(z, rate * there, config.clip_norm is None, config.noise_cohort)
+    noise = Noise(z, rate * num_clients, config.clip_norm is None, config.noise_cohort)
     size = noise_norm(state, expected, noise.of_changes * norm)
-    held = _rounds_held(config, z, rate, 1)
+    last_round = _last_round(config, z, rate, 1)
     yield (
         f"epsilon {epsilon_of(z, rate, config.delta, rounds):.3f} after {rounds} rounds, delta "
-        f"{config.delta:g}, noise multiplier {z:.4g}, each of {there} clients in a round with "
-        f"probability {rate:.4g}"
+        f"{config.delta:g}, noise multiplier {z:.4g}, each of {num_clients} clients in a round "
+        f"with probability {rate:.4g}"
     )
     yield "above are the bytes of as many as are expected: rounds have more and fewer"
     yield f"noise of norm {size:.4g} on a mean of changes that are clipped to {norm:g}" + (
@@ -216,16 +216,16 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> Iterator[st
     )
     if config.noise_cohort:
         yield f"a study: as {config.noise_cohort:,} clients a round would have"
-    if held < rounds:
-        yield f"epsilon = {config.epsilon:g} ends it after {held} rounds"
+    if last_round < rounds:
+        yield f"epsilon = {config.epsilon:g} ends it after {last_round} rounds"
 
 
-def _private_examples(config: Config, built: Skeleton, there: int) -> Iterator[str]:
+def _private_examples(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
     """Tell it of the client with the fewest examples, whose are drawn most often."""
     built.receive(1.0)
     trained = built.trained()
     check_trained(built.network, trained)
-    fewest = min(filter(None, get_model_and_data(config).partition_sizes(there)))
+    fewest = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
     steps = config.local_steps or 0
     z = config.noise_multiplier or multiplier_for(
@@ -234,29 +234,29 @@ def _private_examples(config: Config, built: Skeleton, there: int) -> Iterator[s
     noise = StepNoise(z, config.clip_norm or 0)
     numbers = sum(parameter.numel() for parameter in trained)
     size = step_noise_norm(numbers, noise, rate * fewest)
-    usual = _usual_rounds(config, there)
-    whole, then = (epsilon_of(z, rate, config.delta, n * steps) for n in (rounds, usual))
+    usual = _usual_rounds(config, num_clients)
+    epsilon, usual_epsilon = (epsilon_of(z, rate, config.delta, n * steps) for n in (rounds, usual))
     yield (
-        f"of each example, at the client with the fewest ({fewest}): epsilon {whole:.3f} if it "
-        f"trains in all {rounds} rounds, {then:.3f} in {usual}, as many as are usual; delta "
-        f"{config.delta:g}, noise multiplier {z:.4g}, each example in a step with probability "
-        f"{rate:.4g}"
+        f"of each example, at the client with the fewest ({fewest}): epsilon {epsilon:.3f} if it "
+        f"trains in all {rounds} rounds, {usual_epsilon:.3f} in {usual}, as many as are usual; "
+        f"delta {config.delta:g}, noise multiplier {z:.4g}, each example in a step with "
+        f"probability {rate:.4g}"
     )
     yield (
         f"a step's gradient has noise of norm {size:.4g} on a mean of gradients that are clipped "
         f"to {noise.norm:g}"
     )
-    held = _rounds_held(config, z, rate, steps)
-    if held < rounds:
-        yield f"epsilon = {config.epsilon:g} leaves such a client nothing after {held} rounds"
+    last_round = _last_round(config, z, rate, steps)
+    if last_round < rounds:
+        yield f"epsilon = {config.epsilon:g} leaves such a client nothing after {last_round} rounds"
 
 
-def _usual_rounds(config: Config, there: int) -> int:
+def _usual_rounds(config: Config, num_clients: int) -> int:
     """Count the rounds in which a client trains, in the mean."""
-    return math.ceil(config.num_rounds * config.asked_of(there) / there - 1e-9)
+    return math.ceil(config.num_rounds * config.asked_of(num_clients) / num_clients - 1e-9)
 
 
-def _rounds_held(config: Config, z: float, rate: float, steps: int) -> int:
+def _last_round(config: Config, z: float, rate: float, steps: int) -> int:
     """Count the rounds that epsilon leaves room for."""
 
     def spent(rounds: int) -> float:

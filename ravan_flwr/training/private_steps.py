@@ -104,7 +104,7 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
     """
     if model.has_examples_apart:
         return
-    apart = task_with(ByExample, task, "privacy=example")
+    by_example = task_with(ByExample, task, "privacy=example")
     network, random = model.network, torch.Generator().manual_seed(0)
     config: Any = network.config
     with model.holding(model.initial_state()):
@@ -119,7 +119,12 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
         network.eval()  # dropout would differ
         gradients = ExampleGradients(network, parameters)
         together, alone = (
-            _of_batch(gradients, apart, partial(task.loss, network), apart.made_up(config, number))
+            _of_batch(
+                gradients,
+                by_example,
+                partial(task.loss, network),
+                by_example.made_up(config, number),
+            )
             for number in (2, 1)
         )
         check_apart(alone, together)
@@ -133,7 +138,7 @@ class PrivateStepper(Stepper):
         self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
         work: ClientRound, noise: StepNoise,
     ) -> None:  # fmt: skip
-        self.noise, self.apart = noise, task_with(ByExample, task, "privacy=example")
+        self.noise, self.by_example = noise, task_with(ByExample, task, "privacy=example")
         self._failed: set[int] = set()  # rows of which the log has said so
         self.rate = sampling_rate(steps.batch_size, len(examples))
         super().__init__(model, task, examples, steps, work)
@@ -185,7 +190,7 @@ class PrivateStepper(Stepper):
         """
         try:
             batch = self.task.collate(self.examples.take(rows))
-            self.clipped.add(_of_batch(self.gradients, self.apart, self.loss_of, batch))
+            self.clipped.add(_of_batch(self.gradients, self.by_example, self.loss_of, batch))
         except Exception as error:  # noqa: BLE001 (whatever it is, the server must not learn of it)
             problem = f"{type(error).__name__}: {error}"
         else:

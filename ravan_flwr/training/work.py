@@ -48,13 +48,13 @@ class Workload:
 
     def lacks(self, share: float, client: int) -> str:
         """Say why a device has no memory for a step; empty if it has."""
-        need, there = step_memory(self.config, share).total, self.devices[client].memory
-        if need <= there:
+        need, memory = step_memory(self.config, share).total, self.devices[client].memory
+        if need <= memory:
             return ""
         kind = self.devices[client].kind
         return (
             f"out of memory: a step needs {need / 1e9:.2f} GB with a budget of {share:g}, and a "
-            f"device {kind} has {there / 1e9:g} GB; lower batch-size or budgets"
+            f"device {kind} has {memory / 1e9:g} GB; lower batch-size or budgets"
         )
 
     def shares_by_speed(self) -> list[float]:
@@ -63,9 +63,9 @@ class Workload:
         The target is that of `budgets=by-speed:SECONDS`, or the median of all devices with the
         whole budget. A client that is too slow for it has a quarter.
         """
-        told = self.config.parts("budgets")["seconds"]
+        value = self.config.parts("budgets")["seconds"]
         everyone = range(self.clients)
-        target = median(self.seconds(1.0, c) for c in everyone) if told == AUTO else float(told)
+        target = median(self.seconds(1.0, c) for c in everyone) if value == AUTO else float(value)
         return [
             max(
                 (

@@ -328,7 +328,7 @@ def test_lengths_of_texts_that_stay_in_their_file_are_the_same(settings, monkeyp
         monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
         bench = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
         train = bench.partition(1, 3).train
-        assert isinstance(train.whole, dict) == (most > 0)
+        assert isinstance(train.table, dict) == (most > 0)
         found.append(np.asarray(bench.task.lengths(train)).tolist())
     assert found[0] == found[1]
 

@@ -399,7 +399,7 @@ def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
     class MoreRounds(Hostile):
         def _given(self):
             sent = self.run.state.tensors
-            return masked.given_to_all(replace(self.run.config, num_rounds=1), sent)
+            return masked.round_digest(replace(self.run.config, num_rounds=1), sent)
 
     def reply(message, context, honest=worker_process.reply_of):
         context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})

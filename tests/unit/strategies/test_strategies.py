@@ -172,7 +172,7 @@ def test_ravan_is_the_apps_ravan(head_mean):
 @pytest.mark.parametrize("method", BASELINES)
 def test_a_baseline_is_that_of_the_app(method):
     app, states, uploads = app_run(method, rounds=3)
-    start = states[0] | ({} if "A" in states[0] else {"A": flatten(app.drawn_A)})
+    start = states[0] | ({} if "A" in states[0] else {"A": flatten(app.initial_A)})
     replies = {number: [named_factors(one) for one in some] for number, some in uploads.items()}
     got = loop(BASELINES[method](), named_factors(start), replies)
     for name, array in named_factors(states[-1]).items():
@@ -508,8 +508,8 @@ def test_a_lora_of_another_shape_costs_only_itself(kind):
 
 def test_a_client_that_forgot_to_freeze_is_told_so():
     app, states, uploads = app_run("ffa-lora", rounds=1)
-    initial = named_factors(states[0] | {"A": flatten(app.drawn_A)})
-    replies = [named_factors(one | {"A": flatten(app.drawn_A)}) for one in uploads[1]]
+    initial = named_factors(states[0] | {"A": flatten(app.initial_A)})
+    replies = [named_factors(one | {"A": flatten(app.initial_A)}) for one in uploads[1]]
     strategy = FFALoraStrategy()
     with pytest.raises(ValueError, match="all 4 replies were rejected"):
         loop(strategy, initial, {1: replies})

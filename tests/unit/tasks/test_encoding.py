@@ -24,7 +24,7 @@ def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
     def encoded(_):
         examples = datasets.load_from_disk(str(tmp_path / "data"))
         made = mapped(examples, function, {"y": Value("int64")}, {})
-        return encoded_as_it_is(made).whole["y"].tolist()
+        return encoded_as_it_is(made).table["y"].tolist()
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(encoded, range(2))
@@ -38,4 +38,4 @@ def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
     assert not [*Path(tmp_path).rglob("*.lock")]
     alone = datasets.Dataset.from_dict({"x": [1, 2]})
     made = encoded_as_it_is(mapped(alone, function, {"y": Value("int64")}, {}))
-    assert made.whole["y"].tolist() == [2, 4]
+    assert made.table["y"].tolist() == [2, 4]

@@ -304,8 +304,8 @@ def test_a_missing_column_is_named():
 
 def test_it_answers_by_the_prompt_alone(where):
     mine, network = task(PLAIN, where), network_of(where)
-    assert mine.given == ["prompt"]
-    assert task(TALKS, where).given == ["chosen"]
+    assert mine.input_roles == ["prompt"]
+    assert task(TALKS, where).input_roles == ["chosen"]
     with pytest.raises(UnreadableError, match="its chosen is missing"):
         task(TALKS, where).checked("chosen", None)
     inputs = {n: torch.from_numpy(a) for n, a in mine.inputs({"prompt": TEXTS[:2]}).items()}

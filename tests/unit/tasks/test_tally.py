@@ -56,7 +56,7 @@ def test_scores_of_a_classifier_on_wines():
 def test_an_answer_that_is_no_label_is_counted_and_wrong():
     tally = Tally()
     tally.add([0, 0, 1, 1], [0, OTHER, OTHER, 1])
-    assert tally.others(2) == [1, 1]
+    assert tally.invalid_predictions(2) == [1, 1]
     assert tally.matrix(2) == [[1, 0], [0, 1]]
     assert tally.accuracy() == 0.5
     first = tally.by_class(["a", "b"])[0]

@@ -89,7 +89,7 @@ def test_what_is_read_from_its_file_is_counted_as_well(folder, monkeypatch, capl
     qa = task(QuestionAnswering, folder, counted(folder, LONG) - 1)
     monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
     encoded = qa.encode(questions([[LONG], [WORDS[1]], [LONG]]))
-    assert isinstance(encoded.whole, datasets.Dataset)
+    assert isinstance(encoded.table, datasets.Dataset)
     assert "answers: 2 of 3 have more tokens than" in caplog.text
 
 
