@@ -62,8 +62,8 @@ def ending_on_signals() -> Iterator[None]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        wanted = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-        heard = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
+        signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, end) for number in heard}
     try:
         yield

@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         option("--host", dest="hosts", action="append", default=[], metavar="NAME",
             help="with --nodes: name or IP address at which SuperNodes reach the SuperLink, once "
             "for each; later calls need none"),
-        more="What exists is never overwritten; a node's folder that was removed is made anew.")
+        note="What exists is never overwritten; a node's folder that was removed is made anew.")
     kinds = keys.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--nodes", type=int, metavar="N",
         help="on the operator's machine: number of SuperNodes in all, with keys or not yet")
@@ -35,12 +35,12 @@ def add(commands: Commands) -> None:
         *(option(f"--{verb}", action="append", default=[], type=Path, metavar="FOLDER",
             help=f"a further folder that this user must {verb}{to}; once for each")
           for verb, to in (("read", ""), ("write", " to"))),
-        more="A line for each check: ok, or what to do. Ends with 1 if there is something to do.")
+        note="A line for each check: ok, or what to do. Ends with 1 if there is something to do.")
     offer(commands, "deliver", _deliver,
         "give the devices that are connected now the result of a run that has ended",
         RUN, option("superlink", metavar="SUPERLINK",
             help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK"),
-        more="Call it in the app's folder, on the machine of the run directory. RUN/summary.json "
+        note="Call it in the app's folder, on the machine of the run directory. RUN/summary.json "
         "lists who has the result.")
 # fmt: on
 
@@ -105,7 +105,7 @@ def _deliver(parsed: argparse.Namespace) -> None:
     from ravan_flwr.launch.submit import deliver  # noqa: PLC0415
 
     summary = deliver(parsed.run, parsed.superlink)
-    for one in summary["delivered"]:
-        sys.stdout.write(f"partition {one['partition-id']} has the result, in {one['folder']}/\n")
+    for node in summary["delivered"]:
+        sys.stdout.write(f"partition {node['partition-id']} has the result, in {node['folder']}/\n")
     for missed in summary["not-delivered"]:
         sys.stdout.write(f"{missed['client']} does not have it: {missed['reason']}\n")

@@ -18,10 +18,10 @@ def option(*names: str, **how: Any) -> Option:
 
 def offer(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], about: str,
-    *options: Option, more: str = "", epilog: str | None = None,
+    *options: Option, note: str = "", epilog: str | None = None,
 ) -> argparse.ArgumentParser:  # fmt: skip
-    """Offer a command with its arguments; `more` follows `about` in its own help."""
-    description = f"{about[0].upper()}{about[1:]}. {more}".rstrip()
+    """Offer a command with its arguments; `note` follows `about` in its own help."""
+    description = f"{about[0].upper()}{about[1:]}. {note}".rstrip()
     parser = commands.add_parser(name, help=about, description=description, epilog=epilog)
     for names, how in options:
         parser.add_argument(*names, **how)

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         option("--live", action="store_true", help="serve the page of one run, under way or ended"),
         option("--port", type=int, metavar="N",
             help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"),
-        more="Only this machine sees the page that --live serves; from another one: "
+        note="Only this machine sees the page that --live serves; from another one: "
         f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.")
     offer(commands, "evaluate", _evaluate,
         "measure a run's result on labelled examples that it has not seen, class by class",
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
             "folder of them"),
         option("--output", required=True, type=Path, metavar="FILE",
             help="a new file: .csv, .jsonl or .parquet"),
-        _CLIENT, more="A row that cannot be read has no answer, and says why.")
+        _CLIENT, note="A row that cannot be read has no answer, and says why.")
     offer(commands, "export", _export,
         "write a run's result as a folder that other software loads",
         RUN, option("--as", dest="form", required=True, choices=("peft", "ravan", "merged"),
@@ -61,8 +61,8 @@ def _report(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import show  # noqa: PLC0415
 
     show()
-    beside = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
-    page = write_report(parsed.runs, parsed.output or beside, spectrum=parsed.spectrum)
+    default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
+    page = write_report(parsed.runs, parsed.output or default, spectrum=parsed.spectrum)
     sys.stdout.write(f"report: {page.absolute()}\n")
 
 
@@ -92,15 +92,15 @@ def _evaluate(parsed: argparse.Namespace) -> None:
 def _predict(parsed: argparse.Namespace) -> None:
     from ravan_flwr.reports.prediction import predict  # noqa: PLC0415
 
-    told = predict(parsed.run, parsed.data, parsed.output, parsed.client)
-    for problem in told.problems:
+    result = predict(parsed.run, parsed.data, parsed.output, parsed.client)
+    for problem in result.problems:
         sys.stderr.write(f"{plain(problem)}\n")
-    if told.unreadable:
-        more = told.unreadable - len(told.problems)
-        others = f" ({more} more than are listed)" if more else ""
-        sys.stderr.write(f"{told.unreadable} of {told.rows} rows cannot be read{others}\n")
-    rows = told.rows - told.unreadable
-    sys.stdout.write(f"wrote {told.output.absolute()}: {rows} of {told.rows} rows predicted\n")
+    if result.unreadable:
+        unlisted = result.unreadable - len(result.problems)
+        suffix = f" ({unlisted} more than are listed)" if unlisted else ""
+        sys.stderr.write(f"{result.unreadable} of {result.rows} rows cannot be read{suffix}\n")
+    rows = result.rows - result.unreadable
+    sys.stdout.write(f"wrote {result.output.absolute()}: {rows} of {result.rows} rows predicted\n")
 
 
 def _export(parsed: argparse.Namespace) -> None:

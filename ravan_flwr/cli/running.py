@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
     offer(commands, "plan", _plan, "report what a run will train, send and need", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
-        more="Nothing is run.", epilog=table)
+        note="Nothing is run.", epilog=table)
     offer(commands, "new", _new, "write a preset for your own data and model",
         option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
         option("--data", required=True, metavar="FOLDER",
@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
             ("--subset", "NAME", "of a data set that has several"),
             ("--targets", "ENDS", "ends of names of the layers to adapt, with commas between them"),
             ("--chat-template", "FILE", "a Jinja template in place of the tokenizer's"))),
-        more="A folder of data holds CSV, JSON lines or parquet (train.csv, test.csv), or images "
+        note="A folder of data holds CSV, JSON lines or parquet (train.csv, test.csv), or images "
         "in a folder for each class (train/CLASS/*.png, test/CLASS/*.png).")
 # fmt: on
 
@@ -106,12 +106,12 @@ def _new(parsed: argparse.Namespace) -> None:
         from ravan_flwr.preset_wizard.columns import NamedColumns  # noqa: PLC0415
         from ravan_flwr.preset_wizard.create import new_preset  # noqa: PLC0415
 
-    asked = NamedColumns(parsed.text, parsed.text_pair, parsed.image, parsed.label)
+    names = NamedColumns(parsed.text, parsed.text_pair, parsed.image, parsed.label)
     for line in new_preset(
         parsed.name,
         parsed.data,
         parsed.model,
-        asked=asked,
+        names=names,
         subset=parsed.subset,
         targets=parsed.targets,
         chat_template=chat_template,

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
             help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
             help="run nothing: write the tables of what is done"), *how,
-        more="docs/reports.md describes it.")
+        note="docs/reports.md describes it.")
     offer(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
             help="seeds of the last runs; the first is that of all others (default: 100,101,102)"),
         option("--no-write", action="store_true", help="print the line, keep the preset"),
         option("--dry-run", action="store_true", help="print what would be run, run none"), *how,
-        more="Rates are compared by successive halving on the clients' validation splits.",
+        note="Rates are compared by successive halving on the clients' validation splits.",
         epilog=key_table())
 # fmt: on
 
@@ -54,17 +54,17 @@ def _study(parsed: argparse.Namespace) -> None:
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
     _check_how(parsed)
-    here, num_clients = read_settings(parsed.settings)
+    overrides, num_clients = read_settings(parsed.settings)
     if num_clients is not None:
         raise ValueError(
             f"study: got num-clients={num_clients}, expected it in the study's file; write it there"
         )
     if not parsed.tables_only:
-        check_device(str(here.get("device", AUTO)))
+        check_device(str(overrides.get("device", AUTO)))
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
     how = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
-    if not run_study(parsed.file, folder, *how, here=here) and not parsed.tables_only:
+    if not run_study(parsed.file, folder, *how, overrides=overrides) and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 

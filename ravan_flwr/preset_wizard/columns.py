@@ -40,9 +40,9 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     answer = next((name for name in ANSWERS if name in texts), "")
     question = next((name for name in QUESTIONS if name in texts), "")
     if answer and "instruction" in texts:
-        more = next((name for name in ("input", "context") if name in texts), "")
+        context = next((name for name in ("input", "context") if name in texts), "")
         columns = {"instruction": "instruction", "completion": answer}
-        return columns | ({"input": more} if more else {})
+        return columns | ({"input": context} if context else {})
     # A question with an answer may as well be a pair to classify: no other column, no doubt.
     if answer and question and (question == "prompt" or len(examples.column_names) == 2):
         return {"prompt": question, "completion": answer}
@@ -74,9 +74,9 @@ def _refuse_other_conversations(examples: datasets.Dataset) -> None:
         in_quotes = isinstance(first, str) and first.lstrip().startswith(("[", "{"))
         plain = feature is None or isinstance(feature, datasets.Value | datasets.ClassLabel)
         if in_quotes or not plain:
-            got = "JSON in quotes" if in_quotes else "something else in some row, at least"
+            content = "JSON in quotes" if in_quotes else "something else in some row, at least"
             raise ValueError(
-                f"data.columns: column {name!r} has {got}, expected a list of messages in each "
+                f"data.columns: column {name!r} has {content}, expected a list of messages in each "
                 'row, such as [{"role": "user", "content": "..."}, {"role": "assistant", '
                 '"content": "..."}]; correct the data, or name the columns with --text and --label'
             )
@@ -122,49 +122,49 @@ class NamedColumns:
     label: str = ""
 
 
-def find_columns(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
+def find_columns(examples: datasets.Dataset, names: NamedColumns, where: str) -> dict[str, str]:
     """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`.
 
     Examples of a language model are recognised by themselves, unless a column is named.
     """
-    if asked == NamedColumns() and (found := language_columns(examples)):
-        return found
-    for option in (asked.text, asked.text_pair, asked.image, asked.label):
+    if names == NamedColumns() and (columns := language_columns(examples)):
+        return columns
+    for option in (names.text, names.text_pair, names.image, names.label):
         if option and option not in examples.column_names:
             raise ValueError(
                 f"{where}: found no column {option!r}, expected one of "
                 f"{', '.join(examples.column_names)}; correct the option"
             )
-    if (asked.text_pair and not asked.text) or (asked.image and asked.text):
+    if (names.text_pair and not names.text) or (names.image and names.text):
         raise ValueError(
-            f"{where}: got --text {asked.text!r}, --text-pair {asked.text_pair!r}, --image "
-            f"{asked.image!r}; expected --image alone, or --text, which --text-pair needs; correct "
+            f"{where}: got --text {names.text!r}, --text-pair {names.text_pair!r}, --image "
+            f"{names.image!r}; expected --image alone, or --text, which --text-pair needs; correct "
             "the options"
         )
-    if asked.image and not isinstance(examples.features[asked.image], datasets.Image):
+    if names.image and not isinstance(examples.features[names.image], datasets.Image):
         raise ValueError(
-            f"{where}: column {asked.image!r} has no images but {examples.features[asked.image]}, "
+            f"{where}: column {names.image!r} has no images but {examples.features[names.image]}, "
             "expected images; put the files into a folder for each class"
         )
     images = [n for n, f in examples.features.items() if isinstance(f, datasets.Image)]
-    if (images or asked.image) and not asked.text:
-        image = asked.image or _only(images, "image", "--image", where)
+    if (images or names.image) and not names.text:
+        image = names.image or _only(images, "image", "--image", where)
         if len(examples.column_names) == 1:
             raise ValueError(
                 f"{where}: got images of one class or of none, expected a folder for each class, "
                 "such as train/cat/*.png and train/dog/*.png; sort them into folders"
             )
-        return {"image": image, "label": asked.label or _label(examples, (image,), where)}
-    texts = _texts(examples, asked, where)
-    return {**texts, "label": asked.label or _label(examples, tuple(texts.values()), where)}
+        return {"image": image, "label": names.label or _label(examples, (image,), where)}
+    texts = _texts(examples, names, where)
+    return {**texts, "label": names.label or _label(examples, tuple(texts.values()), where)}
 
 
-def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
+def _texts(examples: datasets.Dataset, names: NamedColumns, where: str) -> dict[str, str]:
     """Find the column of texts, or the two of pairs."""
-    if asked.text:
-        pair = {"text-pair": asked.text_pair} if asked.text_pair else {}
-        return {"text": asked.text, **pair}
-    strings = [n for n, f in examples.features.items() if is_text(f) and n != asked.label]
+    if names.text:
+        pair = {"text-pair": names.text_pair} if names.text_pair else {}
+        return {"text": names.text, **pair}
+    strings = [n for n, f in examples.features.items() if is_text(f) and n != names.label]
     for first, second in PAIRS:
         if {first, second} <= set(strings):
             return {"text": first, "text-pair": second}
@@ -174,9 +174,9 @@ def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[
     return {"text": _only(different or strings, "text", "--text", where)}
 
 
-def _label(examples: datasets.Dataset, taken: Sequence[str], where: str) -> str:
+def _label(examples: datasets.Dataset, inputs: Sequence[str], where: str) -> str:
     """Find the column of classes: a ClassLabel, one that is called so, the one with few values."""
-    features = {name: f for name, f in examples.features.items() if name not in taken}
+    features = {name: f for name, f in examples.features.items() if name not in inputs}
     classes = [name for name, f in features.items() if isinstance(f, datasets.ClassLabel)]
     named = [name for name in LABELS if name in features]
     if classes:
@@ -199,14 +199,14 @@ def _few_values(examples: datasets.Dataset, name: str) -> bool:
 
 
 def _only(
-    found: Sequence[str], what: str, option: str, where: str, among: Iterable[str] = ()
+    names: Sequence[str], what: str, option: str, where: str, among: Iterable[str] = ()
 ) -> str:
     """Return the only one found; else raise ValueError with the option that names one."""
-    if len(found) == 1:
-        return found[0]
-    got = f"several columns could be it: {', '.join(found)}" if found else "none of the columns is"
-    listed = f" (of {', '.join(among)})" if among and not found else ""
+    if len(names) == 1:
+        return names[0]
+    text = f"several columns could be it: {', '.join(names)}" if names else "none of the columns is"
+    listed = f" (of {', '.join(among)})" if among and not names else ""
     raise ValueError(
-        f"{where}: {got}{'' if found else f' plainly a column of {what}s'}{listed}; name the "
+        f"{where}: {text}{'' if names else f' plainly a column of {what}s'}{listed}; name the "
         f"{what} column with {option} COLUMN"
     )

@@ -46,18 +46,18 @@ def preset_text(
     )
 
 
-def run_of(data: DataSummary, asked: int = 0) -> dict[str, int]:
+def run_of(data: DataSummary, requested_clients: int = 0) -> dict[str, int]:
     """Choose how many clients share the examples, unless asked, and how long each trains."""
     train = data.number("train")
     most, chosen, steps, batch = (
         int(RUN[key]) for key in ("num-clients", "clients-per-round", "local-steps", "batch-size")
     )
-    clients = asked or max(2, min(most, train // _EXAMPLES_A_CLIENT))
+    clients = requested_clients or max(2, min(most, train // _EXAMPLES_A_CLIENT))
     twice = -(-2 * train // (clients * batch))  # through all its examples
     return {
         "num-clients": clients,
         # Devices that are there train in every round; simulated ones take turns.
-        "clients-per-round": min((asked and most) or chosen, clients),
+        "clients-per-round": min((requested_clients and most) or chosen, clients),
         "local-steps": max(5, min(steps, twice)),
     }
 
@@ -68,24 +68,24 @@ def _text(value: str) -> str:
 
 
 def new_preset(
-    name: str, data: str, model: str, *, asked: NamedColumns | None = None, subset: str = "",
+    name: str, data: str, model: str, *, names: NamedColumns | None = None, subset: str = "",
     targets: str = "", chat_template: str = "", clients: int = 0,
 ) -> Iterator[str]:  # fmt: skip
     """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
     path = new_file(name)
     with _telling_of("--data", data):
-        seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
-    yield from _about_data(seen, clients)
+        data_summary = look_at_data(data, subset, names or NamedColumns(), chat_template)
+    yield from _about_data(data_summary, clients)
     with _telling_of("--model", model):
-        fitting = look_at_model(model, seen, targets)
-    yield from _about_model(fitting)
+        model_summary = look_at_model(model, data_summary, targets)
+    yield from _about_model(model_summary)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
-    _write(name, path, preset_text(name, seen, fitting, short, clients))
+    _write(name, path, preset_text(name, data_summary, model_summary, short, clients))
     yield f"wrote  {path}"
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
     yield f"       ravan-flwr simulate preset={short}"
-    if clients and seen.held_back:
+    if clients and data_summary.held_back:
         yield "devices without a test part on the server: add evaluate-on=clients to the run"
 
 
@@ -117,45 +117,45 @@ def _write(name: str, path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _about_data(seen: DataSummary, asked: int) -> Iterator[str]:
-    spec, train, test = seen.spec, seen.number("train"), seen.number("test")
+def _about_data(data: DataSummary, requested_clients: int) -> Iterator[str]:
+    spec, train, test = data.spec, data.number("train"), data.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
-    part = "more to test: there is no test part" if seen.held_back else "to test"
-    yield f"data   {where}: {seen.kind}, {train:,} examples to train, {test:,} {part}"
+    part = "more to test: there is no test part" if data.held_back else "to test"
+    yield f"data   {where}: {data.kind}, {train:,} examples to train, {test:,} {part}"
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
-    unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
+    unused = sorted(set(data.train.column_names) - {column for _, column in spec.columns})
     yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
-    if seen.left_out:
-        yield f"       splits that are not used: {', '.join(seen.left_out)}"
+    if data.left_out:
+        yield f"       splits that are not used: {', '.join(data.left_out)}"
     if spec.labels:
-        counts = sorted(seen.counts["train"].get(label, 0) for label in spec.labels)
+        counts = sorted(data.counts["train"].get(label, 0) for label in spec.labels)
         least, most = counts[0], counts[-1]
         yield f"       {len(spec.labels)} classes with {least:,} to {most:,} examples each"
-    for warning in seen.warnings():
+    for warning in data.warnings():
         yield f"       WARNING: {warning}"
-    clients = run_of(seen, asked)["num-clients"]
+    clients = run_of(data, requested_clients)["num-clients"]
     if train < clients * 10:
         yield f"       WARNING: {clients} clients share {train} examples, which is very little"
 
 
-def _about_model(seen: ModelSummary) -> Iterator[str]:
+def _about_model(model: ModelSummary) -> Iterator[str]:
     yield (
-        f"model  {seen.spec.name}: {seen.architecture}, {seen.size / 1e6:,.1f} million parameters; "
-        f"adapts {len(seen.layers)} matrices of {seen.sides}"
+        f"model  {model.spec.name}: {model.architecture}, {model.size / 1e6:,.1f} million "
+        f"parameters; adapts {len(model.layers)} matrices of {model.sides}"
     )
-    yield f"       {seen.layers[0]} ... {seen.layers[-1]}"
-    if Path(seen.spec.name).is_relative_to(Path.home()):
+    yield f"       {model.layers[0]} ... {model.layers[-1]}"
+    if Path(model.spec.name).is_relative_to(Path.home()):
         yield (
             "       WARNING: it lies in a home folder, which services on devices cannot read; for "
             "a deployment put it elsewhere, under one path on every machine"
         )
-    if seen.lengths is None:
-        yield f"       images are brought to {seen.image_size}"
+    if model.lengths is None:
+        yield f"       images are brought to {model.image_size}"
         return
-    lengths = seen.lengths
+    lengths = model.lengths
     yield (
         f"       tokens of a text: half have {lengths.median} at most, {COVERED} % have "
-        f"{lengths.covered}, the longest {lengths.longest}; {seen.max_length} are read"
+        f"{lengths.covered}, the longest {lengths.longest}; {model.max_length} are read"
     )
     if lengths.warning:
         yield f"       WARNING: {lengths.warning}"

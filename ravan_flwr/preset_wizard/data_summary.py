@@ -66,7 +66,7 @@ class DataSummary:
 
 
 def look_at_data(
-    place: str, subset: str, asked: NamedColumns, chat_template: str = ""
+    place: str, subset: str, names: NamedColumns, chat_template: str = ""
 ) -> DataSummary:
     """Load a data set and see what it is."""
     name, revision = place_of("data", place)
@@ -84,7 +84,7 @@ def look_at_data(
         )
     train_name = "train" if "train" in splits else str(next(iter(splits)))
     train = splits[train_name]
-    columns = find_columns(train, asked, where)
+    columns = find_columns(train, names, where)
     label = columns.get("label", "")  # none for a language model
     if chat_template and not {"messages", *PAIR} & set(columns):
         raise ValueError(
@@ -132,10 +132,10 @@ def _check_kinds(folder: Path, where: str) -> None:
             "conf/fashion-vit.yaml, with your labels and your model"
         )
     files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
-    there = [file for file in files if file.is_file() and not file.name.startswith(".")]
-    if there and all(file.suffix.lower() == ".txt" for file in there):
+    paths = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    if paths and all(file.suffix.lower() == ".txt" for file in paths):
         raise ValueError(
-            f"{where}: got {some_of([str(file.relative_to(folder)) for file in there], 5)}, which "
+            f"{where}: got {some_of([str(file.relative_to(folder)) for file in paths], 5)}, which "
             "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv), or images "
             "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
             "into one of these"

@@ -59,8 +59,8 @@ class ModelSummary:
         """Return the tokens to read of each text, a multiple of eight; 0 where there are none."""
         if self.lengths is None:
             return 0
-        wanted = max(16, -(-self.lengths.covered // 8) * 8)
-        return min(wanted, self.lengths.limit or wanted)
+        length = max(16, -(-self.lengths.covered // 8) * 8)
+        return min(length, self.lengths.limit or length)
 
 
 def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
@@ -93,7 +93,7 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
     if data.is_image:
         own = task.reader is not None
         image_size = f"{side}, {'by its own processor' if own else 'pixels from -1 to 1'}"
-    seen = ModelSummary(
+    summary = ModelSummary(
         spec=spec,
         task=task_name,
         architecture=str(config.model_type),
@@ -106,9 +106,9 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
         heads=min(int(RUN["heads"]), suggested_heads(budget / len(layers), shortest)),
     )
     if task_name != "text-to-label":
-        return seen
+        return summary
     names = task.reader(list(data.spec.labels), verbose=False).input_ids
-    return replace(seen, target_length=max(map(len, names)))
+    return replace(summary, target_length=max(map(len, names)))
 
 
 def _plain_task(name: str, data: DataSummary, model: ModelSpec) -> Task:
@@ -153,12 +153,12 @@ def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths
         warning = f"{len(problems)} of {number} examples cannot be learned; the first: "
         warning += problems[0]
     limits = [settings.get("max_position_embeddings"), task.reader.model_max_length]
-    known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**6]
+    valid_limits = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**6]
     return Lengths(
         median=int(np.median(counts)),
         covered=int(np.ceil(np.percentile(counts, COVERED))),
         longest=int(counts.max()),
-        limit=min(known, default=0),
+        limit=min(valid_limits, default=0),
         warning=warning,
     )
 
@@ -170,11 +170,11 @@ def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list
     if isinstance(task, Decoder):  # questions with their answers, as far as they can be read
         for row in by_role(train.select(rows), task.data, f"data {task.data.name}"):
             try:
-                found = task.read(row)
+                example = task.read(row)
             except UnreadableError as error:
                 problems.append(str(error))
                 continue
-            yield max((text.ids for text in found.texts), key=len)
+            yield max((text.ids for text in example.texts), key=len)
         return
     names = [name for role in ("text", "text-pair") if (name := data.spec.column(role))]
     for batch in train.select_columns(names).select(rows).iter(batch_size=256):

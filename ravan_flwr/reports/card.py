@@ -47,14 +47,14 @@ def privacy_of(spent: Mapping[str, Any]) -> str:
     whom = "each client"
     if spent.get("unit") == "example":
         whom = "each example of a client, the largest of all clients'"
-    told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
-    told += f"noise multiplier {spent['noise-multiplier']:.4g}"
+    text = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
+    text += f"noise multiplier {spent['noise-multiplier']:.4g}"
     if "noise-cohort" in spent:
-        told += (
+        text += (
             f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "
             "and those of this run are not protected by it"
         )
-    return told
+    return text
 
 
 def measured(summary: Summary, directory: RunDirectory) -> Metrics:

@@ -146,24 +146,24 @@ def least_and_greatest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lines(
-    caption: Caption, series: Sequence[Series], x: str, y: str, *, whole: bool = True,
+    caption: Caption, series: Sequence[Series], x: str, y: str, *, integers: bool = True,
     ends: Ends = least_and_greatest, top: float | None = None,
 ) -> Chart:  # fmt: skip
     """Draw means over runs as lines, each with a band; the vertical axis ends at `top` at most."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
-        for number, one in enumerate(series):
+        for number, line in enumerate(series):
             colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-            _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08, ends)
+            _band(axes, line, colour, dash, 0.2 if len(series) < 5 else 0.08, ends)
         _name(axes, x, y)
-        if whole:
+        if integers:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         elif _end_far_apart(series):
             axes.set_xscale("log")
         if top is not None and axes.get_ylim()[1] > top:
             axes.set_ylim(top=top)
         if len(series) > 1:
-            _legend(figure, axes, [one.label for one in series])
+            _legend(figure, axes, [line.label for line in series])
     return Chart(*caption, figure)
 
 
@@ -183,15 +183,15 @@ def _end_far_apart(series: Sequence[Series]) -> bool:
 
     Where one ends at 0 no logarithmic axis can show it.
     """
-    ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
+    ends = [x[-1] for line in series for x, _ in line.runs if len(x)]
     return bool(ends) and 0 < min(ends) < max(ends) / _FAR
 
 
 def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, ends: Ends) -> None:
     """Draw the mean over runs as a line, in a band if there are several."""
     runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs]
-    drawn = [(np.abs(x) < _LARGEST) & (np.abs(y) < _LARGEST) for x, y in runs]
-    runs = [(x[kept], y[kept]) for (x, y), kept in zip(runs, drawn, strict=True) if kept.any()]
+    masks = [(np.abs(x) < _LARGEST) & (np.abs(y) < _LARGEST) for x, y in runs]
+    runs = [(x[mask], y[mask]) for (x, y), mask in zip(runs, masks, strict=True) if mask.any()]
     if not runs:
         return
     # Runs may have points at other places (bytes): compare them where the shortest has some.
@@ -214,17 +214,17 @@ def panels(
     """
     columns = min(_COLUMNS, len(series))
     rows = -(-len(series) // columns)
-    other = next((one for one in series if one.label == against), None)
+    reference = next((line for line in series if line.label == against), None)
     with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
         figure = Figure(figsize=(2.05 * max(2, columns), 1.6 * rows + 0.5))
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-        for number, (axes, one) in enumerate(zip(grid, series, strict=False)):
-            if other is not None and one is not other:
-                _band(axes, other, _GREY, ":", 0.0, ends)
-            _band(axes, one, COLOURS[0], "-", 0.25, ends)
-            axes.set_title(plain(one.label), color=INK, pad=3)
+        for number, (axes, line) in enumerate(zip(grid, series, strict=False)):
+            if reference is not None and line is not reference:
+                _band(axes, reference, _GREY, ":", 0.0, ends)
+            _band(axes, line, COLOURS[0], "-", 0.25, ends)
+            axes.set_title(plain(line.label), color=INK, pad=3)
             if mark is not None:
-                mark(axes, one)
+                mark(axes, line)
             below = number + columns >= len(series)  # there is no panel
             _name(axes, x if below else "", "" if number % columns else y)
             axes.tick_params(labelbottom=below)
@@ -234,7 +234,7 @@ def panels(
             grid[0].set_xscale("log")
             grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
             grid[0].xaxis.set_minor_locator(NullLocator())
-        if other is not None and len(series) > 1:
+        if reference is not None and len(series) > 1:
             figure.legend(
                 handles=[Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
                 labels=[f"{plain(against)}, in every picture"],
@@ -249,7 +249,7 @@ def bars(
     """Draw one bar for each name; `counted` ones have their numbers, and may differ widely."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
-        drawn = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
+        container = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
         if counted and max(values.values()) > _WIDE * min(filter(None, values.values())):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -258,7 +258,7 @@ def bars(
         else:
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         if counted and len(values) <= _MOST_COUNTED:
-            axes.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], fontsize=10)
+            axes.bar_label(container, [f"{value:,.0f}" for value in values.values()], fontsize=10)
         step = -(-len(values) // 10)
         shown = [plain(name) for name in list(values)[::step]]
         slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if sum(map(len, shown)) > 50 else {}
@@ -272,12 +272,12 @@ def boxes(caption: Caption, values: Mapping[str, Sequence[float]], y: str) -> Ch
     """Draw how values are spread, a box for each name."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
-        drawn = axes.boxplot(
+        artists = axes.boxplot(
             list(values.values()), tick_labels=[plain(name) for name in values], patch_artist=True,
             medianprops={"color": INK}, whiskerprops={"color": INK}, capprops={"color": INK},
             boxprops={"edgecolor": INK}, flierprops={"markeredgecolor": INK, "markersize": 3},
         )  # fmt: skip
-        for number, box in enumerate(drawn["boxes"]):
+        for number, box in enumerate(artists["boxes"]):
             box.set_facecolor(COLOURS[number % len(COLOURS)])
         axes.tick_params(axis="x", labelrotation=25 if len(values) > 3 else 0)
         axes.set_ylabel(y)
@@ -292,13 +292,13 @@ def points(
 
     The points of a place stand side by side, in the order of the names; None leaves one out.
     """
-    apart = 0.8 / len(values)
+    spacing = 0.8 / len(values)
     with mpl.rc_context(STYLE):
         figure, axes = _figure(width=max(_WIDTH, 0.16 * len(values) * len(places)))
-        for number, (label, found) in enumerate(values.items()):
-            shift = (number - (len(values) - 1) / 2) * apart
-            known = [(place + shift, *one) for place, one in enumerate(found) if one is not None]
-            at, means, halves = zip(*known, strict=True)
+        for number, (label, cells) in enumerate(values.items()):
+            shift = (number - (len(values) - 1) / 2) * spacing
+            marks = [(place + shift, *cell) for place, cell in enumerate(cells) if cell is not None]
+            at, means, halves = zip(*marks, strict=True)
             look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "ms": 5, "lw": 1.2}
             shape = MARKERS[number % len(MARKERS)]
             reach = [half or 0.0 for half in halves]
@@ -315,25 +315,25 @@ def points(
 
 
 def differences(
-    caption: Caption, apart: Mapping[str, tuple[float, float]],
+    caption: Caption, intervals: Mapping[str, tuple[float, float]],
     ends: Mapping[str, tuple[float, float, float]], x: str, cost: str, y: str,
 ) -> Chart:  # fmt: skip
     """Draw how far rows are from another one, and beside it where each ends, by what it costs.
 
-    `apart` has a difference and half its interval; `ends` a cost, a value and half its interval.
+    `intervals`: a difference and half its interval; `ends`: a cost, a value and half its interval.
     """
     looks = {
         name: {"color": COLOURS[number % len(COLOURS)], "fmt": MARKERS[number % len(MARKERS)]}
         for number, name in enumerate(ends)
     }
     with mpl.rc_context(STYLE | {"font.size": 9}):
-        figure = Figure(figsize=(8.4, max(2.6, 0.3 * len(apart) + 1.2)))
+        figure = Figure(figsize=(8.4, max(2.6, 0.3 * len(intervals) + 1.2)))
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         left.axvline(0, color=_GREY, ls=":", lw=1.5)
-        for place, (name, (middle, half)) in enumerate(apart.items()):
+        for place, (name, (middle, half)) in enumerate(intervals.items()):
             left.errorbar(middle, place, xerr=half, capsize=3, **looks[name])
-        left.set_yticks(range(len(apart)), [plain(name) for name in apart])
-        left.set_ylim(len(apart) - 0.5, -0.5)
+        left.set_yticks(range(len(intervals)), [plain(name) for name in intervals])
+        left.set_ylim(len(intervals) - 0.5, -0.5)
         left.grid(visible=False, axis="y")
         for name, (at, middle, half) in ends.items():
             right.errorbar(at, middle, half, label=plain(name), **looks[name])
@@ -376,9 +376,9 @@ def heat(
         axes.set_xticks(range(0, len(columns), across), columns[::across], rotation=rotation)
         _name(axes, x, y)
         if len(columns) <= _MOST_IN_CELLS and len(table) <= _MOST_NAMES:
-            told = np.asarray(table if counts is None else counts)
-            whole = bool((told == told.round()).all())
-            written = np.vectorize(lambda x: f"{x:.0f}" if whole else f"{x:.2g}")(told)
+            numbers = np.asarray(table if counts is None else counts)
+            integers = bool((numbers == numbers.round()).all())
+            written = np.vectorize(lambda x: f"{x:.0f}" if integers else f"{x:.2g}")(numbers)
             widest = max(map(len, written.flat))
             size = 10 if len(columns) * widest <= 32 else 8 if len(columns) * widest <= 60 else 6
             for (row, column), value in np.ndenumerate(table):

@@ -46,12 +46,12 @@ def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
         "examples": len(tally),
         "accuracy": tally.accuracy(),
         "macro-f1": macro_f1(scores),
-        "classes": [dataclasses.asdict(one) for one in scores],
+        "classes": [dataclasses.asdict(scores_of_class) for scores_of_class in scores],
     }
     if len(labels) <= MOST_IN_MATRIX:
         content["confusion"] = tally.matrix(len(labels))
-        if any(others := tally.invalid_predictions(len(labels))):
-            content["no-label"] = others
+        if any(no_label := tally.invalid_predictions(len(labels))):
+            content["no-label"] = no_label
     return content
 
 
@@ -92,15 +92,15 @@ def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
     """Make a table with a row for each class, and a sentence above it."""
     matrix = content.get("confusion", [])
     heads = HEADS if matrix else HEADS[:-1]
-    labels = [one["label"] for one in content["classes"]]
+    labels = [entry["label"] for entry in content["classes"]]
     rows = [
         (
-            one["label"],
-            one["examples"],
-            *(f"{one[score]:.4f}" for score in ("precision", "recall", "f1")),
+            entry["label"],
+            entry["examples"],
+            *(f"{entry[score]:.4f}" for score in ("precision", "recall", "f1")),
             *([_mistaken(number, matrix[number], labels)] if matrix else []),
         )
-        for number, one in enumerate(content["classes"])
+        for number, entry in enumerate(content["classes"])
     ]
     about = (
         f"Of {content['examples']} examples that no client trains on: accuracy "
@@ -115,8 +115,8 @@ def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mistaken(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
     """Name the class that this one was taken for most often, and say how often."""
-    wrong = [(number, other) for other, number in enumerate(row) if other != right and number]
+    wrong = [(number, column) for column, number in enumerate(row) if column != right and number]
     if not wrong:
         return ""
-    number, other = max(wrong, key=lambda one: one[0])
-    return f"{labels[other]} ({number})"
+    number, column = max(wrong, key=lambda pair: pair[0])
+    return f"{labels[column]} ({number})"

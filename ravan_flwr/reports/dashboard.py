@@ -51,7 +51,7 @@ class LivePage:
         self._one_at_a_time = threading.Lock()
         self._version, self._made, self._page = "", 0.0, b""
         self._pictures: list[dict[str, Any]] = []
-        self._drawn: object = None  # what is in the pictures
+        self._content: object = None  # what is in the pictures
         self._stale, self._rest_until = False, 0.0
 
     def version(self) -> str:
@@ -75,9 +75,9 @@ class LivePage:
 
     def _write(self, now: float) -> bytes:
         try:
-            seen = self._run.read()
-            self._draw(seen.run, now)
-            view = view_of(seen, self._pictures)
+            snapshot = self._run.read()
+            self._draw(snapshot.run, now)
+            view = view_of(snapshot, self._pictures)
         except Exception as error:  # noqa: BLE001 (a damaged file ends no page: it may be mended)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             problem = f"{kind}{error}" or "its files are damaged"
@@ -87,14 +87,14 @@ class LivePage:
     def _draw(self, run: RecordedRun, now: float) -> None:
         """Draw the pictures anew, if there is something new in them and it is time."""
         content = (run.rounds[-1:], run.summary)
-        self._stale = content != self._drawn
+        self._stale = content != self._content
         if not self._stale or now < self._rest_until:
             return
         began, charts = time.monotonic(), []
         if run.rounds and run.config:
             charts = [*comparison_charts(group_runs([run])), *run_charts(run)]
         self._pictures = [picture_of(chart) for chart in charts]
-        self._drawn, self._stale = content, False
+        self._content, self._stale = content, False
         self._rest_until = now + 10 * (time.monotonic() - began)
 
 

@@ -62,14 +62,14 @@ def keep_result(
         place.mkdir()  # with more that is missing the path is a mistake
     if _is_there(target, mark):
         return RESULT_FOLDERS[form]
-    beside = place / f".{parcel.run}.{writer}.tmp"
-    _remove(beside)  # of a process that was ended
+    draft = place / f".{parcel.run}.{writer}.tmp"
+    _remove(draft)  # of a process that was ended
     try:
-        _write(beside / RESULT_FOLDERS[form], form, parcel, state, bench, own)
-        _seal(beside, mark)
-        _put(beside, target, place / f".{parcel.run}.{writer}.old")
+        _write(draft / RESULT_FOLDERS[form], form, parcel, state, bench, own)
+        _seal(draft, mark)
+        _put(draft, target, place / f".{parcel.run}.{writer}.old")
     finally:
-        _remove(beside)
+        _remove(draft)
     return RESULT_FOLDERS[form]
 
 
@@ -89,18 +89,18 @@ def _is_there(target: Path, mark: Mapping[str, Any]) -> bool:
     """Tell whether the result is there already; ValueError if what somebody else made is."""
     if not os.path.lexists(target):
         return False
-    found, stays = _mark_of(target), "and which stays as it is; move it away, and deliver again"
-    if found is None or found.get("run-id") != mark["run-id"]:
+    old_mark, stays = _mark_of(target), "and which stays as it is; move it away, and deliver again"
+    if old_mark is None or old_mark.get("run-id") != mark["run-id"]:
         raise ValueError(
             f"its result-path has {target.name!r} already, which this run did not write, {stays}"
         )
-    ours, there = found.pop("files", None), _digests(target)
-    if found == mark and isinstance(ours, dict) and ours and ours.items() <= there.items():
+    ours, digests = old_mark.pop("files", None), _digests(target)
+    if old_mark == mark and isinstance(ours, dict) and ours and ours.items() <= digests.items():
         return True
-    others = sorted(there.keys() - (ours if isinstance(ours, dict) else ()))
-    if others:
+    files = sorted(digests.keys() - (ours if isinstance(ours, dict) else ()))
+    if files:
         raise ValueError(
-            f"its result-path has {others[0]!r} in {target.name!r}, which this run did not write, "
+            f"its result-path has {files[0]!r} in {target.name!r}, which this run did not write, "
             f"{stays}"
         )
     return False
@@ -128,15 +128,15 @@ def _write(
     folder.mkdir(parents=True)
     with bench.model.holding(state, own):
         write_result(form, folder, bench)
-    told = cast(Summary, parcel.told)
-    fill_card(folder, form, bench.config.as_dict(), told, told["metrics"]["final"])
+    summary = cast(Summary, parcel.told)
+    fill_card(folder, form, bench.config.as_dict(), summary, summary["metrics"]["final"])
 
 
-def _seal(beside: Path, mark: Mapping[str, Any]) -> None:
+def _seal(draft: Path, mark: Mapping[str, Any]) -> None:
     """Write the mark, and flush all files and folders to disk."""
-    content = json.dumps({**mark, "files": _digests(beside)}, indent=2) + "\n"
-    (beside / MARK).write_text(content, encoding="utf-8")
-    for path in [*beside.rglob("*"), beside]:
+    content = json.dumps({**mark, "files": _digests(draft)}, indent=2) + "\n"
+    (draft / MARK).write_text(content, encoding="utf-8")
+    for path in [*draft.rglob("*"), draft]:
         _flush(path)
 
 
@@ -164,13 +164,13 @@ def _flush(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _put(beside: Path, target: Path, former: Path) -> None:
+def _put(draft: Path, target: Path, former: Path) -> None:
     """Give the folder its name; what has the name is moved aside first, and comes back on error."""
     _remove(former)
     with suppress(FileNotFoundError):
         target.rename(former)
     try:
-        beside.rename(target)
+        draft.rename(target)
     except OSError:
         with suppress(OSError):
             former.rename(target)

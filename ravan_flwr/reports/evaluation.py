@@ -124,9 +124,9 @@ def _own_part(directory: RunDirectory, last_round: int, client: int) -> Tensors:
             "their models"
         )
     if client not in parts:
-        there = ", ".join(map(str, sorted(parts))) or "none"
+        clients = ", ".join(map(str, sorted(parts))) or "none"
         raise ValueError(
             f"client = {client}: it has no part of the model, since it has not trained; expected "
-            f"one of {there}"
+            f"one of {clients}"
         )
     return parts[client]

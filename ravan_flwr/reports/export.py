@@ -99,7 +99,7 @@ def write_adapter(
     names = {id(parameter): name for name, parameter in model.network.named_parameters()}
     for parameter in model.classifier:
         tensors[f"base_model.model.{names[id(parameter)]}"] = parameter
-    told = {
+    config = {
         **settings,
         "target_modules": [layer.name for layer in model.layers],
         "modules_to_save": sorted({names[id(p)].split(".")[0] for p in model.classifier}),
@@ -111,7 +111,7 @@ def write_adapter(
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
     write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
-    _write_json(folder / "adapter_config.json", told)
+    _write_json(folder / "adapter_config.json", config)
 
 
 def _as_lora(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:

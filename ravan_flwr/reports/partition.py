@@ -33,8 +33,8 @@ class PartitionReport:
     @property
     def sizes(self) -> np.ndarray:
         """Count the examples of each client."""
-        found: np.ndarray = self.counts.sum(1)
-        return found
+        sizes: np.ndarray = self.counts.sum(1)
+        return sizes
 
     @property
     def shares(self) -> np.ndarray:
@@ -48,8 +48,8 @@ class PartitionReport:
 
         It is the share of a client's examples that would have to be of other classes, in the mean.
         """
-        whole = self.counts.sum(0) / self.counts.sum()
-        return float(np.abs(self.shares - whole).sum(1).mean() / 2)
+        total_shares = self.counts.sum(0) / self.counts.sum()
+        return float(np.abs(self.shares - total_shares).sum(1).mean() / 2)
 
     def in_order(self) -> np.ndarray:
         """List the clients by their largest class, and within it by its share; else by size."""
@@ -82,17 +82,17 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     parts = partition_rows(train, partition_of(config, number), column)
     natural = config.division == "natural"
     classes = _classes(config, train, column)
-    found = report_of(train, parts, classes, config.data.labels, column if natural else "")
-    trained = [size - validation_size(config, size) for size in found.sizes.tolist()]
-    return Assignment(config, found, classes, np.array([config.steps_of(size) for size in trained]))
+    report = report_of(train, parts, classes, config.data.labels, column if natural else "")
+    sizes = [size - validation_size(config, size) for size in report.sizes.tolist()]
+    return Assignment(config, report, classes, np.array([config.steps_of(size) for size in sizes]))
 
 
 def _classes(config: Config, train: datasets.Dataset, column: str) -> str:
     """Choose the column to count by: the one that makes clients differ, or the label."""
     if config.division in BY_COLUMN and config.division != "natural":
         return column
-    other = column if config.division != "natural" else ""
-    return next((name for name in ("label", other) if name in train.column_names), "")
+    fallback = column if config.division != "natural" else ""
+    return next((name for name in ("label", fallback) if name in train.column_names), "")
 
 
 def report_of(
@@ -137,20 +137,20 @@ def _name_of(
 
 def as_text(assigned: Assignment) -> str:
     """Write the partition for people."""
-    found, config = assigned.report, assigned.config
-    by = f", counted by {plain(assigned.classes, NAME)!r}" if found.classes else ""
+    report, config = assigned.report, assigned.config
+    by = f", counted by {plain(assigned.classes, NAME)!r}" if report.classes else ""
     lines = [
-        f"partition       {config.partition}: {len(found.sizes):,} clients, "
-        f"{found.sizes.sum():,} examples{by}",
-        f"examples each   {_span(found.sizes)}",
+        f"partition       {config.partition}: {len(report.sizes):,} clients, "
+        f"{report.sizes.sum():,} examples{by}",
+        f"examples each   {_span(report.sizes)}",
     ]
-    if found.unassigned:
-        lines.append(f"unassigned      {found.unassigned:,} examples, which were left over")
-    if found.classes:
-        each = np.count_nonzero(found.counts, axis=1)
+    if report.unassigned:
+        lines.append(f"unassigned      {report.unassigned:,} examples, which were left over")
+    if report.classes:
+        class_counts = np.count_nonzero(report.counts, axis=1)
         lines += [
-            f"classes each    {_span(each)}, of {len(found.classes):,}",
-            f"label skew      {found.skew:.2f} (0: each client is like the whole, towards 1: it "
+            f"classes each    {_span(class_counts)}, of {len(report.classes):,}",
+            f"label skew      {report.skew:.2f} (0: each client is like the whole, towards 1: it "
             "has nothing in common)",
         ]
     lines.append(f"steps a round   {_span(assigned.steps)}")
@@ -168,22 +168,22 @@ def _span(numbers: np.ndarray) -> str:
 
 def _table(assigned: Assignment) -> list[str]:
     """Write a line for each client, or for some of many, with its examples of each class."""
-    found = assigned.report
-    clients, lines = np.arange(len(found.sizes)), list[str]()
+    report = assigned.report
+    clients, lines = np.arange(len(report.sizes)), list[str]()
     if len(clients) > ROWS:
-        way = "their largest class" if found.classes else "size"
+        way = "their largest class" if report.classes else "size"
         lines = [f"{ROWS} of {len(clients):,} clients, in the order of {way}:"]
-        clients = found.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
-    frame = pd.DataFrame({"client": clients, "all": found.sizes[clients]})
-    few = len(found.classes) <= CLASSES
-    for number in range(len(found.classes) if few else 0):
-        frame[str(number)] = [str(count or ".") for count in found.counts[clients, number]]
-    if found.names:
-        frame["name"] = [plain(found.names[client], NAME) for client in clients]
+        clients = report.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
+    frame = pd.DataFrame({"client": clients, "all": report.sizes[clients]})
+    few = len(report.classes) <= CLASSES
+    for number in range(len(report.classes) if few else 0):
+        frame[str(number)] = [str(count or ".") for count in report.counts[clients, number]]
+    if report.names:
+        frame["name"] = [plain(report.names[client], NAME) for client in clients]
     lines.append(frame.to_string(index=False))
     if not few:
-        lines.append(f"{len(found.classes)} classes are too many for columns")
-    elif [*found.classes] != [str(number) for number in range(len(found.classes))]:
-        named = (f"{number} {plain(name, NAME)}" for number, name in enumerate(found.classes))
+        lines.append(f"{len(report.classes)} classes are too many for columns")
+    elif [*report.classes] != [str(number) for number in range(len(report.classes))]:
+        named = (f"{number} {plain(name, NAME)}" for number, name in enumerate(report.classes))
         lines.append(f"classes: {', '.join(named)}")
     return lines

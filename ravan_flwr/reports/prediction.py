@@ -139,23 +139,23 @@ def predict(
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
         key: dict[str, type] = {"file": str} if by_file else {"row": int}
         kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
-        told = Predicted(output)
+        result = Predicted(output)
         encoded = _encoded(rows, task, data)
         with new_table(output, key | kinds | {"problem": str}) as write:
-            for answered in _batches(_answered(bench, task, encoded, told), _ROWS_AT_ONCE):
+            for answered in _batches(_answered(bench, task, encoded, result), _ROWS_AT_ONCE):
                 write(answered)
-            _check_some(data, told)
-    return told
+            _check_some(data, result)
+    return result
 
 
-def _check_some(data: Path, told: Predicted) -> None:
+def _check_some(data: Path, result: Predicted) -> None:
     """Refuse data without one row that can be read: nothing is written then."""
-    if not told.rows:
+    if not result.rows:
         raise ValueError(f"data = {str(data)!r}: it has no rows, expected some; name another file")
-    if told.unreadable == told.rows:
+    if result.unreadable == result.rows:
         raise ValueError(
-            f"data = {str(data)!r}: none of its {told.rows} rows can be read, the first since "
-            f"{told.problems[0]}; correct it"
+            f"data = {str(data)!r}: none of its {result.rows} rows can be read, the first since "
+            f"{result.problems[0]}; correct it"
         )
 
 
@@ -173,10 +173,10 @@ def _encoded(
             if row.problem:
                 raise UnreadableError(row.problem)
             inputs = task.inputs({role: [value_of(role, x)] for role, x in row.values.items()})
-            here = {name: array.shape for name, array in inputs.items()}
-            if (shapes := shapes or here) != here:
-                told = f"it becomes {here}, expected {shapes} as the rows before"
-                raise UnreadableError(told)
+            row_shapes = {name: array.shape for name, array in inputs.items()}
+            if (shapes := shapes or row_shapes) != row_shapes:
+                problem = f"it becomes {row_shapes}, expected {shapes} as the rows before"
+                raise UnreadableError(problem)
         except MemoryError:
             raise
         except UnreadableError as error:
@@ -196,22 +196,22 @@ def _answered(
     bench: ModelAndData,
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
-    told: Predicted,
+    result: Predicted,
 ) -> Iterator[Cells]:
     """Predict batch by batch: yield the cells of each row, and note what could not be read."""
     for batch in _batches(encoded, task.evaluation_batch):
         readable = [inputs for _, inputs in batch if inputs is not None]
         answers: Iterator[Cells] = iter(())
         if readable:
-            arrays = {name: np.concatenate([one[name] for one in readable]) for name in readable[0]}
+            arrays = {name: np.concatenate([row[name] for row in readable]) for name in readable[0]}
             answers = iter(predictions(bench.model, task, arrays, bench.config.precision))
         for row, inputs in batch:
-            told.rows += 1
+            result.rows += 1
             key = row.file or row.number
             if inputs is not None:
                 yield [key, *next(answers), None]
                 continue
-            told.unreadable += 1
-            if len(told.problems) < _NAMED:
-                told.problems.append(f"{row.name}: {row.problem}")
+            result.unreadable += 1
+            if len(result.problems) < _NAMED:
+                result.problems.append(f"{row.name}: {row.problem}")
             yield [key, *[None] * len(task.prediction_columns), row.problem]

@@ -82,8 +82,8 @@ def write_report(
     views = [view_of(RunSnapshot.of(run), live=False) for run in runs]  # before anything is drawn
     for chart in chain(compared, *charts):
         chart.write(folder)
-    for view, drawn in zip(views, charts, strict=True):
-        view["pictures"] = [*map(picture_of, drawn if several else [*compared, *drawn])]
+    for view, group in zip(views, charts, strict=True):
+        view["pictures"] = [*map(picture_of, group if several else [*compared, *group])]
     page = folder / "index.html"
     title = ", ".join(dict.fromkeys(title_of(run.config) for run in runs))
     comparison = None

@@ -59,15 +59,15 @@ def courses(
 
     Many rows have a panel each, with the row `grey` in all of them.
     """
-    drawn = []
+    charts = []
     for key in keys:
         unit, suffix, heading, x, about = _AGAINST[key]
         series = [
-            Series(name, [([at / unit for at in one[key]], one[metric]) for one in measured])
-            for name, found in curves.items()
-            if (measured := [one for one in found if metric in one])
+            Series(name, [([at / unit for at in curve[key]], curve[metric]) for curve in measured])
+            for name, row_curves in curves.items()
+            if (measured := [curve for curve in row_curves if metric in curve])
         ]
-        moving = [one for one in series if any(len(at) > 1 for at, _ in one.runs)]
+        moving = [line for line in series if any(len(at) > 1 for at, _ in line.runs)]
         if not series:
             continue
         caption = Caption(
@@ -77,12 +77,12 @@ def courses(
         )
         shown = moving or series  # one point is no course
         if len(shown) > _MOST_TOGETHER:
-            drawn.append(panels(caption, shown, grey, x, metric, ends=ends))
+            charts.append(panels(caption, shown, grey, x, metric, ends=ends))
         else:
             top = None if metric in NO_FRACTIONS else 1.0
-            whole = key == "round"
-            drawn.append(lines(caption, shown, x, metric, whole=whole, ends=ends, top=top))
-    return drawn
+            integers = key == "round"
+            charts.append(lines(caption, shown, x, metric, integers=integers, ends=ends, top=top))
+    return charts
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
@@ -95,7 +95,7 @@ def comparison_charts(groups: Groups) -> list[Chart]:
         keys = ["round", *costs] if name == metric else ["round"]
         charts += courses(name, curves, keys, grey=next(iter(groups)))
     losses = [Series(row, [run.train_loss() for run in members]) for row, members in groups.items()]
-    if any(rounds for one in losses for rounds, _ in one.runs):  # private runs have none
+    if any(rounds for line in losses for rounds, _ in line.runs):  # private runs have none
         about = "The mean loss of the clients' own training steps in each round."
         caption = Caption("train-loss", "Training loss by round", about)
         charts.append(lines(caption, losses, "round", "training loss"))
@@ -104,7 +104,7 @@ def comparison_charts(groups: Groups) -> list[Chart]:
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Draw what travelled, who took part, which heads were trained, and where the time went."""
-    drawn = [
+    charts = [
         _sent(run),
         _participation(run),
         *_devices(run),
@@ -113,7 +113,7 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
         _seconds(run),
         *_confusion(run),
     ]
-    return [replace(chart, name=f"{prefix}{chart.name}") for chart in drawn]
+    return [replace(chart, name=f"{prefix}{chart.name}") for chart in charts]
 
 
 def _sent(run: RecordedRun) -> Chart:
@@ -135,8 +135,8 @@ def _participation(run: RecordedRun) -> Chart:
     ]
     rounds = Counter(partition for number, partition in replies if number)
     # As many as nodes said, so that nothing is listed by it; some may be gone since.
-    known = max(run.config["num-clients"], len({partition for _, partition in replies}))
-    clients = Counter(rounds.values()) + Counter({0: known - len(rounds)})
+    total = max(run.config["num-clients"], len({partition for _, partition in replies}))
+    clients = Counter(rounds.values()) + Counter({0: total - len(rounds)})
     width = -(-(max(clients, default=0) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
     values = {
         str(first): float(sum(clients[k] for k in range(first, first + width)))
@@ -145,7 +145,7 @@ def _participation(run: RecordedRun) -> Chart:
     caption = Caption(
         "participation",
         "Clients by the rounds in which they took part",
-        f"For each number of rounds: how many of the {known:,} clients had their reply used in so "
+        f"For each number of rounds: how many of the {total:,} clients had their reply used in so "
         "many.",
     )
     x = "rounds" if width == 1 else f"rounds, {width} to a bar"
@@ -155,7 +155,7 @@ def _participation(run: RecordedRun) -> Chart:
 def _devices(run: RecordedRun) -> list[Chart]:
     """Draw how long devices were idle, and whose updates were used, if it was measured on them."""
     clients = [client for r in run.rounds if r["round"] for client in r["clients"]]
-    if not (run.has_time_of_devices and clients and all("span" in one for one in clients)):
+    if not (run.has_time_of_devices and clients and all("span" in client for client in clients)):
         return []
     busy, kinds = defaultdict[int, float](float), dict[int, str]()
     for client in clients:
@@ -166,27 +166,27 @@ def _devices(run: RecordedRun) -> list[Chart]:
     shown = sorted(updates)[:: -(-len(updates) // _MOST_KINDS)]
     parts = {kind: 100 * updates[kind] / updates.total() for kind in shown}
     about = "For each kind of device: its part of all updates that were used."
-    drawn = [bars(Caption("devices", "Updates by device", about), parts, "device", "%")]
-    whole = run.rounds[-1].get("time", 0.0)
-    if whole > 0:
+    charts = [bars(Caption("devices", "Updates by device", about), parts, "device", "%")]
+    duration = run.rounds[-1].get("time", 0.0)
+    if duration > 0:
         idle: dict[str, list[float]] = {kind: [] for kind in shown}
         for partition, seconds in busy.items():
             if kinds[partition] in idle:
-                idle[kinds[partition]].append(max(0.0, 100 * (1 - seconds / whole)))
+                idle[kinds[partition]].append(max(0.0, 100 * (1 - seconds / duration)))
         about = (
             "For each kind of device: the part of the run's time in which a client worked on no "
             "update that was used, as a mean over the clients that took part."
         )
-        values = {kind: mean(found) for kind, found in idle.items()}
-        drawn.append(bars(Caption("idle", "Idle time by device", about), values, "device", "%"))
-    return drawn
+        values = {kind: mean(percentages) for kind, percentages in idle.items()}
+        charts.append(bars(Caption("idle", "Idle time by device", about), values, "device", "%"))
+    return charts
 
 
 def _heads(run: RecordedRun) -> list[Chart]:
     """Draw how often each head was trained, and how much it adds to its layer."""
     charts, norms = list[Chart](), run.summary.get("head-norms", {}) if run.summary else {}
-    known = len(next(iter(norms.values()), []))
-    times = run.heads_trained(known) if _has_heads(run) else []
+    num_heads = len(next(iter(norms.values()), []))
+    times = run.heads_trained(num_heads) if _has_heads(run) else []
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         caption = Caption(
@@ -204,7 +204,7 @@ def _heads(run: RecordedRun) -> list[Chart]:
             "The Frobenius norm of the matrix that each head adds to its layer's weight, after "
             "the last round. A LoRA counts as one head.",
         )
-        heads = [str(head) for head in range(known)]
+        heads = [str(head) for head in range(num_heads)]
         charts.append(heat(caption, list(norms.values()), layers, heads, "head", "norm"))
     return charts
 
@@ -220,18 +220,18 @@ def _has_heads(run: RecordedRun) -> bool:
 def _clients(run: RecordedRun) -> list[Chart]:
     """Draw how a metric differs from client to client, where they evaluate."""
     name = common_metric([run])
-    found = {
+    statistics = {
         record["round"]: record["spread"][name]
         for record in run.rounds
         if name in record.get("spread", {})
     }
-    if not found:
+    if not statistics:
         return []
     about = f"The {name} that each client measures on its validation split: over all clients."
     caption = Caption("clients", "How the clients differ", about)
-    values = pd.DataFrame(found.values())
+    values = pd.DataFrame(statistics.values())
     ends = ["max", "upper-quartile", "median", "lower-quartile", "min"]
-    series = [Series(end, [(list(found), values[end].tolist())]) for end in ends]
+    series = [Series(end, [(list(statistics), values[end].tolist())]) for end in ends]
     return [lines(caption, series, "round", name)]
 
 
@@ -240,13 +240,13 @@ def _seconds(run: RecordedRun) -> Chart:
     rounds = [record["round"] for record in run.rounds]
     training = [record["phases"].get("train", 0.0) for record in run.rounds]
     evaluation = [record["phases"].get("evaluate", 0.0) for record in run.rounds]
-    whole = [record["seconds"] for record in run.rounds]
+    total = [record["seconds"] for record in run.rounds]
     about = (
         "How long each round took, and of that training, with waiting for the clients' replies, "
         "and evaluation. The rest is what else the server does, such as the checkpoint."
     )
     series = [
-        Series("the round", [(rounds, whole)]),
+        Series("the round", [(rounds, total)]),
         Series("training", [(rounds, training)]),
         Series("evaluation", [(rounds, evaluation)]),
     ]
@@ -258,7 +258,7 @@ def _confusion(run: RecordedRun) -> list[Chart]:
     classes = classes_of(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
-    labels = [one["label"] for one in classes["classes"]]
+    labels = [entry["label"] for entry in classes["classes"]]
     return [confusion_chart(classes["confusion"], labels)]
 
 
@@ -289,4 +289,4 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _shared(words: list[list[str]]) -> int:
     """Count the words at the beginning that all have."""
     at_a_place = zip(*words, strict=False)  # as far as the shortest goes
-    return sum(1 for _ in takewhile(lambda there: len(set(there)) == 1, at_a_place))
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, at_a_place))

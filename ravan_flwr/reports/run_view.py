@@ -50,8 +50,8 @@ class RunSnapshot:
     @classmethod
     def of(cls, run: RecordedRun) -> "RunSnapshot":
         """Read what lies beside a run's records."""
-        there = (run.path / "failure.json").is_file()
-        failure = RunDirectory(run.path).read_json("failure.json") if there else None
+        has_failure = (run.path / "failure.json").is_file()
+        failure = RunDirectory(run.path).read_json("failure.json") if has_failure else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))
         return cls(
             run=run,
@@ -90,46 +90,50 @@ class State:
     text: str
     since: float | None = None  # in seconds since 1970
     advice: str = ""
-    done: float = 0.0  # the share of the rounds
+    progress: float = 0.0  # the share of the rounds
 
 
-def state_of(seen: RunSnapshot) -> State:
+def state_of(snapshot: RunSnapshot) -> State:
     """Say what the run does: it is under way, has ended, has failed, or has gone silent."""
-    last = seen.last_round
-    done = min(1.0, last / seen.rounds) if seen.rounds else 0.0
-    if seen.under_way:
-        return _under_way(seen, done)
+    last = snapshot.last_round
+    progress = min(1.0, last / snapshot.rounds) if snapshot.rounds else 0.0
+    if snapshot.under_way:
+        return _under_way(snapshot, progress)
     after = f"after {last} round{'' if last == 1 else 's'}"
-    advice = f"To continue: resume={seen.run.path} (flwr run needs the same settings beside it)"
-    if seen.failure is not None:
-        return State("failed", f"It failed {after}: {seen.failure}", None, advice, done)
-    if seen.run.summary is not None:
+    advice = f"To continue: resume={snapshot.run.path} (flwr run needs the same settings beside it)"
+    if snapshot.failure is not None:
+        return State("failed", f"It failed {after}: {snapshot.failure}", None, advice, progress)
+    if snapshot.run.summary is not None:
         return State("finished", f"It ended {after}.", None, "", 1.0)
     if not last:
         advice = "No round has finished, so there is nothing to resume; start a new run."
-    how = "Its process is gone" if seen.holder == "a dead process" else "It was stopped"
+    how = "Its process is gone" if snapshot.holder == "a dead process" else "It was stopped"
     text = f"{how} {after}, without a result. Nothing has been heard of it for"
-    return State("stopped", text, seen.heard, advice, done)
+    return State("stopped", text, snapshot.heard, advice, progress)
 
 
-def _under_way(seen: RunSnapshot, done: float) -> State:
+def _under_way(snapshot: RunSnapshot, progress: float) -> State:
     """Say which step of which round it is in, and for how long."""
-    status, advice = seen.status, ""
-    if not any(record["round"] for record in seen.run.rounds):
+    status, advice = snapshot.status, ""
+    if not any(record["round"] for record in snapshot.run.rounds):
         advice = "No round has finished yet; the pictures come with the first."
-    if seen.holder == "unknown":
+    if snapshot.holder == "unknown":
         advice = f"Its process is not of this machine: whether it lives cannot be seen. {advice}"
     if status is None:
-        text = "It is running" if seen.run.rounds else "It is being prepared"
-        return State("running", f"{text}. Nothing was written for", seen.heard, advice, done)
-    asked = len(status["asked"])
-    answers = f", {len(status['answered'])} of {asked} clients have answered" if asked else ""
-    here = status.get("members", len(status["nodes"]))
+        text = "It is running" if snapshot.run.rounds else "It is being prepared"
+        return State(
+            "running", f"{text}. Nothing was written for", snapshot.heard, advice, progress
+        )
+    requests = len(status["asked"])
+    answers = f", {len(status['answered'])} of {requests} clients have answered" if requests else ""
+    members = status.get("members", len(status["nodes"]))
     text = {
-        "recruiting": f"Waiting for clients, {here} {'is' if here == 1 else 'are'} here",
+        "recruiting": f"Waiting for clients, {members} {'is' if members == 1 else 'are'} here",
         "calibrating": f"Calibrating before the first round{answers}",
-    }.get(status["doing"], f"Round {status['round']} of {seen.rounds}: {status['doing']}{answers}")
-    return State("running", f"{text}, for", status["since"], advice, done)
+    }.get(
+        status["doing"], f"Round {status['round']} of {snapshot.rounds}: {status['doing']}{answers}"
+    )
+    return State("running", f"{text}, for", status["since"], advice, progress)
 
 
 class FollowedRun:
@@ -144,8 +148,8 @@ class FollowedRun:
     def version(self) -> str:
         """Describe the state of the files: another text if one of them has changed."""
         stats = [_stat(self.path / name) for name in _WATCHED]
-        told = [f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" if s else "" for s in stats]
-        return "-".join([*told, holder_of(self.path)])
+        stamps = [f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" if s else "" for s in stats]
+        return "-".join([*stamps, holder_of(self.path)])
 
     def read(self) -> RunSnapshot:
         """Read the run as it is now; ValueError if a file is damaged."""
@@ -156,8 +160,8 @@ class FollowedRun:
         rounds = self._rounds.read()
         if rounds:
             config["num-clients"] = max(record["partitions"] for record in rounds)
-        done = (self.path / "summary.json").is_file()
-        summary = directory.read_summary() if done else None
+        has_summary = (self.path / "summary.json").is_file()
+        summary = directory.read_summary() if has_summary else None
         recorded = RecordedRun(self.path, config, rounds, summary)
         return RunSnapshot.of(recorded)
 
@@ -177,39 +181,41 @@ AT_WORK = "at work"
 def picture_of(chart: Chart) -> dict[str, Any]:
     """Draw a chart for the page."""
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", chart.svg())  # as HTML has it anyway
-    told = {"title": chart.title, "about": chart.about, "broad": chart.broad}
-    return {**told, "svg": Markup(svg)}  # noqa: S704 (matplotlib has escaped the texts in it)
+    texts = {"title": chart.title, "about": chart.about, "broad": chart.broad}
+    return {**texts, "svg": Markup(svg)}  # noqa: S704 (matplotlib has escaped the texts in it)
 
 
 def view_of(
-    seen: RunSnapshot, pictures: Sequence[Mapping[str, Any]] = (), *, live: bool = True
+    snapshot: RunSnapshot, pictures: Sequence[Mapping[str, Any]] = (), *, live: bool = True
 ) -> dict[str, Any]:
     """Collect what the page says of one run, from files that may be damaged."""
-    run, config = seen.run, seen.run.config
+    run, config = snapshot.run, snapshot.run.config
     classes = classes_of(run.path, run.rounds)
     rejected = [
-        (record["round"], one["client"], one["reason"])
+        (record["round"], rejection["client"], rejection["reason"])
         for record in run.rounds
-        for one in record["rejected"]
+        for rejection in record["rejected"]
     ]
     return {
         "title": title_of(config) or run.path.name,
         "name": f"{config.get('method', '')}, seed {config.get('seed', '?')}: {run.path.name}",
         "path": str(run.path),
         "live": live,
-        "state": state_of(seen) if live else None,
+        "state": state_of(snapshot) if live else None,
         "finished": run.summary is not None,
         "collapsed": _collapsed(run),
-        "facts": facts_of(seen, classes),
+        "facts": facts_of(snapshot, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
-        "people": _participants(seen, live),
-        "refused": [(one["node"], one["reason"]) for one in seen.status["refused"]]
-        if seen.status
+        "people": _participants(snapshot, live),
+        "refused": [(refusal["node"], refusal["reason"]) for refusal in snapshot.status["refused"]]
+        if snapshot.status
         else [],
         "rejected": rejected[-MOST_REJECTED:][::-1] if live else rejected,
         "rejections": len(rejected),
-        "log": [(line, " WARNING " in line[:40] or " ERROR " in line[:40]) for line in seen.log],
+        "log": [
+            (line, " WARNING " in line[:40] or " ERROR " in line[:40]) for line in snapshot.log
+        ],
         "settings": [(name, as_typed(value)) for name, value in config.items()],
     }
 
@@ -219,9 +225,9 @@ def title_of(config: Mapping[str, Any]) -> str:
     return f"{config['method']} on {config['preset']}" if "method" in config else ""
 
 
-def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, str]:
+def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, str]:
     """Give a run so far in a few numbers."""
-    run, metric = seen.run, common_metric([seen.run])
+    run, metric = snapshot.run, common_metric([snapshot.run])
     summary: Mapping[str, Any] = run.summary or {}
     curve, losses = run.curve(metric), run.train_loss()[1]
     rounds, values = curve.get("round", []), curve.get(metric, [])
@@ -231,15 +237,15 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
     spent = last.get("privacy") or {}
     seconds = [record["seconds"] for record in run.rounds]
     took = minutes(sum(seconds))
-    left = (seen.rounds or 0) - seen.last_round
-    if seen.under_way and seconds and left > 0:  # a run writes its report when its rounds are held
+    left = (snapshot.rounds or 0) - snapshot.last_round
+    if snapshot.under_way and seconds and left > 0:  # it writes its report when its rounds are held
         took += f", about {minutes(remaining(seconds, left))} left"
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, {extreme}": f"{values[best]:.4f}, round {rounds[best]}" if values else "-",
         "training loss, last": f"{losses[-1]:.4f}" if losses else "",
-        "rounds": f"{seen.last_round} of {seen.rounds or '?'}",
+        "rounds": f"{snapshot.last_round} of {snapshot.rounds or '?'}",
         "time": took,
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
@@ -297,17 +303,19 @@ def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, .
     return name, len(runs), rounds, mean, spread, f"{sent / 1e6:.2f} MB"
 
 
-def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
+def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
     """List the clients by partition; where there are too many, those that do or did something."""
-    nodes = {node["partition-id"]: node for node in seen.status["nodes"]} if seen.status else {}
+    nodes = (
+        {node["partition-id"]: node for node in snapshot.status["nodes"]} if snapshot.status else {}
+    )
     replies: dict[int, list[tuple[int, ClientRecord]]] = {number: [] for number in nodes}
     rejected = defaultdict[str, list[str]](list)
-    for record in seen.run.rounds:
+    for record in snapshot.run.rounds:
         for client in record["clients"]:
             replies.setdefault(client["partition-id"], []).append((record["round"], client))
         for reply in record["rejected"]:
             rejected[reply["client"]].append(f"round {record['round']}: {reply['reason']}")
-    now = _now(seen) if live and seen.under_way else {}
+    now = _now(snapshot) if live and snapshot.under_way else {}
     blank = dict.fromkeys(("device", "budget", "examples", "heard", "heads", "seconds"), "")
     people = [
         {
@@ -316,33 +324,33 @@ def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
             "now": now.get(number, ""),
             "rejected": len(rejected[f"partition {number}"]),
             "reason": "".join(rejected[f"partition {number}"][-1:]),  # of the last rejection
-            "rounds": len(found),  # in which its reply was used
-            "last_round": found[-1][0] if found else 0,
-            "bytes_up": sum(client["bytes-up"] for _, client in found),
-            "bytes_down": sum(client["bytes-down"] for _, client in found),
-            **_of_node(nodes.get(number), simulated=seen.run.in_simulated_time),
-            **(_of_reply(found[-1][1], known=number in nodes) if found else {}),
+            "rounds": len(history),  # in which its reply was used
+            "last_round": history[-1][0] if history else 0,
+            "bytes_up": sum(client["bytes-up"] for _, client in history),
+            "bytes_down": sum(client["bytes-down"] for _, client in history),
+            **_of_node(nodes.get(number), simulated=snapshot.run.in_simulated_time),
+            **(_of_reply(history[-1][1], has_node=number in nodes) if history else {}),
         }
-        for number, found in replies.items()
+        for number, history in replies.items()
     ]
     # Who is at work first, then who does or has something else, then who was the last.
     chosen = sorted(
         people,
-        key=lambda one: (
-            one["now"] != AT_WORK,
-            not (one["now"] or one["rejected"]),
-            -one["last_round"],
-            one["partition"],
+        key=lambda client: (
+            client["now"] != AT_WORK,
+            not (client["now"] or client["rejected"]),
+            -client["last_round"],
+            client["partition"],
         ),
     )[:MOST]
-    known = max(len(people), seen.status.get("members", 0) if seen.status else 0)
-    partitions = max((record["partitions"] for record in seen.run.rounds), default=0)
-    if seen.status:
-        partitions = seen.status["partitions"] if nodes else 0
+    total = max(len(people), snapshot.status.get("members", 0) if snapshot.status else 0)
+    partitions = max((record["partitions"] for record in snapshot.run.rounds), default=0)
+    if snapshot.status:
+        partitions = snapshot.status["partitions"] if nodes else 0
     return {
-        "listed": sorted(chosen, key=lambda one: one["partition"]),
-        "more": known - len(chosen),
-        "missing": max(0, partitions - known) if live else 0,
+        "listed": sorted(chosen, key=lambda client: client["partition"]),
+        "more": total - len(chosen),
+        "missing": max(0, partitions - total) if live else 0,
     }
 
 
@@ -358,26 +366,26 @@ def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _of_reply(client: ClientRecord, *, known: bool) -> dict[str, Any]:
+def _of_reply(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
     """Give what a client's last reply says, without what is known of its node already."""
-    found = {
+    cells = {
         "heads": f"{client['heads']:g}",
         "seconds": f"{client['seconds']:.1f}" if "seconds" in client else "",
     }
     if "device" in client and "span" in client:  # a simulated one, which takes simulated seconds
         begin, end = client["span"]
-        found |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
-    if not known:
-        found |= {"budget": f"{client['share']:g}", "examples": f"{client['examples']:,}"}
-    return found
+        cells |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
+    if not has_node:
+        cells |= {"budget": f"{client['share']:g}", "examples": f"{client['examples']:,}"}
+    return cells
 
 
-def _now(seen: RunSnapshot) -> dict[int, str]:
+def _now(snapshot: RunSnapshot) -> dict[int, str]:
     """Find what each client is doing, in a run under way."""
-    last: Mapping[str, Any] = seen.run.rounds[-1] if seen.run.rounds else {}
+    last: Mapping[str, Any] = snapshot.run.rounds[-1] if snapshot.run.rounds else {}
     now = dict.fromkeys(last.get("resting", []), "is skipped: it was unresponsive")
     now |= dict.fromkeys(last.get("left-out", []), "cannot afford it")
-    if seen.status is not None:
-        now |= dict.fromkeys(seen.status["asked"], AT_WORK)
-        now |= dict.fromkeys(seen.status["answered"], "has answered")
+    if snapshot.status is not None:
+        now |= dict.fromkeys(snapshot.status["asked"], AT_WORK)
+        now |= dict.fromkeys(snapshot.status["answered"], "has answered")
     return now

@@ -61,8 +61,8 @@ def effective_rank(values: Tensor) -> float:
 
 def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
     """Write the pictures and a CSV file, and return their paths."""
-    drawn = charts_of_runs([Path(path) for path in paths], top)
-    return [path for chart in drawn for path in chart.write(Path(folder))]
+    pictures = charts_of_runs([Path(path) for path in paths], top)
+    return [path for chart in pictures for path in chart.write(Path(folder))]
 
 
 def charts_of_runs(paths: Sequence[Path], top: int = 64) -> list[Chart]:
@@ -70,18 +70,18 @@ def charts_of_runs(paths: Sequence[Path], top: int = 64) -> list[Chart]:
     if top < 1:
         raise ValueError(f"top = {top}: expected a whole number at least 1, such as 64")
     spectra = {path: Spectra.of(path) for path in paths}
-    groups = group_runs([one.run for one in spectra.values()])
+    groups = group_runs([member.run for member in spectra.values()])
     return charts({name: [spectra[r.path] for r in runs] for name, runs in groups.items()}, top)
 
 
 def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
     """Draw the spectra as lines, and the effective ranks of the layers as boxes."""
     series = [
-        Series(name, [_points(one.mean_spectrum(top)) for one in members])
+        Series(name, [_points(member.mean_spectrum(top)) for member in members])
         for name, members in groups.items()
     ]
     ranks = {
-        name: [effective_rank(values) for one in members for values in one.values.values()]
+        name: [effective_rank(values) for member in members for values in member.values.values()]
         for name, members in groups.items()
     }
     spectrum = Caption(
@@ -96,8 +96,8 @@ def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
         "How many directions what the run added to a layer's weights has, weighted by their "
         "size; over layers and seeds.",
     )
-    drawn = lines(spectrum, series, "index", "value / largest value")
-    return [replace(drawn, numbers=_csv(groups).encode()), boxes(rank, ranks, "effective rank")]
+    chart = lines(spectrum, series, "index", "value / largest value")
+    return [replace(chart, numbers=_csv(groups).encode()), boxes(rank, ranks, "effective rank")]
 
 
 def _points(values: Tensor) -> tuple[list[float], list[float]]:
@@ -108,14 +108,14 @@ def _csv(groups: dict[str, list[Spectra]]) -> str:
     rows = [
         {
             "group": name,
-            "seed": one.run.config["seed"],
+            "seed": member.run.config["seed"],
             "layer": layer,
             "effective-rank": f"{effective_rank(values):.4f}",
             "norm": f"{float(values.norm()):.6g}",
             "singular-values": " ".join(f"{value:.6g}" for value in values.tolist()),
         }
         for name, members in groups.items()
-        for one in members
-        for layer, values in one.values.items()
+        for member in members
+        for layer, values in member.values.items()
     ]
     return str(pd.DataFrame(rows).to_csv(index=False))

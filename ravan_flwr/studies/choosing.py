@@ -32,11 +32,11 @@ class Score:
     losses: list[float]  # empty where none is measured
 
     @classmethod
-    def of(cls, done: Sequence[Result], metric: str = "", last: int = 0) -> "Score":
+    def of(cls, results: Sequence[Result], metric: str = "", last: int = 0) -> "Score":
         """Read it from the results of one rate's runs."""
-        losses = [result.final["loss"] for result in done if "loss" in result.final]
-        values = [result.value(metric, last) for result in done]
-        return cls(metric or done[0].metric, values, losses)
+        losses = [result.final["loss"] for result in results if "loss" in result.final]
+        values = [result.value(metric, last) for result in results]
+        return cls(metric or results[0].metric, values, losses)
 
     def __str__(self) -> str:
         spread = f" ± {statistics.stdev(self.values):.4f}" if len(self.values) > 1 else ""
@@ -63,10 +63,10 @@ class Score:
         have no interval, and then the better mean beats.
         """
         pairs = zip(self.values, other.values, strict=True)
-        apart = interval([sign_of(self.metric) * (a - b) for a, b in pairs])
-        if apart.holds_zero is None:
+        difference = interval([sign_of(self.metric) * (a - b) for a, b in pairs])
+        if difference.holds_zero is None:
             return self.order > other.order
-        return apart.mean > 0 and not apart.holds_zero
+        return difference.mean > 0 and not difference.holds_zero
 
 
 Scores = Mapping[float, Score]  # by rate
@@ -92,7 +92,7 @@ def grid_around(rate: float) -> list[float]:
     digits = rate / 10.0 ** math.floor(math.log10(rate) + 1e-9)
     between = float(f"{rate * (3 if digits < 2.5 else 10 / 3):.1e}")
     rates = (rate / 10, between / 10, rate, between, rate * 10)
-    return [float(f"{one:.12g}") for one in rates if _allowed(one, RATE)]
+    return [float(f"{value:.12g}") for value in rates if _allowed(value, RATE)]
 
 
 def beyond(best: float, tried: Collection[float], key: str = RATE) -> float | None:
@@ -136,12 +136,12 @@ class RateChoice:
     @property
     def scores(self) -> dict[float, Score]:
         """Return the scores of the last rung that has some."""
-        return next((one.scores for one in reversed(self.rungs) if one.scores), {})
+        return next((measured.scores for measured in reversed(self.rungs) if measured.scores), {})
 
     @property
     def runs(self) -> int:
         """Count the runs that this takes."""
-        return sum(len(one.rates) * len(one.rung.seeds) for one in self.rungs)
+        return sum(len(measured.rates) * len(measured.rung.seeds) for measured in self.rungs)
 
     @property
     def rate(self) -> float | None:
@@ -153,7 +153,7 @@ class RateChoice:
         """Return what each seed takes by the others; None where a validation split decides."""
         if self.grid.validation_share is not None or not self.scores:
             return None
-        best = (ranked(one)[0] for one in _views(self.grid, self.rungs[-1].rung, self.scores))
+        best = (ranked(view)[0] for view in _views(self.grid, self.rungs[-1].rung, self.scores))
         return dict(zip(self.rungs[-1].rung.seeds, best, strict=True))
 
     @property
@@ -172,7 +172,7 @@ class RateChoice:
         return alike(self.scores) if self.scores else []
 
     @property
-    def others(self) -> list[float]:
+    def alternatives(self) -> list[float]:
         """List those of them that are not the best."""
         return [rate for rate in self.within_noise if rate != self.rate]
 
@@ -191,13 +191,13 @@ def choose(row: Row, results: Results) -> RateChoice | None:
             for rate in sorted(rates):
                 runs = row.candidates(rate, rung)
                 measured.rates.append(rate)
-                done = [result for run in runs if (result := results.of(run)) is not None]
-                whole = len(done) == len(runs)
-                if whole and not any(one.missed(grid.metric) for one in done):
-                    measured.scores[rate] = Score.of(done, grid.metric, grid.last)
+                run_results = [result for run in runs if (result := results.of(run)) is not None]
+                complete = len(run_results) == len(runs)
+                if complete and not any(result.missed(grid.metric) for result in run_results):
+                    measured.scores[rate] = Score.of(run_results, grid.metric, grid.last)
                 open_ |= any(not (results.of(run) or results.failure(run)) for run in runs)
-            more = len(tried) - len(grid.values) < grid.extensions and not open_
-            rates = _following(grid, measured, tried) if more else []
+            may_extend = len(tried) - len(grid.values) < grid.extensions and not open_
+            rates = _following(grid, measured, tried) if may_extend else []
             tried = sorted([*tried, *rates])
         if open_ or not measured.scores:
             break
@@ -219,8 +219,8 @@ def _following(grid: Grid, measured: Measured, tried: Sequence[float]) -> list[f
         best, *others = ranked(scores) or [math.nan]
         # Where several rates reach the same, nothing says that others are better.
         alone = all(scores[rate].mean != scores[best].mean for rate in others)
-        if scores and alone and (more := beyond(best, tried, grid.key)) is not None:
-            return [more]
+        if scores and alone and (next_rate := beyond(best, tried, grid.key)) is not None:
+            return [next_rate]
     return []
 
 
@@ -228,8 +228,8 @@ def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
     """Choose for each row of a table of which at least one rate is measured, for this table."""
     if table.rates_of:
         return {}
-    found = {name: choose(row, results) for name, row in table.rows.items()}
-    return {name: choice for name, choice in found.items() if choice and choice.scores}
+    choices = {name: choose(row, results) for name, row in table.rows.items()}
+    return {name: choice for name, choice in choices.items() if choice and choice.scores}
 
 
 def runs_of(row: Row, results: Results) -> list[PlannedRun]:
@@ -243,7 +243,7 @@ def runs_of(row: Row, results: Results) -> list[PlannedRun]:
 def runs_as_good(row: Row, results: Results) -> dict[float, list[PlannedRun]]:
     """List a row's runs with the other rates that are as good, by rate, where its table asks."""
     choice = choose(row, results) if row.run_as_good else None
-    return {rate: row.runs(rate) for rate in choice.others} if choice else {}
+    return {rate: row.runs(rate) for rate in choice.alternatives} if choice else {}
 
 
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
@@ -261,8 +261,8 @@ def candidates(study: Study, results: Results) -> list[PlannedRun]:
 def planned(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs of the tables, each once, as far as learning rates are chosen."""
     best = (run for row in study.rows for run in runs_of(row, results))
-    others = (runs for row in study.rows for runs in runs_as_good(row, results).values())
-    return _each_once(chain(best, chain.from_iterable(others)))
+    alternatives = (runs for row in study.rows for runs in runs_as_good(row, results).values())
+    return _each_once(chain(best, chain.from_iterable(alternatives)))
 
 
 def _each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:

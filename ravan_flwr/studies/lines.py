@@ -23,7 +23,7 @@ class Line:
     as_good: Mapping[float, Mapping[int, float]]  # the same with the other rates that are as good
     seeds: int  # that the study names
     choice: RateChoice | None  # of the learning rate, where it is chosen from a grid
-    apart: Interval | None = None  # from the row that differences are to
+    difference: Interval | None = None  # from the row that differences are to
     late: Interval | None = None  # from that row, in the mean of the last evaluations
     change: Interval | None = None  # from the same row of another table
     p_holm: float | None = None  # of a planned difference, corrected for their number
@@ -34,24 +34,24 @@ class Line:
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
         """Read a row's results; None where no run of it is done, or one has missed its target."""
         row = table.rows[name]
-        done = _by_seed(runs_of(row, results), results)
-        if not done or any(one.missed(table.metric) for one in done.values()):
+        by_seed = _by_seed(runs_of(row, results), results)
+        if not by_seed or any(result.missed(table.metric) for result in by_seed.values()):
             return None
 
-        def values_of(found: Mapping[int, Result]) -> dict[int, float]:
+        def values_of(by_seed: Mapping[int, Result]) -> dict[int, float]:
             last = table.mean_of_last or 0
             return {
                 seed: result.value(table.metric, last)
-                for seed, result in found.items()
+                for seed, result in by_seed.items()
                 if not result.missed(table.metric)
             }
 
         return cls(
             table=table,
             row=name,
-            metric=table.metric or next(iter(done.values())).metric,
-            results=done,
-            values=values_of(done),
+            metric=table.metric or next(iter(by_seed.values())).metric,
+            results=by_seed,
+            values=values_of(by_seed),
             as_good={
                 rate: values_of(_by_seed(runs, results))
                 for rate, runs in runs_as_good(row, results).items()
@@ -79,8 +79,8 @@ class Line:
 
     def mean_of(self, name: str) -> float | None:
         """Average a number of the results over the seeds; None where a run has not noted it."""
-        known = [getattr(result, name) for result in self.results.values()]
-        return None if None in known else statistics.mean(known)
+        numbers = [getattr(result, name) for result in self.results.values()]
+        return None if None in numbers else statistics.mean(numbers)
 
     @property
     def client_seconds(self) -> float | None:
@@ -89,22 +89,22 @@ class Line:
 
     def change_in(self, results: Results) -> Interval | None:
         """Find how far it is from the row of its name in the table that its own names."""
-        other = self.table.change_from
-        if other is None or self.row not in other.rows:
+        base = self.table.change_from
+        if base is None or self.row not in base.rows:
             return None
-        theirs = Line.of(other, self.row, results)
-        return difference(self.values, theirs.values) if theirs else None
+        line = Line.of(base, self.row, results)
+        return difference(self.values, line.values) if line else None
 
-    def beside(self, other: "Line") -> "Line":
+    def compared_to(self, reference: "Line") -> "Line":
         """Compare it with another row, also in the mean of the last evaluations, if asked."""
         last = self.table.compare_last
-        mine, theirs = ([x.values, *x.as_good.values()] for x in (self, other))
-        found = {self._standing(difference(one, two)) for one, two in product(mine, theirs)}
+        values, reference_values = ([x.values, *x.as_good.values()] for x in (self, reference))
+        standings = {self._standing(difference(a, b)) for a, b in product(values, reference_values)}
         return replace(
             self,
-            apart=difference(self.values, other.values),
-            late=difference(self._late(last), other._late(last)) if last else None,
-            steady=found in ({"better"}, {"worse"}),
+            difference=difference(self.values, reference.values),
+            late=difference(self._late(last), reference._late(last)) if last else None,
+            steady=standings in ({"better"}, {"worse"}),
         )
 
     def _late(self, last: int) -> dict[int, float]:
@@ -118,14 +118,14 @@ class Line:
     @property
     def standing(self) -> str:
         """Say how it stands to the row that differences are to, where that can be told."""
-        return self._standing(self.apart)
+        return self._standing(self.difference)
 
-    def _standing(self, apart: Interval | None) -> str:
-        if apart is None or apart.holds_zero is None:
+    def _standing(self, difference: Interval | None) -> str:
+        if difference is None or difference.holds_zero is None:
             return ""
-        if apart.holds_zero:
+        if difference.holds_zero:
             return "alike"
-        return "better" if sign_of(self.metric) * apart.mean > 0 else "worse"
+        return "better" if sign_of(self.metric) * difference.mean > 0 else "worse"
 
     def moved(self, rate: float) -> Interval | None:
         """Find how far it ends from where it is with one of the other rates that are as good."""
@@ -133,47 +133,47 @@ class Line:
 
 
 def _by_seed(runs: Sequence[PlannedRun], results: Results) -> dict[int, Result]:
-    found = {int(dict(run.settings)["seed"]): results.of(run) for run in runs}
-    return {seed: result for seed, result in found.items() if result is not None}
+    by_seed = {int(dict(run.settings)["seed"]): results.of(run) for run in runs}
+    return {seed: result for seed, result in by_seed.items() if result is not None}
 
 
 def lines_of(table: Table, results: Results) -> list[Line]:
     """Compare the rows of which at least one run is done."""
     lines = [line for name in table.rows if (line := Line.of(table, name, results)) is not None]
-    other = next((line for line in lines if line.row == table.against), None)
+    reference = next((line for line in lines if line.row == table.against), None)
     best = max((line for line in lines if line.competes), key=lambda x: x.merit, default=None)
     lines = [
         replace(
-            line if other is None or line is other else line.beside(other),
+            line if reference is None or line is reference else line.compared_to(reference),
             change=line.change_in(results),
             best=line.competes and best is not None and _is_as_good(line, best),
         )
         for line in lines
     ]
-    known = {line.row: line.apart.p for line in lines if line.apart and line.apart.p is not None}
-    corrected = holm({name: known.get(name, 1.0) for name in table.contrasts})
+    p_values = {x.row: x.difference.p for x in lines if x.difference and x.difference.p is not None}
+    corrected = holm({name: p_values.get(name, 1.0) for name in table.contrasts})
     return [
-        replace(line, p_holm=corrected.get(line.row)) if line.row in known else line
+        replace(line, p_holm=corrected.get(line.row)) if line.row in p_values else line
         for line in lines
     ]
 
 
 def missed(table: Table, results: Results) -> dict[str, str]:
     """Say of how many runs a row has no time, since one of them ended before its target."""
-    told = {}
+    counts = {}
     for name, row in table.rows.items():
-        done = _by_seed(runs_of(row, results), results).values()
-        if few := sum(one.missed(table.metric) for one in done):
-            told[name] = f"{few} of {len(done)} runs"
-    return told
+        run_results = _by_seed(runs_of(row, results), results).values()
+        if few := sum(result.missed(table.metric) for result in run_results):
+            counts[name] = f"{few} of {len(run_results)} runs"
+    return counts
 
 
 def _is_as_good(line: Line, best: Line) -> bool:
     """Return whether the best is not significantly different, or without an interval equal."""
-    apart = difference(line.values, best.values)
-    if apart is None or apart.holds_zero is None:
+    gap = difference(line.values, best.values)
+    if gap is None or gap.holds_zero is None:
         return line.merit == best.merit
-    return apart.holds_zero
+    return gap.holds_zero
 
 
 _STANDINGS = {
@@ -186,22 +186,22 @@ _STANDINGS = {
 def sentence(table: Table, lines: Sequence[Line]) -> str:
     """Name the rows that are significantly better and worse, by intervals that do not hold zero."""
     named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
-    told = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
+    texts = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
     # Were the rows run with all rates that are as good, and have some such?
     run = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
-    if not told and len(lines) > 1:
+    if not texts and len(lines) > 1:
         least = min(len(line.values) for line in lines)
         seeds = "one seed" if least == 1 else f"{least} seeds"
-        told = [f"With {seeds} there is no interval, so no row is called better than another."]
+        texts = [f"With {seeds} there is no interval, so no row is called better than another."]
     elif (named["better"] or named["worse"]) and run and all(run):
         steady = ", ".join(line.row for line in lines if line.steady) or "none"
-        told.append(
+        texts.append(
             f"With any of the rates that are as good, of both rows, this holds for: {steady}."
         )
     if table.contrasts:
-        found = [x.row for x in lines if x.p_holm is not None and x.p_holm < 0.05]
-        told.append(
+        rows = [x.row for x in lines if x.p_holm is not None and x.p_holm < 0.05]
+        texts.append(
             f"Significantly different from {table.against} with Holm's correction over the "
-            f"{len(table.contrasts)} planned contrasts: {', '.join(found) or 'none'}."
+            f"{len(table.contrasts)} planned contrasts: {', '.join(rows) or 'none'}."
         )
-    return " ".join(told)
+    return " ".join(texts)

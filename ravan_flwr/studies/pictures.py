@@ -34,17 +34,17 @@ from ravan_flwr.tasks import NO_FRACTIONS, TIME
 def charts(table: Table, results: Results) -> list[Chart]:
     """Draw a table's pictures, and its rows' spectra where it asks for them."""
     rows = lines_of(table, results)
-    drawn = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
-    drawn += _sensitivity(table, results)
+    pictures = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
+    pictures += _sensitivity(table, results)
     if table.spectra:  # of the runs whose directories are there
         folder = results.folder
         paths = {
             name: [path for run in runs_of(row, results) if (path := run.directory(folder))]
             for name, row in table.rows.items()
         }
-        if spectra := {name: [*map(Spectra.of, found)] for name, found in paths.items() if found}:
-            drawn += spectrum_charts(spectra, top=64)
-    return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
+        if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
+            pictures += spectrum_charts(spectra, top=64)
+    return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in pictures]
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
@@ -57,11 +57,11 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
         return []  # nothing is done, or nothing can be compared
     metric = metrics.pop()
     ends = [{x.row: (x.interval.mean, x.interval.half) for x in rows} for rows in tables.values()]
-    found = {name: [end.get(name) for end in ends] for name in names}
+    values = {name: [end.get(name) for end in ends] for name in names}
     about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
     title = f"{metric.capitalize()} by table"
     caption = Caption(f"{OVERVIEW}-{metric}", title, about)
-    return [points(caption, list(tables), found, metric)]
+    return [points(caption, list(tables), values, metric)]
 
 
 def slug(title: str) -> str:
@@ -73,8 +73,8 @@ def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Let a band be the mean's 95 % interval, or reach over all where there are too few seeds."""
     if len(values) < LEAST:
         return least_and_greatest(values)
-    found = [interval(list(map(float, column))) for column in values.T]
-    means, halves = values.mean(0), np.asarray([one.half for one in found], float)
+    intervals = [interval(list(map(float, column))) for column in values.T]
+    means, halves = values.mean(0), np.asarray([interval.half for interval in intervals], float)
     return means - halves, means + halves
 
 
@@ -84,12 +84,12 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
         return []
     metric, against = rows[0].metric, table.against
     scale, in_points, unit = (1, metric, metric) if metric in NO_FRACTIONS else (100, "points", "%")
-    apart = {
-        row.row: (scale * row.apart.mean, scale * row.apart.half)
+    values = {
+        row.row: (scale * row.difference.mean, scale * row.difference.half)
         for row in rows
-        if row.apart and row.apart.half is not None
+        if row.difference and row.difference.half is not None
     }
-    if not apart:
+    if not values:
         return []
     ends = {
         row.row: (
@@ -106,7 +106,7 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
         "megabytes that all clients sent and got. Bars: 95 % intervals.",
     )
     return [
-        differences(caption, apart, ends, f"minus {against}, {in_points}", "MB, up and down", unit)
+        differences(caption, values, ends, f"minus {against}, {in_points}", "MB, up and down", unit)
     ]
 
 
@@ -118,7 +118,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     keys.append("bytes")
     if all(row.client_seconds is not None for row in rows):
         keys.append("client-seconds")
-    if all(TIME in curve for found in curves.values() for curve in found):
+    if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)
     bands = f" {_said_of_bands(rows)}"
     return courses(metric, curves, keys, grey=table.against, ends=band_ends, bands=bands)
@@ -140,7 +140,7 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
     scores = next(iter(choices.values())).scores
     metric = next(iter(scores.values())).metric
     name = table.chosen_in_words
-    seeds = {len(score.values) for one in choices.values() for score in one.scores.values()}
+    seeds = {len(score.values) for choice in choices.values() for score in choice.scores.values()}
 
     def mark(axes: Axes, series: Series) -> None:
         """Mark the rates that were tried, those as good as the best, and the best."""

@@ -64,7 +64,7 @@ class Result(BaseModel):
         """Read it from the directory of a run that is done."""
         summary, rounds = directory.read_summary(), directory.read_rounds()
         # Not told in some private runs.
-        known = all("seconds" in client for one in rounds for client in one["clients"])
+        has_seconds = all("seconds" in client for record in rounds for client in record["clients"])
         seconds = round(sum(map(client_seconds, rounds)), 3)
         final: dict[str, float] = dict(summary["metrics"]["final"])
         timed = directory.read_config().get("devices") is not None
@@ -79,7 +79,7 @@ class Result(BaseModel):
         own = {
             "final": final,
             "parameters": summary["adapter-parameters"],
-            "client-seconds": seconds if rounds and known else None,
+            "client-seconds": seconds if rounds and has_seconds else None,
             "curve": curve,
         }
         return cls.model_validate({**summary, **own})
@@ -108,28 +108,28 @@ class Results:
     def __init__(self, folder: Path, record: Path | None = None) -> None:
         self.folder, self.record = folder, record or folder / NAME
         self._lines = _read(self.record)
-        self._found: dict[str, Result] = {}  # of which the settings are compared already
+        self._results: dict[str, Result] = {}  # of which the settings are compared already
 
     def of(self, run: PlannedRun) -> Result | None:
         """Find how the run ended, if it is done with the settings as they resolve today."""
-        if run.name not in self._found:
+        if run.name not in self._results:
             line = self._lines.get(run.name)
             if line and "failed" not in line and line.get("config") == run.digest:
-                self._found[run.name] = Result.model_validate(line)
+                self._results[run.name] = Result.model_validate(line)
             elif directory := run.directory(self.folder):
                 self.note(run, Result.of(RunDirectory(directory)))
-        return self._found.get(run.name)
+        return self._results.get(run.name)
 
     def note(self, run: PlannedRun, result: Result) -> None:
         """Note what the run has come to."""
         self._append(run, result.model_dump(by_alias=True))
-        self._found[run.name] = result
+        self._results[run.name] = result
 
     def failure(self, run: PlannedRun) -> str | None:
         """Find why the run failed, if it did when it was last tried."""
         line = self._lines.get(run.name, {})
-        known = "failed" in line and line.get("config") == run.digest
-        return str(line["failed"]) if known else None
+        is_current = "failed" in line and line.get("config") == run.digest
+        return str(line["failed"]) if is_current else None
 
     def note_failure(self, run: PlannedRun, reason: str) -> None:
         """Note why the run failed."""
@@ -139,7 +139,7 @@ class Results:
         """Add a line, on disk when this returns."""
         named = {"run": run.name, "clients": run.num_clients, "settings": str(run)}
         line = {**named, "config": run.digest, **content}
-        if (data := dict(run.settings + run.here).get("data")) and Path(str(data)).is_dir():
+        if (data := dict(run.settings + run.overrides).get("data")) and Path(str(data)).is_dir():
             line["data-hash"] = _hash_of(Path(str(data)))
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a", encoding="utf-8") as file:
@@ -152,12 +152,12 @@ class Results:
 @cache
 def _hash_of(folder: Path) -> str:
     """Hash the files of a folder of data, the training part first, then by name."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*"), key=lambda path: (path.stem != "train", path)):
         if path.is_file():
             with path.open("rb") as file:
-                hashlib.file_digest(file, lambda: whole)
-    return whole.hexdigest()
+                hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def _refused(name: str) -> float:
@@ -168,24 +168,24 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Read the lines of a record by run; a last one that was cut off is dropped."""
     if not path.is_file():
         return {}
-    *whole, rest = path.read_bytes().split(b"\n")
-    if rest:
+    *lines, tail = path.read_bytes().split(b"\n")
+    if tail:
         log.warning("%s: its last line is cut off; the run is run again", path)
-        write_atomically(path, b"".join(line + b"\n" for line in whole))
-    found: dict[str, dict[str, Any]] = {}
-    for number, text in enumerate(whole, start=1):
+        write_atomically(path, b"".join(line + b"\n" for line in lines))
+    records: dict[str, dict[str, Any]] = {}
+    for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text.decode(), parse_constant=_refused)
             if "failed" not in line:
                 Result.model_validate(line)
-            found[line["run"]] = line
+            records[line["run"]] = line
         except (ValueError, LookupError, TypeError) as error:
             why = first_wrong(error) if isinstance(error, ValidationError) else error
             raise ValueError(
                 f"{path}: line {number} is {text[:60]!r} ({why}), expected the result of a run; "
                 "restore the file, or take the line out and the run is run again"
             ) from None
-    return found
+    return records
 
 
 CONFIDENCE = 0.95
@@ -219,10 +219,10 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, half, p)
 
 
-def difference(mine: Mapping[int, float], others: Mapping[int, float]) -> Interval | None:
+def difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
     """Compute the interval of the mean difference of two rows, by the seeds that both have."""
-    apart = [mine[seed] - others[seed] for seed in mine if seed in others]
-    return interval(apart) if apart else None
+    differences = [values[seed] - reference[seed] for seed in values if seed in reference]
+    return interval(differences) if differences else None
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

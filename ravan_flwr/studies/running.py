@@ -43,7 +43,7 @@ class RunOptions:
 
     def divides_gpus(self, runs: Sequence[PlannedRun]) -> bool:
         """Tell whether each run at work has GPUs of its own; not where a run names its device."""
-        named = [dict(run.settings + run.here).get("device", AUTO) for run in runs]
+        named = [dict(run.settings + run.overrides).get("device", AUTO) for run in runs]
         return self.engine == "process" and self.jobs > 1 and {*named} <= {AUTO, "cuda"}
 
 
@@ -55,16 +55,16 @@ def run_study(
     clients_per_gpu: int | None = None,
     page: Path | str | None = None,
     tables_only: bool = False,
-    here: Mapping[str, Scalar] | None = None,
+    overrides: Mapping[str, Scalar] | None = None,
 ) -> bool:
     """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed.
 
     The tables go into a `page` as well, if one is named, and the record of the runs beside it.
-    With `tables_only` nothing is run: the tables show what is done. `here` says where this machine
-    has the data, the model and a device; the runs are the same as elsewhere.
+    With `tables_only` nothing is run: the tables show what is done. `overrides` says where this
+    machine has the data, the model and a device; the runs are the same as elsewhere.
     """
     path, folder = Path(path), Path(folder)
-    study = read_study(path, here)
+    study = read_study(path, overrides)
     place = Page.of(Path(page), path, study) if page is not None else None
     _warn_of_few_seeds(study)
     results = Results(folder, place.record if place else None)
@@ -110,8 +110,8 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 todo = [run for run in runs if not (results.of(run) or run in attempted)]
                 if todo:
                     break
-            done = len(runs) - len(todo)
-            log.info("table %r: %d runs, %d of them done", table.title, len(runs), done)
+            runs_done = len(runs) - len(todo)
+            log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
             _run(todo, results, options)
@@ -135,13 +135,13 @@ def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> N
             places.put(place)
 
     children, pool = _Children(), ThreadPoolExecutor(options.jobs)
-    started, done, rounds = time.monotonic(), 0, sum(run.num_rounds for run in todo)
+    started, rounds_done, rounds = time.monotonic(), 0, sum(run.num_rounds for run in todo)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, last = waiting[future], future.result()
-            done += run.num_rounds
-            left = minutes((time.monotonic() - started) / done * (rounds - done))
+            rounds_done += run.num_rounds
+            left = minutes((time.monotonic() - started) / rounds_done * (rounds - rounds_done))
             if results.of(run) is None:
                 results.note_failure(run, last)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last)
@@ -173,9 +173,9 @@ class _Children:
             except OSError as error:
                 return str(error)
             self._started.append(child)
-        told = child.communicate()[child.returncode != 0].strip().splitlines()
-        told = told or [f"it ended with status {child.returncode} and said nothing"]
-        return next((line for line in reversed(told) if line.startswith("done")), told[-1])
+        lines = child.communicate()[child.returncode != 0].strip().splitlines()
+        lines = lines or [f"it ended with status {child.returncode} and said nothing"]
+        return next((line for line in reversed(lines) if line.startswith("done")), lines[-1])
 
     def end(self) -> None:
         """Ask all processes to end; their threads return when they have."""

@@ -78,12 +78,12 @@ ENGINES = {"process": ["simulate"], "flower": ["simulate", "--engine", "flower"]
 class PlannedRun:
     """One run of a study: settings, seed included, and the number of clients.
 
-    `here` has what this machine adds, such as the folder of the data: the run is the same with it.
+    `overrides` has what this machine adds, such as the data's folder: the run is the same with it.
     """
 
     settings: tuple[tuple[str, Scalar], ...]
     num_clients: int
-    here: tuple[tuple[str, Scalar], ...] = field(default=(), compare=False)
+    overrides: tuple[tuple[str, Scalar], ...] = field(default=(), compare=False)
 
     @cached_property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class PlannedRun:
     def command(self, folder: Path, engine: str) -> list[str]:
         """Build the command that a person would type to run this alone, without a report."""
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
-        settings |= dict(self.settings) | dict(self.here)
+        settings |= dict(self.settings) | dict(self.overrides)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
         return [sys.executable, "-m", "ravan_flwr", *ENGINES[engine], *as_key_values(settings)]
 
@@ -103,16 +103,16 @@ class PlannedRun:
 
     def directory(self, study: Path) -> Path | None:
         """Find the run's directory, if it is done with the settings as they resolve today."""
-        found = sorted(self.folder(study).glob("*/summary.json"))
-        if not found:
+        summaries = sorted(self.folder(study).glob("*/summary.json"))
+        if not summaries:
             return None
-        recorded = RunDirectory(found[-1].parent).read_config()
+        recorded = RunDirectory(summaries[-1].parent).read_config()
         if not self.resolved["data"]["labels"]:  # the run has found them in its data
             recorded["data"] = {**recorded["data"], "labels": []}
         # A run's own has how many clients there were, which `num_clients` says here.
-        compared = self.resolved.keys() - dict(self.here).keys() - {"num-clients"}
+        compared = self.resolved.keys() - dict(self.overrides).keys() - {"num-clients"}
         same = all(recorded.get(key) == self.resolved[key] for key in compared)
-        return found[-1].parent if same else None
+        return summaries[-1].parent if same else None
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class PlannedRun:
     @property
     def num_rounds(self) -> int:
         """Return how many rounds it takes."""
-        given = dict(self.settings).get("num-rounds")
-        return given if type(given) is int else int(self.resolved["num-rounds"])
+        rounds = dict(self.settings).get("num-rounds")
+        return rounds if type(rounds) is int else int(self.resolved["num-rounds"])
 
     def __str__(self) -> str:
         """Write the settings as a person types them."""
@@ -181,18 +181,18 @@ class Row:
     grid: Grid | None = None  # to choose from; None: the settings say the rate
     chosen_as: "Row | None" = None  # the row of another table whose rate it takes
     run_as_good: bool = False  # with the rates that are as good as the best, too?
-    here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
+    overrides: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float, rung: Rung) -> list[PlannedRun]:
         """List the runs that measure how good a rate is, one a seed."""
         assert self.grid is not None
-        more: dict[str, Scalar] = {self.grid.key: rate}
+        changes: dict[str, Scalar] = {self.grid.key: rate}
         if self.grid.validation_share is not None:
-            more |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
-            more["eval-every"] = rung.rounds or self._num_rounds
+            changes |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
+            changes["eval-every"] = rung.rounds or self._num_rounds
         if rung.rounds is not None:
-            more["num-rounds"] = rung.rounds
-        return [self._run(more, seed) for seed in rung.seeds]
+            changes["num-rounds"] = rung.rounds
+        return [self._run(changes, seed) for seed in rung.seeds]
 
     def runs(self, rates: float | Mapping[int, float] | None = None) -> list[PlannedRun]:
         """List the runs of the table, one a seed, with that rate, its own, or the settings'."""
@@ -206,9 +206,9 @@ class Row:
     def _num_rounds(self) -> int:
         return read_config(own_preset(self.settings)).num_rounds
 
-    def _run(self, more: dict[str, Scalar], seed: int) -> PlannedRun:
-        settings = self.settings | more | {"seed": seed}
-        return PlannedRun(tuple(settings.items()), self.num_clients, tuple(self.here.items()))
+    def _run(self, changes: dict[str, Scalar], seed: int) -> PlannedRun:
+        settings = self.settings | changes | {"seed": seed}
+        return PlannedRun(tuple(settings.items()), self.num_clients, tuple(self.overrides.items()))
 
 
 class Checked(BaseModel):
@@ -304,12 +304,12 @@ def _require(holds: object, wrong: str) -> None:
         raise ValueError(wrong)
 
 
-def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
+def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Study:
     """Read and check a study; every run's settings must be such as `simulate` takes.
 
-    `here` has settings of this machine for all runs, which change nothing in what they are.
+    `overrides` has settings of this machine for all runs, which change nothing in what they are.
     """
-    for key, value in (here or {}).items():
+    for key, value in (overrides or {}).items():
         _require(
             key in OF_A_MACHINE,
             f"study: got {key}={value}, expected {' or '.join(OF_A_MACHINE)}, which say where "
@@ -324,7 +324,7 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         _require(not twice, f"{where}: got seeds {twice} twice; expected each once")
     for table in content.tables:
-        tables.append(_TableReader(where, content, table, dict(here or {}), tables).read())
+        tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
     return Study(content.title, tables)
 
 
@@ -344,11 +344,11 @@ class _TableReader:
     """Reads one table of a study file; `earlier` are those above it."""
 
     def __init__(
-        self, where: str, study: _StudyFile, table: _TableOfFile, here: dict[str, Scalar],
+        self, where: str, study: _StudyFile, table: _TableOfFile, overrides: dict[str, Scalar],
         earlier: Sequence[Table],
     ) -> None:  # fmt: skip
         self.where, self.study, self.table = f"{where}: table {table.title!r}", study, table
-        self.here, self.earlier = here, earlier
+        self.overrides, self.earlier = overrides, earlier
         self.configs: dict[str, Config] = {}  # of the rows
 
     def _require(self, holds: object, wrong: str) -> None:
@@ -356,13 +356,13 @@ class _TableReader:
 
     def read(self) -> Table:
         """Read it, and check what it says."""
-        table, taken = self.table, {OVERVIEW, *(other.title for other in self.earlier)}
+        table, titles = self.table, {OVERVIEW, *(t.title for t in self.earlier)}
         self._require(
-            table.title not in taken,
+            table.title not in titles,
             f"its title is another's, or {OVERVIEW!r}, which in a page stands for all of them; "
             "expected one of its own; rename it",
         )
-        choosing = [other for other in self.earlier if not other.rates_of]
+        choosing = [t for t in self.earlier if not t.rates_of]
         lender = self._earlier("rates-of", table.rates_of, choosing)
         key, grid = (lender.chosen, lender.grid) if lender else self._grid()
         rows = {
@@ -375,8 +375,8 @@ class _TableReader:
             ("contrasts", table.contrasts), ("against", [against] if against else []),
         ):  # fmt: skip
             unknown = [name for name in names if name not in rows]
-            told = f"{what} {unknown} are no rows, expected some of {list(rows)}; correct them"
-            self._require(not unknown, told)
+            problem = f"{what} {unknown} are no rows, expected some of {list(rows)}; correct them"
+            self._require(not unknown, problem)
         self._check_choices(rows)
         self._check_measured_alike()
         for option in ("compare_last", "mean_of_last"):
@@ -423,16 +423,16 @@ class _TableReader:
         study, where = self.study, f"{self.where}: row {name!r}"
         settings = study.settings | self.table.settings | changes
         clients = settings.pop("num-clients", study.num_clients)
-        told = f"{where}: num-clients = {clients!r}: expected a whole number at least 1"
-        _require(type(clients) is int and clients >= 1, told)
+        problem = f"{where}: num-clients = {clients!r}: expected a whole number at least 1"
+        _require(type(clients) is int and clients >= 1, problem)
         grid = None if key in settings else grid
         value = grid.values[0] if grid else settings.get(key, KEYS[key].default)
         try:
-            self.configs[name] = read_config(own_preset(settings | self.here | {key: value}))
+            self.configs[name] = read_config(own_preset(settings | self.overrides | {key: value}))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         good, seeds = self.table.run_as_good, tuple(study.seeds)
-        return Row(settings, clients, seeds, grid, run_as_good=good, here=self.here)
+        return Row(settings, clients, seeds, grid, run_as_good=good, overrides=self.overrides)
 
     def _check_choices(self, rows: Mapping[str, Row]) -> None:
         """Refuse choices that need more seeds or rates than there are."""
@@ -456,44 +456,44 @@ class _TableReader:
 
     def _earlier(self, field: str, title: str, tables: Sequence[Table]) -> Table | None:
         """Find the earlier table that a field names, if it names one."""
-        known = {table.title: table for table in tables}
+        by_title = {table.title: table for table in tables}
         self._require(
-            not title or title in known,
-            f"{field} = {title!r}, expected an earlier table: one of {list(known)}; correct it",
+            not title or title in by_title,
+            f"{field} = {title!r}, expected an earlier table: one of {list(by_title)}; correct it",
         )
-        return known.get(title)
+        return by_title.get(title)
 
     def _taking(self, rows: Mapping[str, Row], lender: Table) -> dict[str, Row]:
         """Let the rows take the rates that are chosen for another table."""
         taking = {name: row for name, row in rows.items() if row.grid}
-        theirs = {name: row for name, row in lender.rows.items() if row.grid}
-        unknown = [name for name in taking if name not in theirs]
+        lender_rows = {name: row for name, row in lender.rows.items() if row.grid}
+        unknown = [name for name in taking if name not in lender_rows]
         self._require(
             not unknown,
             f"rates-of = {lender.title!r}: no rate is chosen there for rows {unknown}, expected "
             "one for each row without a learning-rate; rename the row, or set its rate",
         )
-        return {name: replace(row, chosen_as=theirs[name]) for name, row in taking.items()}
+        return {name: replace(row, chosen_as=lender_rows[name]) for name, row in taking.items()}
 
     def _change_from(self) -> Table | None:
         """Find the table with whose rows these are compared, if any."""
-        table, other = (
+        table, base = (
             self.table,
             self._earlier("change-from", self.table.change_from, self.earlier),
         )
-        if other:
-            mine, theirs = ((x.metric, x.mean_of_last) for x in (table, other))
+        if base:
+            measure, base_measure = ((x.metric, x.mean_of_last) for x in (table, base))
             self._require(
-                mine == theirs,
-                f"change-from = {other.title!r} has {theirs} where this table has {mine}, "
+                measure == base_measure,
+                f"change-from = {base.title!r} has {base_measure} where this table has {measure}, "
                 "expected one metric in both, of as many evaluations; correct it",
             )
             self._require(
-                {*self.configs} & other.rows.keys(),
-                f"change-from = {other.title!r} has rows {list(other.rows)}, expected some of "
+                {*self.configs} & base.rows.keys(),
+                f"change-from = {base.title!r} has rows {list(base.rows)}, expected some of "
                 f"{list(self.configs)}; rename a row",
             )
-        return other
+        return base
 
     def _check_measured_alike(self) -> None:
         """Refuse a row of a personalised method that cannot stand beside the others."""
@@ -524,12 +524,12 @@ class _TableReader:
         }
         few = f"equal-parameters has rows {list(numbers)}, expected at least two"
         self._require(len(numbers) > 1, few)
-        apart = 1 - min(numbers.values()) / max(numbers.values())
+        gap = 1 - min(numbers.values()) / max(numbers.values())
         listed = ", ".join(f"{name} {number:,}" for name, number in numbers.items())
         self._require(
-            apart <= TOLERANCE,
+            gap <= TOLERANCE,
             f"it calls its rows equal, but the parameters that they train differ by "
-            f"{100 * apart:.1f} % ({listed}), expected at most {100 * TOLERANCE:.0f} %; change "
+            f"{100 * gap:.1f} % ({listed}), expected at most {100 * TOLERANCE:.0f} %; change "
             "lora-rank, heads or rank, name references, or take equal-parameters away",
         )
 

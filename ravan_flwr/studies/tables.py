@@ -53,7 +53,7 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
     write_atomically(folder / "results.md", text.encode())
     write_atomically(folder / "results.csv", rows_as_csv(study, results).encode())
     write_atomically(folder / "rates.csv", rates_as_csv(study, results).encode())
-    for chart in (chart for drawn in pictures.values() for chart in drawn):
+    for chart in (chart for group in pictures.values() for chart in group):
         chart.write(folder)
 
 
@@ -62,8 +62,8 @@ def markdown(
 ) -> str:
     """Write the tables for people."""
     shown = {
-        title: [f"![{chart.about}]({chart.name}.png)" for chart in drawn]
-        for title, drawn in (pictures or {}).items()
+        title: [f"![{chart.about}]({chart.name}.png)" for chart in group]
+        for title, group in (pictures or {}).items()
     }
     text = [f"# {study.title}", ""]
     if study.tables_share_rows:
@@ -88,8 +88,8 @@ def table_lines(table: Table, results: Results) -> list[str]:
         return ["No run of this table is done yet."]
     what = table.chosen_in_words
     text = _table(_cells(table, lines, line) for line in lines) if lines else []
-    if lines and (told := sentence(table, lines)):
-        text += ["", told]
+    if lines and (comparison := sentence(table, lines)):
+        text += ["", comparison]
     if without:
         rows = ", ".join(f"{name} ({runs})" for name, runs in without.items())
         text += ["", f"Without a time, since runs ended before they reached the target: {rows}."]
@@ -103,16 +103,16 @@ def table_lines(table: Table, results: Results) -> list[str]:
 def _table(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """Write rows, each by the heads of its columns, as a table of Markdown."""
     cells = [dict(row) for row in rows]
-    found = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
+    table = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
     return [
-        f"| {' | '.join(' '.join(x.split()).replace('|', '/') for x in one)} |" for one in found
+        f"| {' | '.join(' '.join(x.split()).replace('|', '/') for x in row)} |" for row in table
     ]
 
 
 def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     """Write a row for people, by the heads of its columns."""
-    paired = any(one.standing for one in lines)
-    chosen = any(one.choice for one in lines)
+    paired = any(row.standing for row in lines)
+    chosen = any(row.choice for row in lines)
     unit = ", s" if line.metric == TIME else "" if line.metric in NO_FRACTIONS else ", %"
     metric = line.metric + unit
     metric += f", mean of the last {table.mean_of_last}" if table.mean_of_last else ""
@@ -121,9 +121,9 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         paper = table.paper.get(line.row)
         cells["paper, %"] = "-" if paper is None else f"{paper:.1f}"
     if paired:
-        cells[f"to {table.against}"] = _signed(line.metric, line.apart)
+        cells[f"to {table.against}"] = _signed(line.metric, line.difference)
     elif not table.change_from:
-        cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
+        cells["by seed"] = " ".join(as_text(line.metric, value) for value in line.values.values())
     if table.contrasts:
         cells["p, Holm"] = "-" if line.p_holm is None else f"{line.p_holm:.2g}"
     if table.compare_last:
@@ -135,7 +135,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     if chosen and not of_rate:
         cells[table.chosen_in_words] = _chosen(line) if line.choice else "-"
     if chosen:
-        cells["as good"] = _others(line)
+        cells["as good"] = _alternatives(line)
         cells["runs"] = str(line.choice.runs) if line.choice else "-"
     return cells | {
         "rank": str(line.first.rank or "-"),
@@ -150,15 +150,15 @@ def _value(line: Line) -> str:
     """Write the mean and its interval, and how many seeds are done if some are not."""
     text = with_interval(line.metric, line.interval)
     text = f"**{text}**" if line.best else text
-    done = len(line.values)
-    return text if done == line.seeds else f"{text} ({done} of {line.seeds} seeds)"
+    num_seeds = len(line.values)
+    return text if num_seeds == line.seeds else f"{text} ({num_seeds} of {line.seeds} seeds)"
 
 
-def _signed(metric: str, apart: Interval | None) -> str:
+def _signed(metric: str, difference: Interval | None) -> str:
     """Write a difference with its sign."""
-    if apart is None:
+    if difference is None:
         return "-"
-    return ("+" if apart.mean > 0 else "") + with_interval(metric, apart)
+    return ("+" if difference.mean > 0 else "") + with_interval(metric, difference)
 
 
 def _chosen(line: Line) -> str:
@@ -167,39 +167,39 @@ def _chosen(line: Line) -> str:
         return f"{line.first.learning_rate:g}"
     text = f"{choice.rate:g}"
     if choice.by_seed:
-        taken = [choice.by_seed[seed] for seed in line.values]
-        text = " ".join(f"{taken.count(rate)}×{rate:g}" for rate in sorted(set(taken)))
+        rates = [choice.by_seed[seed] for seed in line.values]
+        text = " ".join(f"{rates.count(rate)}×{rate:g}" for rate in sorted(set(rates)))
     return text + (" (open)" if choice.open else " (edge)" if choice.at_the_edge else "")
 
 
-def _others(line: Line) -> str:
+def _alternatives(line: Line) -> str:
     """List the rates that are as good, with what they change; with too few seeds nobody knows."""
     if line.choice is None:
         return "-"
     if line.choice.seeds < LEAST:
         return "unknown"
-    told = [f"{rate:g}" for rate in line.choice.others]
+    texts = [f"{rate:g}" for rate in line.choice.alternatives]
     if line.as_good:
-        told = [f"{rate:g}: {_signed(line.metric, line.moved(rate))}" for rate in line.as_good]
-    return (", " if line.as_good else " ").join(told) or "-"
+        texts = [f"{rate:g}: {_signed(line.metric, line.moved(rate))}" for rate in line.as_good]
+    return (", " if line.as_good else " ").join(texts) or "-"
 
 
-def with_interval(metric: str, found: Interval) -> str:
+def with_interval(metric: str, estimate: Interval) -> str:
     """Write a mean, and how far its interval reaches."""
-    text = told(metric, found.mean)
-    return text if found.half is None else f"{text} ± {told(metric, found.half)}"
+    text = as_text(metric, estimate.mean)
+    return text if estimate.half is None else f"{text} ± {as_text(metric, estimate.half)}"
 
 
-def told(metric: str, value: float) -> str:
+def as_text(metric: str, value: float) -> str:
     """Write a metric: shares of 1 in percent, others as they are."""
     return f"{value:.3f}" if metric in NO_FRACTIONS else f"{100 * value:.1f}"
 
 
 def overview_lines(study: Study, results: Results) -> list[str]:
     """Write the first number of every row of every table, and what it changed from another."""
-    found = {t.title: {x.row: x for x in lines_of(t, results)} for t in study.tables}
-    found = {title: lines for title, lines in found.items() if lines}
-    if not found:
+    tables = {t.title: {x.row: x for x in lines_of(t, results)} for t in study.tables}
+    tables = {title: lines for title, lines in tables.items() if lines}
+    if not tables:
         return ["No run of this study is done yet."]
 
     def cell(line: Line | None) -> str:
@@ -207,9 +207,9 @@ def overview_lines(study: Study, results: Results) -> list[str]:
             return "-"
         return _value(line) + (f"; {_signed(line.metric, line.change)}" if line.change else "")
 
-    names = dict.fromkeys(name for lines in found.values() for name in lines)
+    names = dict.fromkeys(name for lines in tables.values() for name in lines)
     return _table(
-        {"": name} | {title: cell(lines.get(name)) for title, lines in found.items()}
+        {"": name} | {title: cell(lines.get(name)) for title, lines in tables.items()}
         for name in names
     )
 
@@ -230,11 +230,11 @@ def rates_lines(table: Table, results: Results) -> list[str]:
         return mark + with_interval(score.metric, interval(score.values)) + mark
 
     return _table(
-        {"": _name(name, one)}
-        | {f"{rate:g}": cell(choice, one, rate) for rate in rates}
-        | {"runs": f"{len(one.rates) * len(one.rung.seeds)}{' (open)' * choice.open}"}
+        {"": _name(name, measured)}
+        | {f"{rate:g}": cell(choice, measured, rate) for rate in rates}
+        | {"runs": f"{len(measured.rates) * len(measured.rung.seeds)}{' (open)' * choice.open}"}
         for name, choice in choices.items()
-        for one in choice.rungs
+        for measured in choice.rungs
     )
 
 
@@ -256,9 +256,9 @@ def _values(line: Line, *, contrasts: bool) -> dict[str, object]:
     """Give a row's values by their columns."""
     first, choice, table = line.first, line.choice, line.table
     values = list(line.values.values())
-    taken: object = choice and choice.rate
+    rate: object = choice and choice.rate
     if choice and choice.by_seed:
-        taken = _words(choice.by_seed.values())
+        rate = _words(choice.by_seed.values())
     cells: dict[str, object] = {
         "table": table.title,
         "row": line.row,
@@ -277,12 +277,12 @@ def _values(line: Line, *, contrasts: bool) -> dict[str, object]:
         "interval": line.interval.half,
         "seeds": _words(line.values),
         "against": table.against,
-        **_ends("difference", line.apart),
+        **_ends("difference", line.difference),
         **_ends("change", line.change),
         "best": line.best,
         "client-seconds": line.client_seconds,
         "key": table.chosen if choice else None,
-        "rate": taken,
+        "rate": rate,
         "tried": _words(choice.tried) if choice else None,
         "as-good": _words(choice.within_noise) if choice else None,
         "runs": choice.runs if choice else None,
@@ -292,25 +292,25 @@ def _values(line: Line, *, contrasts: bool) -> dict[str, object]:
         **_ends("late", line.late),
     }
     if contrasts:
-        cells |= {"p": line.apart.p if line.apart else None, "p-holm": line.p_holm}
+        cells |= {"p": line.difference.p if line.difference else None, "p-holm": line.p_holm}
     return cells
 
 
-def _ends(name: str, found: Interval | None) -> dict[str, object]:
+def _ends(name: str, estimate: Interval | None) -> dict[str, object]:
     """Give a difference and its interval by the columns of that name."""
     mean = "late-difference" if name == "late" else name
-    return {mean: found and found.mean, f"{name}-interval": found and found.half}
+    return {mean: estimate and estimate.mean, f"{name}-interval": estimate and estimate.half}
 
 
 def rates_as_csv(study: Study, results: Results) -> str:
     """Write what each learning rate has reached on held-back examples, with each seed."""
     rows = [
-        (table.title, _name(row, one), table.chosen, rate, seed, score.metric, value)
+        (table.title, _name(row, measured), table.chosen, rate, seed, score.metric, value)
         for table in study.tables
         for row, choice in choices_of(table, results).items()
-        for one in choice.rungs
-        for rate, score in sorted(one.scores.items())
-        for seed, value in zip(one.rung.seeds, score.values, strict=True)
+        for measured in choice.rungs
+        for rate, score in sorted(measured.scores.items())
+        for seed, value in zip(measured.rung.seeds, score.values, strict=True)
     ]
     columns = ["table", "row", "key", "rate", "seed", "metric", "value"]
     return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))
@@ -366,10 +366,10 @@ class Page:
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
         shown = {title.removeprefix(_RATES) for *_, title in self._places(text)}
-        drawn = [charts(x, results) for x in self.study.tables if x.title in shown]
+        groups = [charts(x, results) for x in self.study.tables if x.title in shown]
         if OVERVIEW in shown:
-            drawn.append(overview_charts(self.study, results))
-        for chart in (chart for charts_of in drawn for chart in charts_of):
+            groups.append(overview_charts(self.study, results))
+        for chart in (chart for charts_of in groups for chart in charts_of):
             replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
         write_atomically(self.path, self.written(text, results).encode())
 
@@ -397,12 +397,12 @@ class Page:
             if mark is None or mark["name"] != self.name:
                 continue
             if after is None or after["name"]:
-                where, got = (after or mark), after[0] if after else "the end of the page"
-                raise self._wrong(text, where, got, f"{_END!r} before it")
+                where, value = (after or mark), after[0] if after else "the end of the page"
+                raise self._wrong(text, where, value, f"{_END!r} before it")
             if mark["title"].removeprefix(_RATES) not in (*titles, OVERVIEW):
-                known = [*titles, OVERVIEW]
+                choices = [*titles, OVERVIEW]
                 raise self._wrong(
-                    text, mark, mark["title"], f"a table of the study: one of {known}"
+                    text, mark, mark["title"], f"a table of the study: one of {choices}"
                 )
             places.append((mark.end(), after.start(), mark["title"]))
         if not places:
@@ -412,8 +412,8 @@ class Page:
             )
         return places
 
-    def _wrong(self, text: str, mark: re.Match[str], got: str, expected: str) -> ValueError:
+    def _wrong(self, text: str, mark: re.Match[str], value: str, expected: str) -> ValueError:
         line = text.count("\n", 0, mark.start()) + 1
         return ValueError(
-            f"--page {self.path}: line {line}: got {got!r}, expected {expected}; correct the page"
+            f"--page {self.path}: line {line}: got {value!r}, expected {expected}; correct the page"
         )

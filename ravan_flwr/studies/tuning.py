@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Tuning:
     """Hold what is tuned: the settings of every run, and the row that chooses."""
 
-    given: dict[str, Scalar]  # what the person gave
+    request: dict[str, Scalar]  # what the person gave
     preset: Path  # its file
     config: Config  # as the settings resolve
     row: Row
@@ -62,7 +62,7 @@ class Tuning:
     def describe(self) -> str:
         """Tell a person what will be run."""
         config, grid = self.config, self.grid
-        more = "; more where the best is the largest or smallest" if grid.extensions else ""
+        extension = "; more where the best is the largest or smallest" if grid.extensions else ""
         runs = [len(rung.seeds) * (rung.rates or len(grid.values)) for rung in grid.rungs]
         rounds = sum(n * (rung.rounds or 0) for n, rung in zip(runs, grid.rungs, strict=True))
         return "\n".join(
@@ -70,7 +70,7 @@ class Tuning:
                 f"learning rate of {config.method} in preset {config.preset}, "
                 f"{count(self.row.num_clients, 'client')}, on their validation splits of "
                 f"{100 * config.validation_share:g} %",
-                f"rates: {' '.join(f'{rate:g}' for rate in grid.values)}{more}",
+                f"rates: {' '.join(f'{rate:g}' for rate in grid.values)}{extension}",
                 *(
                     f"  {count(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
                     for rung in grid.rungs
@@ -81,20 +81,20 @@ class Tuning:
 
 
 def plan_tuning(
-    given: Mapping[str, Scalar],
+    request: Mapping[str, Scalar],
     num_clients: int | None = None,
     rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
-    if taken := {key: value for key, value in given.items() if key in OWN}:
+    if conflicts := {key: value for key, value in request.items() if key in OWN}:
         raise ValueError(
-            f"tune: got {' '.join(as_key_values(taken))}, expected settings other than "
+            f"tune: got {' '.join(as_key_values(conflicts))}, expected settings other than "
             f"{', '.join(OWN)}, which it sets itself; leave it out, or name rates to try with "
             "--rates and a folder with --output"
         )
     own: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
-    settings = own_preset({"preset": "digits-vit", "method": "ravan", **own, **given})
+    settings = own_preset({"preset": "digits-vit", "method": "ravan", **own, **request})
     if seeds and "seed" in settings:
         raise ValueError(
             f"--seeds: got seed={settings['seed']} beside it, expected one of them; leave one out"
@@ -115,7 +115,7 @@ def plan_tuning(
         0 if rates else EXTENSIONS, config.validation_share,
     )  # fmt: skip
     row = Row(settings, number_of_clients(config, num_clients), (), grid)
-    return Tuning(dict(given), preset_file(cast(str, settings["preset"])), config, row, grid)
+    return Tuning(dict(request), preset_file(cast(str, settings["preset"])), config, row, grid)
 
 
 def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
@@ -173,16 +173,16 @@ def summary(choice: RateChoice) -> str:
     rate, scores = cast(float, choice.rate), choice.scores
     best = scores[rate]
     text = [f"learning rate {rate:g}: {best.metric} {best} ({_length(choice.rungs[-1].rung)})"]
-    for other in sorted(set(scores) - {rate}):
-        noise = "within noise of it" if other in choice.others else "worse by more than noise"
-        text.append(f"  {other:g}: {scores[other]}, {noise}")
+    for value in sorted(set(scores) - {rate}):
+        noise = "within noise of it" if value in choice.alternatives else "worse by more than noise"
+        text.append(f"  {value:g}: {scores[value]}, {noise}")
     if choice.at_the_edge:
-        tried = ", ".join(f"{one:g}" for one in choice.tried)
+        tried = ", ".join(f"{value:g}" for value in choice.tried)
         text.append(
             f"  it is the last of the rates tried ({tried}): a better one may lie beyond; name "
             "others with --rates"
         )
-    if any(rate not in one.scores for one in choice.rungs for rate in one.rates):
+    if any(rate not in measured.scores for measured in choice.rungs for rate in measured.rates):
         text.append("  some runs failed; results.md says why")
     return "\n".join(text)
 
@@ -190,19 +190,19 @@ def summary(choice: RateChoice) -> str:
 def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
     """Write the rate into the preset's file; return what was done, for people."""
     path, rate, method = tuning.preset, cast(float, choice.rate), tuning.config.method
-    told = notes(tuning, choice)
-    other = as_key_values({key: tuning.given[key] for key in _OTHER if key in tuning.given})
+    comments = notes(tuning, choice)
+    changes = as_key_values({key: tuning.request[key] for key in _OTHER if key in tuning.request})
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if not write:
             why = "--no-write"
-        elif other:
-            why = f"the rate was chosen with {' '.join(other)}, which the preset does not have"
+        elif changes:
+            why = f"the rate was chosen with {' '.join(changes)}, which the preset does not have"
         elif not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             why = "the file is read-only"
         else:
             place = path.resolve()
-            edited = with_rate(place.read_bytes().decode("utf-8"), method, rate, told)
+            edited = with_rate(place.read_bytes().decode("utf-8"), method, rate, comments)
             write_atomically(place, edited.encode())
             place.chmod(mode)
             return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
@@ -213,7 +213,7 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             f"not written to {path}: {why}. Give {RATE}={rate:g}, or write in a preset of your "
             "own:",
             f"{RATE}:",
-            *(f"  # tune of {method}: {note}" for note in told),
+            *(f"  # tune of {method}: {note}" for note in comments),
             f"  {method}: {as_written(rate)}",
         ]
     )
@@ -222,18 +222,18 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
 def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
     """Write what the rate was chosen from, for the comment above it."""
     score = choice.scores[cast(float, choice.rate)]
-    shown = {k: v for k, v in tuning.given.items() if k not in ("preset", "method", "seed")}
-    given = f", with {' '.join(as_key_values(shown))}" if shown else ""
+    shown = {k: v for k, v in tuning.request.items() if k not in ("preset", "method", "seed")}
+    suffix = f", with {' '.join(as_key_values(shown))}" if shown else ""
     version = importlib.metadata.version("ravan-flwr")
     today = datetime.now().astimezone().date().isoformat()
     seeds = " ".join(map(str, choice.rungs[-1].rung.seeds))
-    told = [
+    lines = [
         f"{score.metric} {score} on the validation splits of "
         f"{count(tuning.row.num_clients, 'client')}, seeds {seeds}, "
-        f"{count(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
+        f"{count(choice.rungs[-1].rung.rounds or 0, 'round')}{suffix}",
         f"tried {' '.join(f'{rate:g}' for rate in choice.tried)}; ravan-flwr {version}, {today}",
     ]
-    return [" ".join(line.split()) for line in told]
+    return [" ".join(line.split()) for line in lines]
 
 
 def _length(rung: Rung) -> str:
@@ -247,10 +247,10 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     ValueError, which says why, where that cannot be done in this file.
     """
     expected = _loaded(text)
-    found = expected.get(RATE) or {}
-    if not isinstance(found, dict) or any(isinstance(one, dict) for one in found.values()):
+    rates = expected.get(RATE) or {}
+    if not isinstance(rates, dict) or any(isinstance(value, dict) for value in rates.values()):
         raise ValueError(f"it has a {RATE} by other keys, and keeps its numbers")
-    expected[RATE] = found | {method: rate}
+    expected[RATE] = rates | {method: rate}
     edited = _edited(text, method, as_written(rate), notes)
     try:
         if _loaded(edited) == expected:
@@ -286,22 +286,22 @@ def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end)
     root: Any = yaml.compose(text)
-    found = {key.value: (key, value) for key, value in root.value}
-    if RATE not in found:
+    entries = {key.value: (key, value) for key, value in root.value}
+    if RATE not in entries:
         lines.append(f"{RATE}:")
-    key, block = found.get(RATE, (None, None))
-    at, indent, rest = (key.start_mark.line + 1 if key else len(lines)), "  ", ""
+    key, block = entries.get(RATE, (None, None))
+    at, indent, tail = (key.start_mark.line + 1 if key else len(lines)), "  ", ""
     rates = block.value if isinstance(block, yaml.MappingNode) else []
     if not rates:
         lines[at - 1] = lines[at - 1].replace("{}", "", 1)
     for name, value in rates:
         indent = " " * name.start_mark.column
         if name.value == method:
-            at, rest = name.start_mark.line, lines[value.end_mark.line][value.end_mark.column :]
+            at, tail = name.start_mark.line, lines[value.end_mark.line][value.end_mark.column :]
             del lines[at : value.end_mark.line + 1]
     note = f"# tune of {method}: "
     while lines[at - 1].lstrip().startswith(note):
         at -= 1
         del lines[at]
-    own = [indent + one for one in (*(note + told for told in notes), f"{method}: {rate}{rest}")]
+    own = [indent + x for x in (*(note + line for line in notes), f"{method}: {rate}{tail}")]
     return end.join([*lines[:at], *own, *lines[at:], ""])

@@ -59,11 +59,11 @@ def test_intervals_and_differences_are_scipys(tmp_path, random_values):
         to_best = stats.ttest_rel(mine, random_values[best])
         assert line.best == (line.row == best or to_best.pvalue > 0.05)
         if line.row == "ravan":
-            assert line.apart is None
+            assert line.difference is None
             continue
         to_ravan = stats.ttest_rel(mine, random_values["ravan"])
         low, high = to_ravan.confidence_interval(0.95)
-        assert ends(line.apart) == pytest.approx((low, high))
+        assert ends(line.difference) == pytest.approx((low, high))
         assert line.standing == ("better" if low > 0 else "worse" if high < 0 else "alike")
 
 
@@ -218,7 +218,7 @@ def test_seeds_that_lack_are_told_and_pairs_are_of_those_that_both_have(tmp_path
     fill(study, results, value_of)
     (line,) = [line for line in lines_of(study.tables[0], results) if line.row == "fedit"]
     theirs = stats.ttest_rel(random_values["fedit"][:4], random_values["ravan"][:4])
-    assert ends(line.apart)[1] == pytest.approx(theirs.confidence_interval(0.95).high)
+    assert ends(line.difference)[1] == pytest.approx(theirs.confidence_interval(0.95).high)
     assert " (4 of 5 seeds) |" in markdown(study, results)
 
 

@@ -435,7 +435,7 @@ def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
     assert sorted(seen) == ["GPU-000aaaa-bbbb", "GPU-111aaaa-bbbb"]
     # A run that names its GPU has to see it.
     seen.clear()
-    running.run_study(file, tmp_path / "others", jobs=2, here={"device": "cuda:1"})
+    running.run_study(file, tmp_path / "others", jobs=2, overrides={"device": "cuda:1"})
     assert seen == [None, None]
 
 
