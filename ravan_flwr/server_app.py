@@ -126,7 +126,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         if back_to is None and is_to_be_delivered(directory, config, start):
             _deliver_again(grid, bench, config, directory, start)
             return
-        report_if_finished(start.done or 0, config.num_rounds, directory.path)
+        report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
         report_settings_without_effect(context.run_config, config, grid)
@@ -168,12 +168,12 @@ def _hold_rounds(
     watching: Callbacks,
 ) -> None:  # fmt: skip
     """Let the strategy hold the rounds; write summary, result and report."""
-    if start.done is None:
+    if start.last_round is None:
         directory.write_json("config.json", config.as_dict())
     metric, budget = bench.task.metric, kind_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, bench, start, privacy=privacy)
-    strategy.registry.owners.update({} if start.done is None else directory.read_owners())
+    strategy.registry.owners.update({} if start.last_round is None else directory.read_owners())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
         as progress,
@@ -199,7 +199,7 @@ def _hold_rounds(
     recorder.drop_later_rounds()  # where there was no further round
     summary = summary_of(bench, config, strategy.records, len(strategy.registry.members))
     if strategy.privacy is not None:
-        summary.update(cast(Summary, strategy.privacy.told()))
+        summary.update(cast(Summary, strategy.privacy.as_record()))
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)

@@ -46,8 +46,8 @@ class AccountBook:
     @property
     def entries(self) -> list[Entry]:
         """Return the last entry of each place: either may have missed some that the other has."""
-        kept = self._state.get(EXAMPLES)
-        entries: list[Entry] = [kept] if isinstance(kept, ConfigRecord) else []
+        record = self._state.get(EXAMPLES)
+        entries: list[Entry] = [record] if isinstance(record, ConfigRecord) else []
         if self._file is not None:
             self._file.seek(0)
             entries += _last_of(self._file.read().splitlines())
@@ -112,7 +112,7 @@ class ExampleAccount:
         for entry in book.entries:
             try:
                 parts = [entry[name] for name in ("multipliers", "rates", "numbers")]
-                releases = tuple(Releases(*one) for one in zip(*parts, strict=True))
+                releases = tuple(Releases(*row) for row in zip(*parts, strict=True))
                 rounds = entry["rounds"]
                 sound = all(z >= LEAST and 0 < q <= 1 <= n for z, q, n in releases)
                 if not sound or {type(n) for n in (rounds, *parts[2])} != {int} or rounds < 1:
@@ -127,12 +127,12 @@ class ExampleAccount:
         multipliers, rates, numbers = map(list, zip(*self.releases, strict=True))
         book.enter(rounds=self.rounds, multipliers=multipliers, rates=rates, numbers=numbers)
 
-    def after(self, rounds: int, each: Releases) -> "ExampleAccount":
+    def after(self, rounds: int, per_round: Releases) -> "ExampleAccount":
         """Return the account with so many further rounds of that many releases each."""
-        numbers = {(one.multiplier, one.rate): one.number for one in self.releases}
-        kind = each.multiplier, each.rate
+        numbers = {(release.multiplier, release.rate): release.number for release in self.releases}
+        kind = per_round.multiplier, per_round.rate
         if rounds:
-            numbers[kind] = numbers.get(kind, 0) + each.number * rounds
+            numbers[kind] = numbers.get(kind, 0) + per_round.number * rounds
         releases = tuple(Releases(*kind, number) for kind, number in numbers.items())
         return ExampleAccount(self.rounds + rounds, releases)
 
@@ -156,26 +156,26 @@ def take_part(
             f"noise-multiplier = {multiplier!r} in the message: expected {LEAST:g} or more; start "
             "server and clients with one version"
         )
-    told = message.get("earlier-rounds")
-    if type(told) is not int or not 0 <= told <= MOST_ROUNDS:
+    past = message.get("earlier-rounds")
+    if type(past) is not int or not 0 <= past <= MOST_ROUNDS:
         raise ValueError(
-            f"earlier-rounds = {told!r} in the message: expected a number of rounds, {MOST_ROUNDS} "
+            f"earlier-rounds = {past!r} in the message: expected a number of rounds, {MOST_ROUNDS} "
             "at most; start server and clients with one version"
         )
-    each = Releases(multiplier, rate, config.local_steps or 0)
+    per_round = Releases(multiplier, rate, config.local_steps or 0)
     with opened_book(state, mark, partition) as book:
         account = ExampleAccount.of(book)
-        missing = max(0, told - account.rounds)
+        missing = max(0, past - account.rounds)
         if missing:
             # In one process the record says it of all of them (`recounted`).
             log.log(
                 INFO if is_on_a_device() else DEBUG,
                 "this client's account has %d rounds, and the server has asked it in %d: it counts "
                 "all of these, as after a restart or in a resumed run",
-                *(account.rounds, told),
+                *(account.rounds, past),
             )
-        account = account.after(missing, each)
-        after, most = account.after(1, each), config.epsilon
+        account = account.after(missing, per_round)
+        after, most = account.after(1, per_round), config.epsilon
         if most is not None and (then := epsilon_of_all(after.releases, config.delta)) > most:
             now = epsilon_of_all(account.releases, config.delta)
             raise SpentError(

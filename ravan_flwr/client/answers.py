@@ -22,7 +22,7 @@ from ravan_flwr.client.secure_part import node_keys
 from ravan_flwr.config.node_config import limit_of
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
+from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
@@ -142,11 +142,11 @@ def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
         change = change_of(method, result.upload, client.broadcast)
         sparse = sparsify(change, client.sparsity[1], change.keys())
     upload = encode(sparse, client.wire, client.turn.generator("wire up"))
-    told = client.told
+    values = client.upload_metrics
     if client.config.privacy == "none":
-        told |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
-        told |= {"skipped-steps": result.skipped} if result.skipped else {}
-    metrics = MetricRecord(told)
+        values |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
+        values |= {"skipped-steps": result.skipped} if result.skipped else {}
+    metrics = MetricRecord(values)
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 
 
@@ -172,7 +172,7 @@ def _evaluate(client: ClientRequest) -> RecordDict:
 def keep_delivered(client: ClientRequest) -> RecordDict:
     """Keep the run's result; whatever prevents that is told, and costs nothing else."""
     try:
-        told = _keep(client)
+        reply = _keep(client)
     except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
         place = client.node.result_path or "(no result-path)"
         log.warning("the run's result is not kept in %s: %s", place, error)
@@ -180,8 +180,8 @@ def keep_delivered(client: ClientRequest) -> RecordDict:
         if isinstance(error, OSError):  # the server is told no paths of a device
             reason = error.strerror or type(error).__name__
             why = f"its result-path cannot be written to: {reason}"
-        told = not_kept(why)
-    return RecordDict({"kept": ConfigRecord(told)})
+        reply = refusal(why)
+    return RecordDict({"kept": ConfigRecord(reply)})
 
 
 def _keep(client: ClientRequest) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _keep(client: ClientRequest) -> dict[str, Any]:
         )
     place, writer = Path(node.result_path), str(node.partition_id)
     form = node.result_form
-    return kept(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
+    return confirmation(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
 
 
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {

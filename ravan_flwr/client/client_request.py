@@ -150,12 +150,12 @@ class ClientRequest:
         return run_mark(self.config, self.context.run_id)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def upload_metrics(self) -> dict[str, Any]:
         """Say what every upload tells of itself, and how long it has taken if that may be told."""
-        told = {"round": self.round, "derived": self.bench.model.derived}
+        metrics = {"round": self.round, "derived": self.bench.model.derived}
         if self.config.privacy == "example":  # seconds would tell of the examples
-            return told
-        return told | {"seconds": time.perf_counter() - self.started}
+            return metrics
+        return metrics | {"seconds": time.perf_counter() - self.started}
 
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""
@@ -164,18 +164,18 @@ class ClientRequest:
 
     def take_fixed(self) -> None:
         """Load the fixed tensors: sent once, then kept in this node's state for the run."""
-        wanted = str(self.content.config_records["config"].get("fixed-hash", ""))
-        if not wanted:
+        digest = str(self.content.config_records["config"].get("fixed-hash", ""))
+        if not digest:
             return
         state = self.context.state
         if FIXED in self.content:
             state[FIXED] = self.content.array_records[FIXED]
         if FIXED not in state:
             raise ValueError(
-                f"this node does not have the fixed tensors {wanted}: it was started again since "
+                f"this node does not have the fixed tensors {digest}: it was started again since "
                 "they were sent; the server sends them once more in its next round"
             )
-        self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)
+        self.bench.model.load_fixed(from_record(state.array_records[FIXED]), digest)
 
 
 # A client's own part of the model lies in its node's state, which is of one run alone

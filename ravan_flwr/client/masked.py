@@ -44,7 +44,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
     with secure_part(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     arrays = to_pieces({"masked": masked})
-    return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.told)})
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.upload_metrics)})
 
 
 def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:

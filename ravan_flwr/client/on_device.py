@@ -108,11 +108,11 @@ def private_folder() -> Path:
 def _is_ours(folder: Path) -> bool:
     """Tell whether it is a folder, and no link to one, that this user alone can enter."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError:
         return False
-    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return stat.S_ISDIR(found.st_mode) and mine
+    is_private = info.st_uid == os.getuid() and not info.st_mode & 0o077
+    return stat.S_ISDIR(info.st_mode) and is_private
 
 
 def folder_of_sockets() -> Path:

@@ -27,10 +27,10 @@ def answer_once(kind: str, content: RecordDict, context: Context, partition: int
     if not is_on_a_device():
         return
     if kind in PHASES:
-        name, number = "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
+        name, number = "secure", len(PHASES) * _number_in(content, "round") + PHASES.index(kind)
     elif kind == "train" and context.run_config.get("privacy") == "example":
-        earlier = _whole(content, "earlier-rounds")
-        name, number = "private", max(_whole(context.state, "rounds", EXAMPLES), earlier) + 1
+        earlier = _number_in(content, "earlier-rounds")
+        name, number = "private", max(_number_in(context.state, "rounds", EXAMPLES), earlier) + 1
     else:
         return  # it may be asked again
     with locked_file(f"{context.run_id}-{partition}-{name}") as file:
@@ -45,19 +45,19 @@ def answer_once(kind: str, content: RecordDict, context: Context, partition: int
         append(file, b"\n%d\n" % number)
 
 
-def _whole(records: RecordDict, name: str, record: str = "config") -> int:
+def _number_in(records: RecordDict, name: str, record: str = "config") -> int:
     """Read a number of a record; 0 of one that whoever answers will refuse."""
-    found: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
-    value = found.get(name)
+    fields: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
+    value = fields.get(name)
     return value if type(value) is int and 0 <= value < 2**53 else 0
 
 
 def enforce_run_scope(message: Message, context: Context) -> None:
     """Forget what another run has left; ValueError if the message is of an earlier one."""
-    run, other = str(context.run_id), message.metadata.run_id
-    if other != context.run_id:
+    run, origin = str(context.run_id), message.metadata.run_id
+    if origin != context.run_id:
         raise ValueError(
-            f"got a message of run {other} while this node is in run {run} of the same series, "
+            f"got a message of run {origin} while this node is in run {run} of the same series, "
             "expected one run of a series after the other; start it again"
         )
     state = context.state

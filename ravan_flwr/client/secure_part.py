@@ -41,11 +41,11 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
     parts = read_pieces(pieces_in(content), names)
     try:
         with secure_part(context, node) as client:
-            told = phase(client, number, parts)
+            answer = phase(client, number, parts)
     except DistrustError as error:
         log.warning("this node takes no part in round %d: %s", number, error)
-        told = {DISTRUSTS: json.dumps(error.partitions).encode()}
-    return RecordDict({"arrays": to_pieces(told), "metrics": MetricRecord({"round": number})})
+        answer = {DISTRUSTS: json.dumps(error.partitions).encode()}
+    return RecordDict({"arrays": to_pieces(answer), "metrics": MetricRecord({"round": number})})
 
 
 def pieces_in(content: RecordDict) -> ArrayRecord:
@@ -69,8 +69,8 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
 
     Also after an error: a phase that failed is over.
     """
-    kept = context.state.config_records.get(SECURE, ConfigRecord())
-    state: State = json.loads(str(kept.get("state", "{}")), object_hook=_with_bytes)
+    record = context.state.config_records.get(SECURE, ConfigRecord())
+    state: State = json.loads(str(record.get("state", "{}")), object_hook=_with_bytes)
     keys = node_keys(node)
     try:
         yield SecureClient(state, context.run_id, node.partition_id, keys)
@@ -80,6 +80,6 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
         )
 
 
-def _with_bytes(found: dict[str, Any]) -> Any:
+def _with_bytes(data: dict[str, Any]) -> Any:
     """Read bytes where they were written, as {"hex": ...}."""
-    return bytes.fromhex(found["hex"]) if "hex" in found else found
+    return bytes.fromhex(data["hex"]) if "hex" in data else data

@@ -138,7 +138,7 @@ class Worker:
         self._path = path
         self._busy = threading.Lock()  # held where the asker is looked at, or exchanged
         self._asker: Connection | None = None
-        self._asked = time.monotonic()
+        self._idle_since = time.monotonic()
         self._run: int | None = None  # whose model and examples it has
         self._retired = False
 
@@ -185,7 +185,7 @@ class Worker:
 
     def _free(self) -> None:
         with self._busy:
-            self._asker, self._asked = None, time.monotonic()
+            self._asker, self._idle_since = None, time.monotonic()
 
     def _watch(self) -> None:
         """End the process when nobody wants it any more, whatever it is doing."""
@@ -195,7 +195,7 @@ class Worker:
             time.sleep(LOOK_SECONDS)
             with self._busy:
                 if self._asker is None:
-                    unwanted = time.monotonic() - self._asked > IDLE_SECONDS
+                    unwanted = time.monotonic() - self._idle_since > IDLE_SECONDS
                 else:
                     # Before the answer nothing but an end can be read.
                     unwanted = self._asker.poll()

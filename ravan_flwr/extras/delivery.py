@@ -54,15 +54,15 @@ def make_parcel(
     """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
     kept_back = {"delivered", "not-delivered", "run-id"}
     public = PUBLISHED if "epsilon" in summary else summary.keys() - kept_back
-    told = {k: v for k, v in summary.items() if k in public}
+    excerpt = {k: v for k, v in summary.items() if k in public}
     if shown is not None:
-        told["metrics"] = {**summary["metrics"], "final": shown}
+        excerpt["metrics"] = {**summary["metrics"], "final": shown}
     return Parcel(
         run=check_run_name(directory.path.name),
         run_id=summary.setdefault("run-id", new_run_id()),
         last_round=summary["rounds"],
         checksum=checksum(state),
-        summary=json.dumps(told),
+        summary=json.dumps(excerpt),
     )
 
 
@@ -99,14 +99,16 @@ class DeliverAtEnd(Callback):
         except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
             log.warning("the result was not delivered: %s. %s", error, LATER)
             missed = {ALL: plain(str(error))}
-        told = {name for name, reason in missed.items() if reason != AWAY}
-        before = {f"partition {one['partition-id']}": one for one in summary.get("delivered", ())}
-        have = {name: one for name, one in before.items() if name not in told} | have
-        earlier = {one["client"]: one["reason"] for one in summary.get("not-delivered", ())}
+        failures = {name for name, reason in missed.items() if reason != AWAY}
+        before = {
+            f"partition {entry['partition-id']}": entry for entry in summary.get("delivered", ())
+        }
+        have = {name: entry for name, entry in before.items() if name not in failures} | have
+        earlier = {entry["client"]: entry["reason"] for entry in summary.get("not-delivered", ())}
         missed = {name: why for name, why in (earlier | missed).items() if name not in have}
-        if ALL not in told:
+        if ALL not in failures:
             missed.pop(ALL, None)
-        summary["delivered"] = sorted(have.values(), key=lambda one: one["partition-id"])
+        summary["delivered"] = sorted(have.values(), key=lambda entry: entry["partition-id"])
         summary["not-delivered"] = [
             {"client": name, "reason": missed[name]} for name in sorted(missed, key=_by_number)
         ]
@@ -132,10 +134,10 @@ class DeliverAtEnd(Callback):
             if member.keeps_result
         ]
 
-        def deadline(asked: int) -> RoundDeadline:
+        def deadline(clients: int) -> RoundDeadline:
             """Wait as a round does: for stragglers, and no longer than its timeout."""
             grace = math.inf if in_process(self.grid) else config.straggler_grace
-            return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
+            return RoundDeadline(config.round_timeout, clients, config.min_replies, grace)
 
         def check(reply: Message, member: RegisteredClient) -> Delivered:
             with as_value_error():
@@ -144,16 +146,16 @@ class DeliverAtEnd(Callback):
 
         have: list[Delivered] = []
         collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
-        missed = {one["client"]: one["reason"] for one in notes.rejected}
+        missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {f"partition {m.partition_id}": NO_PLACE for m in present if not m.keeps_result}
-        there = {member.node_id for member in present}
+        node_ids = {member.node_id for member in present}
         for node in registry.nodes.values():
-            if node.node_id not in there and node.member is not None:
+            if node.node_id not in node_ids and node.member is not None:
                 missed[f"partition {node.member.partition_id}"] = AWAY
             elif node.member is None:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
-        return {f"partition {one['partition-id']}": one for one in have}, missed
+        return {f"partition {entry['partition-id']}": entry for entry in have}, missed
 
 
 class _Notes(RoundLog):
@@ -166,7 +168,7 @@ class _Notes(RoundLog):
 
 def _tell(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:
     """Log who has it and how many want none in one line, in another who could not."""
-    has = [str(number) for number in sorted(one["partition-id"] for one in have.values())]
+    has = [str(number) for number in sorted(entry["partition-id"] for entry in have.values())]
     could_not = [name for name in sorted(missed, key=_by_number) if missed[name] != NO_PLACE]
     without = len(missed) - len(could_not)
     log.info(

@@ -62,8 +62,8 @@ class ExampleBudget(PrivacyBudget):
 
     def _open(self, before: Mapping[str, Any]) -> None:
         self.steps = self.config.local_steps or 0
-        asked = before.get("asked", {})
-        self.asked = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in asked.items()}
+        entries = before.get("asked", {})
+        self.counts = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in entries.items()}
         self._closed: set[int] = set()  # partitions that said themselves that they have no room
         self._registry: ClientRegistry | None = None
 
@@ -72,7 +72,7 @@ class ExampleBudget(PrivacyBudget):
         members = list(registry.members.values())
         least, rate = (choose(map(self.rate, members)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
-        if self.is_spent and not self.asked:
+        if self.is_spent and not self.counts:
             where = f"at {self.config.min_replies} clients"
             raise self.too_expensive(self._epsilon(TimesAsked(least, 1)), where)
         log.info(
@@ -96,10 +96,10 @@ class ExampleBudget(PrivacyBudget):
         Those that another one exceeds are not worked out.
         """
         largest, rate = 0.0, 0.0
-        rounds_first = sorted(self.asked.values(), key=lambda one: one[::-1], reverse=True)
-        for one in rounds_first:
-            if one.rate > rate:
-                largest, rate = max(largest, self._epsilon(one)), one.rate
+        rounds_first = sorted(self.counts.values(), key=lambda times: times[::-1], reverse=True)
+        for times in rounds_first:
+            if times.rate > rate:
+                largest, rate = max(largest, self._epsilon(times)), times.rate
         return largest
 
     def with_room(
@@ -120,18 +120,18 @@ class ExampleBudget(PrivacyBudget):
     def spend(self, members: Iterable[RegisteredClient]) -> dict[int, int]:
         """Count one round more for these, on disk when this returns; give the rounds before it."""
         chosen = list(members)
-        earlier = {m.partition_id: self.asked.get(m.partition_id, NEVER).rounds for m in chosen}
+        earlier = {m.partition_id: self.counts.get(m.partition_id, NEVER).rounds for m in chosen}
         for member in chosen:
-            self.asked[member.partition_id] = self._after(member, 1)
-        self._write(self.told() | {"asked": {str(k): [*v] for k, v in self.asked.items()}})
+            self.counts[member.partition_id] = self._after(member, 1)
+        self._write(self.as_record() | {"asked": {str(k): [*v] for k, v in self.counts.items()}})
         return earlier
 
     def close(self, member: RegisteredClient) -> None:
         """Note that a client has refused to train further."""
         self._closed.add(member.partition_id)
 
-    def told(self) -> dict[str, Any]:
-        return {"unit": "example", **super().told()}
+    def as_record(self) -> dict[str, Any]:
+        return {"unit": "example", **super().as_record()}
 
     def ends_after(self, rounds: int) -> bool:
         """Tell whether too few clients have room then; unless a round asks all, nobody knows."""
@@ -148,38 +148,38 @@ class ExampleBudget(PrivacyBudget):
         )
 
     def _after(self, member: RegisteredClient, further: int) -> TimesAsked:
-        before = self.asked.get(member.partition_id, NEVER)
+        before = self.counts.get(member.partition_id, NEVER)
         return TimesAsked(max(before.rate, self.rate(member)), before.rounds + further)
 
-    def _epsilon(self, asked: TimesAsked) -> float:
-        return epsilon_of(self.multiplier, asked.rate, self.delta, asked.rounds * self.steps)
+    def _epsilon(self, times: TimesAsked) -> float:
+        return epsilon_of(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
 
     @classmethod
     def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
         if before.get("unit") != "example":
             yield f"unit = {before.get('unit')!r}"
-        asked = before.get("asked")
-        if not isinstance(asked, dict):
-            yield f"asked = {asked!r}"
+        entries = before.get("asked")
+        if not isinstance(entries, dict):
+            yield f"asked = {entries!r}"
             return
-        for partition, one in asked.items():
-            if not (partition.isdecimal() and _is_asked(one)):
-                yield f"asked has {one!r} of partition {partition!r}"
+        for partition, entry in entries.items():
+            if not (partition.isdecimal() and _is_entry(entry)):
+                yield f"asked has {entry!r} of partition {partition!r}"
         used = [client for record in records for client in record["clients"]]
         times = Counter(client["partition-id"] for client in used)
         for client in used:
             of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
-            counted = TimesAsked(*asked.get(str(of), NEVER))
+            counted = TimesAsked(*entries.get(str(of), NEVER))
             if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:
-                told = [rate, times[of]]
-                yield f"asked has {[*counted]} of partition {of}, and the records {told}"
+                expected = [rate, times[of]]
+                yield f"asked has {[*counted]} of partition {of}, and the records {expected}"
 
 
-def _is_asked(one: object) -> bool:
+def _is_entry(value: object) -> bool:
     """Tell whether it is a rate and a number of rounds."""
-    if not isinstance(one, list) or len(one) != 2 or type(one[1]) is not int:
+    if not isinstance(value, list) or len(value) != 2 or type(value[1]) is not int:
         return False
-    return isinstance(one[0], int | float) and 0 < one[0] <= 1 <= one[1] <= MOST_RELEASES
+    return isinstance(value[0], int | float) and 0 < value[0] <= 1 <= value[1] <= MOST_RELEASES
 
 
 class Counted(Kind):
@@ -206,11 +206,11 @@ class Counted(Kind):
         round_log = self.round.round_log
 
         def with_room(members: Sequence[RegisteredClient]) -> list[RegisteredClient]:
-            found = self.account.with_room(members)
-            kept = {member.partition_id for member in found}
+            clients = self.account.with_room(members)
+            partitions = {member.partition_id for member in clients}
             everyone = (member.partition_id for member in members)
-            round_log.spent = [number for number in everyone if number not in kept]
-            return found
+            round_log.spent = [number for number in everyone if number not in partitions]
+            return clients
 
         chosen = self.run.sampler.sample(grid, round_log, with_room)
         self._earlier = self.account.spend(chosen)
@@ -240,7 +240,7 @@ class Counted(Kind):
 
     def close(self) -> None:
         """Note what was spent, then take the next state."""
-        spent = self.account.told() | {"clip-norm": self.run.config.clip_norm}
+        spent = self.account.as_record() | {"clip-norm": self.run.config.clip_norm}
         self.round.round_log.private = cast(Spent, spent)
         if self.round.round_log.clients:
             super().close()

@@ -62,7 +62,7 @@ class Masked(Kind):
     def __init__(self, round_: Round) -> None:
         super().__init__(round_)
         round_.least = 0  # a round that has too few is without effect, and the run continues
-        self.told: MaskedRecord = {"clients": 0}
+        self.record: MaskedRecord = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition
         self._needed = self.run.config.min_replies  # good replies of a phase
         self._hopeless = ""  # why its sum will not be unmasked, as far as is known
@@ -71,9 +71,9 @@ class Masked(Kind):
     def cohort(config: Config, partitions: int) -> int:
         return max(config.min_replies, least_cohort(config, partitions))
 
-    def quorum(self, asked: int) -> int:
+    def quorum(self, clients: int) -> int:
         """Give stragglers their grace from as many replies on as the phase needs."""
-        return min(asked, self._needed)
+        return min(clients, self._needed)
 
     # Before training: keys and shares.
 
@@ -85,21 +85,21 @@ class Masked(Kind):
             self._hopeless = str(error)
             return []
 
-    def _share_secrets(self, drawn: Sequence[RegisteredClient]) -> list[RegisteredClient]:
+    def _share_secrets(self, cohort: Sequence[RegisteredClient]) -> list[RegisteredClient]:
         announcements: dict[int, KeyAnnouncement] = {}
         run = self.round.grid.run.run_id
 
         def announce_key(partition: int, parts: Parts) -> None:
             announcement = read_announcement(run, self.round.number, partition, parts)
-            if any(set(announcement.keys) & set(other.keys) for other in announcements.values()):
+            if any(set(announcement.keys) & set(peer.keys) for peer in announcements.values()):
                 raise ValueError("its keys of the round are another client's")
             announcements[partition] = announcement
 
-        self._ask("keys", drawn, {}, ("keys", "node"), announce_key)
-        ready = [member for member in drawn if member.partition_id in announcements]
+        self._ask("keys", cohort, {}, ("keys", "node"), announce_key)
+        ready = [member for member in cohort if member.partition_id in announcements]
         secure = self.secure = SecureServer(self._schedule(ready), announcements)
         threshold = secure.schedule.threshold
-        self.told = {"clients": len(ready), "threshold": threshold}
+        self.record = {"clients": len(ready), "threshold": threshold}
         self._needed = max(threshold, self._needed)
         names = ("sealed", "marks", "seeds")
         self._ask("shares", ready, secure.announce(), names, secure.take_dealt)
@@ -112,7 +112,7 @@ class Masked(Kind):
                     member.partition_id, votes, len(ready),
                 )  # fmt: skip
         secure.close_dealing()
-        return [member for member in ready if secure.here[secure.place(member.partition_id)]]
+        return [member for member in ready if secure.dealers[secure.place(member.partition_id)]]
 
     def _schedule(self, members: Sequence[RegisteredClient]) -> Schedule:
         """Say who trains what: as each would have chosen, less what too few have chosen."""
@@ -120,16 +120,16 @@ class Masked(Kind):
         run, number = self.round.grid.run.run_id, self.round.number
         check_cohort(config, len(members), self.run.registry.partitions)
 
-        def wanted(member: RegisteredClient) -> Bits:
+        def client_rows(member: RegisteredClient) -> Bits:
             random = generator(config.seed, "heads", number, member.partition_id)
             return selected_rows(method, state, member.share, random)
 
         steps = config.learning_rate * max(map(self.run.steps, members), default=0)
-        rows = {member.partition_id: wanted(member) for member in members}
+        rows = {member.partition_id: client_rows(member) for member in members}
         parts = parts_of(method, state, steps)
-        return make_schedule(run, number, config.secure_minimum, parts, rows, self._given())
+        return make_schedule(run, number, config.secure_minimum, parts, rows, self._common_hash())
 
-    def _given(self) -> str:
+    def _common_hash(self) -> str:
         """Hash what all clients are given: none is sent another state for its budget."""
         sent = outgoing(self.round.method, self.run.state.tensors, 1.0)
         return round_digest(self.run.config, sent)
@@ -162,7 +162,7 @@ class Masked(Kind):
 
     def mean(self) -> Tensors:
         """Unmask the sum and return what it makes; ValueError with the reason if that cannot be."""
-        self.round.round_log.secure = self.told
+        self.round.round_log.secure = self.record
         if self._hopeless:
             raise ValueError(self._hopeless)
         try:
@@ -171,8 +171,8 @@ class Masked(Kind):
             blamed = self._blamed(error)
             for partition in blamed:
                 self._skip(partition)
-            told = ", ".join(f"partition {partition}" for partition in blamed)
-            raise ValueError(f"{error}; skipped from now on: {told}") from error
+            names = ", ".join(f"partition {partition}" for partition in blamed)
+            raise ValueError(f"{error}; skipped from now on: {names}") from error
 
     def _blamed(self, error: DealerError) -> list[int]:
         """Return which clients are skipped: of two in dispute the one with more disputes, or both.
@@ -184,14 +184,14 @@ class Masked(Kind):
             return [error.partition]
         nodes = self.run.registry.nodes.values()
         disputes = {n.member.partition_id: n.disputes for n in nodes if n.member is not None}
-        for one, other in self.secure.denied:
-            disputes[one].add(other)
-            disputes[other].add(one)
-        found = set()
+        for first, second in self.secure.denied:
+            disputes[first].add(second)
+            disputes[second].add(first)
+        blamed = set()
         for pair in ((error.partition, denier) for denier in error.deniers):
-            most = max(len(disputes[one]) for one in pair)
-            found |= {one for one in pair if len(disputes[one]) == most}
-        return sorted(found)
+            most = max(len(disputes[partition]) for partition in pair)
+            blamed |= {partition for partition in pair if len(disputes[partition]) == most}
+        return sorted(blamed)
 
     def _unmask(self) -> UnmaskedSum:
         secure, round_log = self.secure, self.round.round_log
@@ -204,16 +204,16 @@ class Masked(Kind):
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if secure.place(m.partition_id) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
-        dropped = secure.here & ~secure.alive
+        dropped = secure.dealers & ~secure.alive
         opened = secure.open()
-        self.told["dropped"] = list(compress(secure.schedule.partitions, dropped))
+        self.record["dropped"] = list(compress(secure.schedule.partitions, dropped))
         return opened
 
     def _state_of(self, opened: UnmaskedSum) -> Tensors:
         """Return the state that the mean changes make."""
         untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
         cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
-        self.told |= {"untrained": untrained, "cut-off": max(0.0, round(cut_off, 6))}
+        self.record |= {"untrained": untrained, "cut-off": max(0.0, round(cut_off, 6))}
         if cut_off > OFTEN:
             log.warning(
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
@@ -242,12 +242,12 @@ class Masked(Kind):
             messages.append(Message(content, member.node_id, f"train.{kind}", group_id=str(number)))
 
         def check(message: Message, member: RegisteredClient) -> None:
-            found = read_phase(message, number, names)
-            if DISTRUSTS in found:
+            answer = read_phase(message, number, names)
+            if DISTRUSTS in answer:
                 if kind == "shares":  # one vote of each client
-                    self._accused.update(_partitions(found[DISTRUSTS]))
+                    self._accused.update(_partitions(answer[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
-            take(member.partition_id, found)
+            take(member.partition_id, answer)
 
         replies = self.round.send(messages)
         self.round.collector.take(replies, check, lambda _: None)
@@ -257,6 +257,6 @@ def _partitions(data: bytes) -> set[int]:
     """Read whom a client accuses; ValueError if that is no list of partitions."""
     with as_value_error():
         named = json.loads(data)
-    if not isinstance(named, list) or not all(type(one) is int for one in named):
+    if not isinstance(named, list) or not all(type(number) is int for number in named):
         raise ValueError("its list of clients cannot be read, expected partitions")
     return set(named)

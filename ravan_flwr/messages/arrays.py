@@ -67,8 +67,8 @@ def _view_array(name: str, array: Array) -> Tensor:
     if array.stype != STYPE:
         raise ValueError(f"{what} is of stype {shown(array.stype)}, expected {STYPE!r}")
     if array.dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
-        raise ValueError(f"{what} is of dtype {shown(array.dtype)}, expected one of {known}")
+        dtypes = ", ".join(_DTYPES)
+        raise ValueError(f"{what} is of dtype {shown(array.dtype)}, expected one of {dtypes}")
     if len(shape) > MOST_SIDES:  # before anything is computed from it
         raise ValueError(f"{what} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most")
     if not all(type(side) is int and 0 <= side < 2**63 for side in shape):

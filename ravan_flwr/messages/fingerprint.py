@@ -53,7 +53,7 @@ def code_version() -> str:
         return version
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return version
-    return f"{version}+{told.stdout.strip()}"
+    return f"{version}+{result.stdout.strip()}"

@@ -38,7 +38,7 @@ class Parcel:
         return {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
 
     @property
-    def told(self) -> dict[str, Any]:
+    def run_summary(self) -> dict[str, Any]:
         """Read the run's summary, which a model card shows."""
         content: dict[str, Any] = json.loads(self.summary)
         return content
@@ -83,7 +83,7 @@ def read_parcel(config: Mapping[str, Any]) -> Parcel:
     return parcel
 
 
-def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], told: str) -> None:
+def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], digest: str) -> None:
     """Raise ValueError unless they have these names, finite numbers and that checksum.
 
     Shapes and dtypes are checked where a method loads them: FedEx-LoRA's residual grows.
@@ -91,16 +91,16 @@ def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], t
     check_names(tensors, list(expected))
     for name, tensor in tensors.items():
         sum_of_squares(tensor, name)
-    if (found := checksum(tensors)) != told:
-        raise ValueError(f"the state has checksum {found}, expected {told}: it was damaged")
+    if (actual := checksum(tensors)) != digest:
+        raise ValueError(f"the state has checksum {actual}, expected {digest}: it was damaged")
 
 
-def kept(parcel: Parcel, folder: str) -> dict[str, Any]:
+def confirmation(parcel: Parcel, folder: str) -> dict[str, Any]:
     """Write the answer of a node that has the result, in a folder of that name."""
     return {"kept": True, "folder": folder, "checksum": parcel.checksum}
 
 
-def not_kept(reason: str) -> dict[str, Any]:
+def refusal(reason: str) -> dict[str, Any]:
     """Write the answer of a node that could not keep the result."""
     return {"kept": False, "reason": plain(reason)}
 

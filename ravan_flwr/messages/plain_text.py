@@ -32,5 +32,5 @@ def shown(value: object) -> str:
 def listed(reasons: Iterable[str], most: int = 3, between: str = "; ") -> str:
     """Join different reasons, the first few of them."""
     different = list(dict.fromkeys(reasons))
-    more = len(different) - most
-    return between.join(different[:most]) + (f"{between}and {more} more" if more > 0 else "")
+    extra = len(different) - most
+    return between.join(different[:most]) + (f"{between}and {extra} more" if extra > 0 else "")

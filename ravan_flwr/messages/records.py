@@ -22,10 +22,10 @@ DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose key
 
 def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
     """Send what JSON can hold, and records."""
-    layouts = [[_layout(name, record) for name, record in each.items()] for each in records]
+    layouts = [[_layout(name, record) for name, record in content.items()] for content in records]
     connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
-    for each in records:
-        for record in each.array_records.values():
+    for content in records:
+        for record in content.array_records.values():
             for array in record.values():
                 connection.send_bytes(array.data)
 

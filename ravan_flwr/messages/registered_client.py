@@ -106,9 +106,9 @@ def check_same_app(
     check_derived(member.derived, derived, member.versions)
 
 
-def check_derived(got: object, expected: Sequence[float], versions: str = "") -> None:
+def check_derived(derived: object, expected: Sequence[float], versions: str = "") -> None:
     """Raise ValueError unless bases and classifier agree to rounding."""
-    numbers = got if isinstance(got, list | tuple) else ()
+    numbers = derived if isinstance(derived, list | tuple) else ()
     same = len(numbers) == len(expected) and all(
         isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)
         for g, e in zip(numbers, expected, strict=True)

@@ -68,7 +68,7 @@ def changed(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tens
 # Rows of numbers.
 
 
-def kept_of(numbers: int, share: Fraction) -> int:
+def top_k(numbers: int, share: Fraction) -> int:
     """Count the numbers of a row that travel."""
     return max(1, math.floor(share * numbers))
 
@@ -78,46 +78,46 @@ def _index_width(numbers: int) -> int:
     return next(width for width in (1, 2, 4, 8) if numbers <= 256**width)
 
 
-def _place_bytes(numbers: int, kept: int) -> tuple[int, bool]:
+def _place_bytes(numbers: int, k: int) -> tuple[int, bool]:
     """Count the bytes of a row's places, and say whether they are bits."""
-    bits, indices = -(-numbers // 8), kept * _index_width(numbers)
+    bits, indices = -(-numbers // 8), k * _index_width(numbers)
     return min(bits, indices), bits <= indices
 
 
-def largest(rows: Tensor, kept: int) -> Tensor:
+def largest(rows: Tensor, k: int) -> Tensor:
     """Mark the numbers of largest magnitude of each row, of equal ones the first."""
     sizes = rows.detach().abs().nan_to_num(nan=torch.inf)  # the server refuses what is not finite
-    least = sizes.topk(kept, dim=1).values[:, -1:]
+    least = sizes.topk(k, dim=1).values[:, -1:]
     above, tied = sizes > least, sizes == least
-    room = kept - above.sum(1, keepdim=True)
+    room = k - above.sum(1, keepdim=True)
     return above | (tied & (tied.cumsum(1) <= room))
 
 
-def _write_places(marks: Tensor, kept: int) -> Tensor:
+def _write_places(marks: Tensor, k: int) -> Tensor:
     """Write the marks of each row as bytes, (rows, bytes)."""
     rows, numbers = marks.shape
-    if _place_bytes(numbers, kept)[1]:
+    if _place_bytes(numbers, k)[1]:
         return torch.from_numpy(np.packbits(marks.numpy(), axis=1, bitorder="little"))
     width = _index_width(numbers)
     places = marks.nonzero()[:, 1].numpy().astype(f"<u{width}")
-    return torch.from_numpy(places.view(np.uint8).reshape(rows, kept * width))
+    return torch.from_numpy(places.view(np.uint8).reshape(rows, k * width))
 
 
-def _read_places(name: str, places: Tensor, numbers: int, kept: int) -> Tensor:
-    """Read the places of each row, (rows, kept); ValueError unless `_write_places` makes such."""
+def _read_places(name: str, places: Tensor, numbers: int, k: int) -> Tensor:
+    """Read the places of each row, (rows, k); ValueError unless `_write_places` makes such."""
     rows = places.numpy()
-    if _place_bytes(numbers, kept)[1]:
+    if _place_bytes(numbers, k)[1]:
         marks = np.unpackbits(rows, axis=1, bitorder="little")
-        if marks[:, numbers:].any() or (marks.sum(1, dtype=np.int64) != kept).any():
-            raise ValueError(f"{name} marks other places than {kept} of {numbers} in each row")
-        return torch.from_numpy(np.nonzero(marks)[1].reshape(len(rows), kept))
-    found = np.ascontiguousarray(rows).view(f"<u{_index_width(numbers)}").astype(np.int64)
-    if (np.diff(found, axis=1) <= 0).any() or (found >= numbers).any():
+        if marks[:, numbers:].any() or (marks.sum(1, dtype=np.int64) != k).any():
+            raise ValueError(f"{name} marks other places than {k} of {numbers} in each row")
+        return torch.from_numpy(np.nonzero(marks)[1].reshape(len(rows), k))
+    indices = np.ascontiguousarray(rows).view(f"<u{_index_width(numbers)}").astype(np.int64)
+    if (np.diff(indices, axis=1) <= 0).any() or (indices >= numbers).any():
         raise ValueError(
             f"{name} has indices that are repeated, out of order or out of range, expected "
             f"ascending ones below {numbers}"
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(indices)
 
 
 # Messages.
@@ -143,11 +143,11 @@ def sparsify(tensors: Mapping[str, Tensor], share: Fraction, names: Set[str]) ->
         rows[FLAT] = torch.cat([tensors[name].detach().cpu().flatten() for name in plain])
     for name, row in rows.items():
         table = row.reshape(-1, row.shape[-1])
-        kept = kept_of(table.shape[1], share)
-        marks, lead = largest(table, kept), row.shape[:-1]
+        k = top_k(table.shape[1], share)
+        marks, lead = largest(table, k), row.shape[:-1]
         # A head's numbers keep three sides, so that int8 has a scale for each head.
-        coded[name] = table[marks].view(*lead, kept, 1) if lead else table[marks]
-        coded[name + PLACES] = _write_places(marks, kept).view(*lead, -1)
+        coded[name] = table[marks].view(*lead, k, 1) if lead else table[marks]
+        coded[name + PLACES] = _write_places(marks, k).view(*lead, -1)
     return coded
 
 
@@ -175,12 +175,12 @@ def densify(coded: Mapping[str, Tensor], share: Fraction, most: int | None = Non
             dense[name] = filled.view(form)
     used = {name + FORM for name in forms} | {FLAT, FLAT + PLACES} | dense.keys()
     used |= {name + PLACES for name in dense}
-    rest = {name: tensor for name, tensor in coded.items() if name not in used}
-    for name, tensor in rest.items():
-        whole = most is not None and tensor.is_floating_point() and tensor.numel()
-        if whole or name.endswith(PLACES):
+    remainder = {name: tensor for name, tensor in coded.items() if name not in used}
+    for name, tensor in remainder.items():
+        has_numbers = most is not None and tensor.is_floating_point() and tensor.numel()
+        if has_numbers or name.endswith(PLACES):
             raise ValueError(f"{name} is no part of a sparse upload, expected it with {name}{FORM}")
-    return rest | dense
+    return remainder | dense
 
 
 def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -201,19 +201,19 @@ def _filled(
     coded: Mapping[str, Tensor], name: str, lead: Sequence[int], numbers: int, share: Fraction
 ) -> Tensor:
     """Read one tensor's rows, (rows, numbers), or (numbers) of all that have no heads."""
-    kept = kept_of(numbers, share)
+    k = top_k(numbers, share)
     for key, dtype, shape in (
-        (name, torch.float32, (*lead, kept, 1) if lead else (kept,)),
-        (name + PLACES, torch.uint8, (*lead, _place_bytes(numbers, kept)[0])),
+        (name, torch.float32, (*lead, k, 1) if lead else (k,)),
+        (name + PLACES, torch.uint8, (*lead, _place_bytes(numbers, k)[0])),
     ):
-        found = coded.get(key)
-        if found is None or found.dtype != dtype or tuple(found.shape) != shape:
-            got = "missing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-            raise ValueError(f"{key} is {got}, expected {dtype} {shape}")
+        tensor = coded.get(key)
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            form = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{key} is {form}, expected {dtype} {shape}")
     rows = math.prod(lead)
     places = coded[name + PLACES].reshape(rows, -1)
-    at = _read_places(name + PLACES, places, numbers, kept)
-    dense = torch.zeros(rows, numbers).scatter_(1, at, coded[name].reshape(rows, kept))
+    at = _read_places(name + PLACES, places, numbers, k)
+    dense = torch.zeros(rows, numbers).scatter_(1, at, coded[name].reshape(rows, k))
     return dense if lead else dense[0]
 
 
@@ -225,8 +225,8 @@ def num_bytes(shapes: Iterable[Sequence[int]], share: Fraction, numbers_in: str)
     total, plain = 0, sum(math.prod(shape) for shape in shapes if len(shape) <= 2)
     tables = [(shape[:-2], math.prod(shape[-2:])) for shape in shapes if len(shape) > 2]
     for lead, numbers in [*tables, *([((), plain)] if plain else [])]:
-        kept = kept_of(numbers, share)
-        values = (*lead, kept, 1) if lead else (kept,)
+        k = top_k(numbers, share)
+        values = (*lead, k, 1) if lead else (k,)
         total += wire.num_bytes([values], numbers_in)
-        total += math.prod(lead) * _place_bytes(numbers, kept)[0]
+        total += math.prod(lead) * _place_bytes(numbers, k)[0]
     return total

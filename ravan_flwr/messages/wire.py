@@ -132,14 +132,14 @@ def _to_steps(tensor: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
 def _from_steps(name: str, steps: Tensor, scales: Tensor | None) -> Tensor:
     number = _num_scales(steps.shape)
     if scales is None or scales.dtype != torch.float32 or tuple(scales.shape) != (number,):
-        got = "none" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
-        raise ValueError(f"{name}{_SCALES} is {got}, expected torch.float32 ({number},)")
+        form = "none" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
+        raise ValueError(f"{name}{_SCALES} is {form}, expected torch.float32 ({number},)")
     if not (scales.isfinite() & (scales >= 0)).all():
         raise ValueError(f"{name}{_SCALES} has values that are negative or not finite")
     plain = steps.to(torch.float32, memory_format=torch.contiguous_format)
     flat = plain.view(-1)
     width = math.prod(steps.shape[-2:]) if steps.ndim > 2 else _BLOCK
-    whole = flat.numel() // width * width if width else 0  # the last row may be shorter
-    flat[:whole].view(-1, max(width, 1)).mul_(scales[: whole // max(width, 1), None])
-    flat[whole:].mul_(scales[-1:])
+    split = flat.numel() // width * width if width else 0  # the last row may be shorter
+    flat[:split].view(-1, max(width, 1)).mul_(scales[: split // max(width, 1), None])
+    flat[split:].mul_(scales[-1:])
     return plain

@@ -41,7 +41,7 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
 
     ValueError that names the library if it is not there: it is in an extra.
     """
-    made = [one for one in releases if one.number]
+    made = [release for release in releases if release.number]
     if not made:
         return 0.0
     try:
@@ -53,9 +53,9 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
             "what a run reveals; pip install 'ravan-flwr[privacy]'"
         ) from None
     account = dp_accounting.pld.PLDAccountant(value_discretization_interval=INTERVAL)
-    for one in made:
-        gaussian = dp_accounting.GaussianDpEvent(one.multiplier)
-        account.compose(dp_accounting.PoissonSampledDpEvent(one.rate, gaussian), one.number)
+    for release in made:
+        gaussian = dp_accounting.GaussianDpEvent(release.multiplier)
+        account.compose(dp_accounting.PoissonSampledDpEvent(release.rate, gaussian), release.number)
     return float(account.get_epsilon(delta))
 
 

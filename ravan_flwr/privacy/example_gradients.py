@@ -38,12 +38,12 @@ class ExampleGradients:
         covered: set[int] = set()
         for module in network.modules():
             rule = rule_of(module)
-            own = [] if rule is None else [p for p in ruled(module) if self._wanted(p)]
+            own = [] if rule is None else [p for p in ruled(module) if self._is_trained(p)]
             if rule is not None and own:
                 self._layers.append((module, rule))
                 covered.update(map(id, own))
         self.without_rule = [p for p in self.parameters if id(p) not in covered]
-        self._found: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
 
     def of(self, loss: Callable[[], Tensor], sizes: Tensor) -> list[Tensor]:
         """Compute them, (examples, *shape) each, in the order of the parameters.
@@ -51,14 +51,14 @@ class ExampleGradients:
         `loss` computes a mean over all things, tokens or examples, of which each example has as
         many as `sizes` says. What is found is the gradient of the mean over an example's own.
         """
-        self._found = [None] * len(self.parameters)
+        self._gradients = [None] * len(self.parameters)
         weights = torch.where(sizes > 0, sizes.sum() / sizes.clamp(min=1), 0.0)
         with self.tapped(self._collector(weights)):
             loss().backward()
-        found, self._found = self._found, []
+        results, self._gradients = self._gradients, []
         return [
             parameter.new_zeros(len(sizes), *parameter.shape) if gradients is None else gradients
-            for parameter, gradients in zip(self.parameters, found, strict=True)
+            for parameter, gradients in zip(self.parameters, results, strict=True)
         ]
 
     @contextmanager
@@ -103,7 +103,7 @@ class ExampleGradients:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 x, g = (t.reshape(number, -1, t.shape[-1]).float() for t in (x, g))
                 g = g * weights.to(g)[:, None, None]
-                for parameter, gradients in rule(layer, x, g, self._wanted):
+                for parameter, gradients in rule(layer, x, g, self._is_trained):
                     self._add(parameter, gradients)
 
         return collect
@@ -111,10 +111,10 @@ class ExampleGradients:
     def _add(self, parameter: Tensor, gradients: Tensor) -> None:
         """Keep gradients; of a layer that is used twice both count."""
         place = self._place[id(parameter)]
-        there = self._found[place]
-        self._found[place] = gradients if there is None else there + gradients
+        total = self._gradients[place]
+        self._gradients[place] = gradients if total is None else total + gradients
 
-    def _wanted(self, parameter: Tensor) -> bool:
+    def _is_trained(self, parameter: Tensor) -> bool:
         return id(parameter) in self._place
 
 
@@ -123,11 +123,11 @@ def check_trained(network: nn.Module, parameters: Sequence[nn.Parameter]) -> Non
     missing = {id(p) for p in ExampleGradients(network, parameters).without_rule}
     for name, module in network.named_modules():
         if any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
-            known = ", ".join(kind.__name__ for kind in RULES)
+            names = ", ".join(kind.__name__ for kind in RULES)
             raise ValueError(
                 f"privacy = 'example': what is trained has a {type(module).__name__}, {name}, of "
                 "which no rule for the gradients of single examples is known, expected "
-                f"{known}; set classifier=frozen, or choose another model or method"
+                f"{names}; set classifier=frozen, or choose another model or method"
             )
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
@@ -143,16 +143,16 @@ def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
     Both are what `ExampleGradients.of` returned; the example is the first of the batch, and one
     that nobody has: the server hears the error.
     """
-    mine = [a[0].cpu().double() for a in alone]  # MPS knows no float64
-    others = [b[0].cpu().double() for b in together]
-    if not any(all(bool(one.isfinite().all()) for one in side) for side in (mine, others)):
+    single = [a[0].cpu().double() for a in alone]  # MPS knows no float64
+    batch = [b[0].cpu().double() for b in together]
+    if not any(all(bool(grad.isfinite().all()) for grad in side) for side in (single, batch)):
         raise ValueError(
             "privacy = 'example': got gradients that are not numbers from the untrained model, so "
             "that it cannot be seen whether examples depend on each other, expected finite ones; "
             "choose another model"
         )
-    size = math.hypot(*(float(a.norm()) for a in mine))
-    off = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, others, strict=True)))
+    size = math.hypot(*(float(a.norm()) for a in single))
+    off = math.hypot(*(float((a - b).norm()) for a, b in zip(single, batch, strict=True)))
     # Where one side alone is finite, `off` is not.
     if not off <= _CLOSE * size + torch.finfo(torch.float32).eps:
         raise ValueError(
@@ -190,8 +190,8 @@ class ClippedExamples:
         factors = (BELOW * self.noise.norm / norms).clamp(max=1.0)
         factors = torch.where(sound & (norms > 0), factors, sound.double())
         clipped = []
-        for total, each in zip(self.sums, gradients, strict=True):
-            rows = torch.where(sound[:, None].to(each.device), each.flatten(1), 0.0)
+        for total, grad in zip(self.sums, gradients, strict=True):
+            rows = torch.where(sound[:, None].to(grad.device), grad.flatten(1), 0.0)
             rows = rows.to(total.device)
             clipped.append((factors.to(total.device) @ rows.double()).view_as(total))
         for total, part in zip(self.sums, clipped, strict=True):  # all, or none after an error
@@ -210,7 +210,7 @@ class ClippedExamples:
 
 def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Compute each example's norm over all parameters, in float64."""
-    squares = [each.flatten(1).to(_exact(each)).double().square().sum(1) for each in gradients]
+    squares = [grad.flatten(1).to(_exact(grad)).double().square().sum(1) for grad in gradients]
     return torch.stack(squares).sum(0).sqrt()
 
 

@@ -143,8 +143,8 @@ def noise_norm(
     squares = 0.0
     for name, tensor in state.items():
         counts = expected[name][expected[name] > 0]
-        each = tensor.numel() / max(1, expected[name].numel())  # numbers to which a count belongs
-        squares += each * float(counts.pow(-2).sum())
+        size = tensor.numel() / max(1, expected[name].numel())  # numbers to which a count belongs
+        squares += size * float(counts.pow(-2).sum())
     return float(deviation * squares**0.5)
 
 
@@ -172,7 +172,7 @@ def gaussian(shape: Sequence[int], scale: float) -> Tensor:
     return flat.view(*shape)
 
 
-def drawn(number: int, probability: float) -> NDArray[np.int64]:
+def subsample(number: int, probability: float) -> NDArray[np.int64]:
     """Draw from so many, each by itself with that probability; return which."""
     bits = np.frombuffer(os.urandom(8 * number), dtype=np.uint64) >> np.uint64(64 - _BITS)
     return np.flatnonzero(bits < np.uint64(math.ceil(probability * float(1 << _BITS))))

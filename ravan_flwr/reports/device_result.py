@@ -128,7 +128,7 @@ def _write(
     folder.mkdir(parents=True)
     with bench.model.holding(state, own):
         write_result(form, folder, bench)
-    summary = cast(Summary, parcel.told)
+    summary = cast(Summary, parcel.run_summary)
     fill_card(folder, form, bench.config.as_dict(), summary, summary["metrics"]["final"])
 
 

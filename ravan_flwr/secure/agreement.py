@@ -83,9 +83,9 @@ def statement_of(schedule: bytes, roll: bytes) -> bytes:
     return hashlib.sha256(b"ravan-flwr secure round" + length + schedule + roll).digest()
 
 
-def signed_list(statement: bytes, here: bytes, alive: bytes) -> bytes:
+def signed_list(statement: bytes, dealers: bytes, alive: bytes) -> bytes:
     """Write what a client signs of who has sent numbers: who is not in it counts as dropped."""
-    return b"ravan-flwr secure list" + statement + here + alive
+    return b"ravan-flwr secure list" + statement + dealers + alive
 
 
 def marks_of(
@@ -111,9 +111,9 @@ def sealing_key(secret: bytes, statement: bytes, dealer: int, holder: int) -> by
     return derive(secret, statement, info)
 
 
-def pair_key(secret: bytes, statement: bytes, one: int, other: int) -> bytes:
+def pair_key(secret: bytes, statement: bytes, first: int, second: int) -> bytes:
     """Derive the key of two clients' masks, in either order, from their shared secret."""
-    low, high = sorted((one, other))
+    low, high = sorted((first, second))
     return derive(secret, statement, b"ravan-flwr secure pair" + struct.pack("<QQ", low, high))
 
 

@@ -76,9 +76,9 @@ class SecureClient:
             for secret in (self.state["pairs"], *seeds.values())
         ]
         bundles = [[shares[holder] for shares in dealt] for holder in range(number)]
-        held = [b"".join(bundles[place]) if at == place else b"" for at in range(number)]
+        holdings = [b"".join(bundles[place]) if at == place else b"" for at in range(number)]
         self.state |= {
-            "schedule": data, "roll": roll, "held": held,
+            "schedule": data, "roll": roll, "held": holdings,
             "groups": list(seeds), "seeds": list(seeds.values()),
         }  # fmt: skip
         sealed, marks = b"", b""
@@ -90,13 +90,13 @@ class SecureClient:
                 key = self._sealing_key(schedule, statement, self.partition, holder)
                 sealed += agreement.seal(key, text, statement)
             marks += agreement.marks_of(statement, self.partition, holder, bundle)
-        told = [agreement.seed_mark(statement, self.partition, g, s) for g, s in seeds.items()]
-        return {"sealed": sealed, "marks": marks, "seeds": b"".join(told)}
+        hashes = [agreement.seed_mark(statement, self.partition, g, s) for g, s in seeds.items()]
+        return {"sealed": sealed, "marks": marks, "seeds": b"".join(hashes)}
 
     def _check_roll(self, schedule: Schedule, roll: bytes) -> None:
         """Check that each client has signed its keys, and that this one's are what it made."""
-        mine = [agreement.public_of(self.state[kind]) for kind in ("sealing", "pairs")]
-        seen: set[bytes] = set()
+        own_keys = [agreement.public_of(self.state[kind]) for kind in ("sealing", "pairs")]
+        keys: set[bytes] = set()
         distrusted: dict[int, str] = {}
         entries = cut(roll, [ENTRY] * len(schedule.partitions))
         for partition, entry in zip(schedule.partitions, entries, strict=True):
@@ -106,23 +106,23 @@ class SecureClient:
                 self.keys.check(partition, signature, text)
             except ValueError as error:
                 distrusted[partition] = str(error)
-            seen |= {public[:KEY], public[KEY:]}
-            if partition == self.partition and public != b"".join(mine):
+            keys |= {public[:KEY], public[KEY:]}
+            if partition == self.partition and public != b"".join(own_keys):
                 raise ValueError("got other keys of this client, expected those that it made")
         if distrusted:
             raise DistrustError(list(distrusted), next(iter(distrusted.values())))
-        if len(seen) != 2 * len(schedule.partitions):
+        if len(keys) != 2 * len(schedule.partitions):
             raise ValueError("got one key of two clients, expected each to have its own")
 
-    def _secret_with(self, schedule: Schedule, other: int, kind: str) -> bytes:
+    def _secret_with(self, schedule: Schedule, peer: int, kind: str) -> bytes:
         """Compute the secret shared with another client, by the keys for sealing or for pairs."""
-        at = ENTRY * schedule.partitions.index(other) + (KEY if kind == "pairs" else 0)
+        at = ENTRY * schedule.partitions.index(peer) + (KEY if kind == "pairs" else 0)
         public = self.state["roll"][at : at + KEY]
         return agreement.shared_secret(self.state[kind], public)
 
     def _sealing_key(self, schedule: Schedule, statement: bytes, dealer: int, holder: int) -> bytes:
-        other = holder if dealer == self.partition else dealer
-        secret = self._secret_with(schedule, other, "sealing")
+        peer = holder if dealer == self.partition else dealer
+        secret = self._secret_with(schedule, peer, "sealing")
         return agreement.sealing_key(secret, statement, dealer, holder)
 
     # Phase 3: the masked numbers.
@@ -131,14 +131,14 @@ class SecureClient:
         """Keep the others' shares; return the schedule, and the rows that this client trains."""
         self._go_on(round_, "shares", "training")
         schedule, statement = self._schedule()
-        here = unpack(message["here"], len(schedule.partitions))
+        dealers = unpack(message["here"], len(schedule.partitions))
         place = schedule.partitions.index(self.partition)
-        if not here[place] or here.sum() < schedule.threshold:
+        if not dealers[place] or dealers.sum() < schedule.threshold:
             raise ValueError(
-                f"got a list of {here.sum()} clients, expected {schedule.threshold} at least, and "
-                "this one among them"
+                f"got a list of {dealers.sum()} clients, expected {schedule.threshold} at least, "
+                "and this one among them"
             )
-        places = [int(at) for at in np.flatnonzero(here) if at != place]
+        places = [int(at) for at in np.flatnonzero(dealers) if at != place]
         # Of its key of pairs, and of each group's seed.
         numbers = [1 + len(schedule.groups_of(at)) for at in places]
         sealed = cut(message["sealed"], [n * shamir.SHARE + TAG for n in numbers])
@@ -155,24 +155,24 @@ class SecureClient:
             is_marked = agreement.marks_of(statement, dealer, self.partition, shares) == mark
             self.state["held"][at] = bundle if is_marked else b""
         self.state["here"] = message["here"]
-        return schedule, schedule.masked(here)[place]
+        return schedule, schedule.masked(dealers)[place]
 
     def mask(self, round_: int, numbers: Numbers) -> bytes:
         """Mask what was trained, row after row."""
         self._go_on(round_, "training", "masked")
         schedule, statement = self._schedule()
-        here = unpack(self.state["here"], len(schedule.partitions))
-        masked, place = schedule.masked(here), schedule.partitions.index(self.partition)
+        dealers = unpack(self.state["here"], len(schedule.partitions))
+        masked, place = schedule.masked(dealers), schedule.partitions.index(self.partition)
         vector = Vector(schedule, masked[place], numbers)
         for group, seed in zip(self.state["groups"], self.state["seeds"], strict=True):
             key = agreement.own_key(seed, statement, self.partition, group)
             vector.mask(key, schedule.group_of == group, add=True)
-        for at in np.flatnonzero(here):
+        for at in np.flatnonzero(dealers):
             if at != place and (masked[at] & masked[place]).any():
-                other = schedule.partitions[at]
-                secret = self._secret_with(schedule, other, "pairs")
-                key = agreement.pair_key(secret, statement, self.partition, other)
-                vector.mask(key, masked[at], add=self.partition < other)
+                peer = schedule.partitions[at]
+                secret = self._secret_with(schedule, peer, "pairs")
+                key = agreement.pair_key(secret, statement, self.partition, peer)
+                vector.mask(key, masked[at], add=self.partition < peer)
         for used in ("sealing", "pairs", "seeds"):
             del self.state[used]
         return to_bytes(vector.numbers)
@@ -183,9 +183,9 @@ class SecureClient:
         """Sign the list of those whose numbers the server has."""
         self._go_on(round_, "masked", "agreed")
         schedule, statement = self._schedule()
-        here, number = self.state["here"], len(schedule.partitions)
+        dealers, number = self.state["here"], len(schedule.partitions)
         sent = unpack(message["alive"], number)
-        if (sent & ~unpack(here, number)).any():
+        if (sent & ~unpack(dealers, number)).any():
             raise ValueError("got clients that have shared nothing, expected those that have")
         if sent.sum() < schedule.threshold:
             raise ValueError(
@@ -194,7 +194,7 @@ class SecureClient:
         if not sent[schedule.partitions.index(self.partition)]:
             raise ValueError("got a list without this client, which has sent its numbers")
         self.state["alive"] = message["alive"]
-        signed = agreement.signed_list(statement, here, message["alive"])
+        signed = agreement.signed_list(statement, dealers, message["alive"])
         return {"signature": self.keys.sign(signed)}
 
     # Phase 5: unmask.
@@ -210,7 +210,7 @@ class SecureClient:
         self.state.clear()
         self.state |= {"round": round_, "phase": "done"}
         lists = state["here"], state["alive"]
-        here, alive = (unpack(each, number) for each in lists)
+        dealers, alive = (unpack(bits, number) for bits in lists)
         signers = unpack(message["signers"], number) & alive
         if signers.sum() < schedule.threshold:
             raise ValueError(
@@ -220,21 +220,21 @@ class SecureClient:
         text = agreement.signed_list(statement, *lists)
         for place, signature in zip(np.flatnonzero(signers), signatures, strict=True):
             self.keys.check(schedule.partitions[place], signature, text)
-        told, size = b"", shamir.SHARE
-        for at, indices in schedule.wanted(here, alive):
+        shares, size = b"", shamir.SHARE
+        for at, indices in schedule.requests(dealers, alive):
             for index in indices:  # where there is no share, it says so
-                told += state["held"][at][size * index : size * (index + 1)] or shamir.NONE
-        return {"shares": told}
+                shares += state["held"][at][size * index : size * (index + 1)] or shamir.NONE
+        return {"shares": shares}
 
     # All phases.
 
     def _go_on(self, round_: int, before: str, after: str) -> None:
         """Enter a phase, once and in order."""
-        found = self.state.get("round", 0), self.state.get("phase", "none")
-        if found != (round_, before):
+        step = self.state.get("round", 0), self.state.get("phase", "none")
+        if step != (round_, before):
             raise ValueError(
                 f"asked to continue in round {round_} after phase {before!r}, but this client is "
-                f"in round {found[0]} after {found[1]!r}; it answers each phase once, and forgets "
+                f"in round {step[0]} after {step[1]!r}; it answers each phase once, and forgets "
                 "a round when it is started again"
             )
         self.state["phase"] = after

@@ -79,11 +79,11 @@ class Schedule:
         """Number each row's group from 0; -1 of rows that nobody trains."""
         counts, numbers = self.trained.sum(0), dict[bytes, int]()
         safe = counts >= self.minimum + len(self.partitions) - self.threshold
-        found = []
+        groups = []
         for row, trainers in enumerate(self.trained.T):
             key = b"" if safe[row] else pack(trainers)
-            found.append(numbers.setdefault(key, len(numbers)) if counts[row] else -1)
-        return np.array(found, np.int64)
+            groups.append(numbers.setdefault(key, len(numbers)) if counts[row] else -1)
+        return np.array(groups, np.int64)
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
         """Name each part, with where its rows are among all."""
@@ -96,40 +96,40 @@ class Schedule:
         """List the groups that a client is in."""
         return [int(group) for group in np.unique(self.group_of[self.trained[place]])]
 
-    def masked(self, here: Bits) -> Bits:
+    def masked(self, dealers: Bits) -> Bits:
         """Tell who masks which rows, of those who are here: too few of a row leave it out."""
-        trained = self.trained & here[:, None]
+        trained = self.trained & dealers[:, None]
         enough: Bits = trained & (trained.sum(0) >= self.minimum)
         return enough
 
-    def opened(self, here: Bits, alive: Bits) -> set[int]:
+    def opened(self, dealers: Bits, alive: Bits) -> set[int]:
         """List the groups that are unmasked: of each row enough trainers have sent numbers."""
-        masked, groups = self.masked(here), self.group_of
-        left, asked = (masked & alive[:, None]).sum(0), masked.any(0)
-        few = asked & (left < self.minimum)
-        return set(groups[asked].tolist()) - set(groups[few].tolist())
+        masked, groups = self.masked(dealers), self.group_of
+        left, rows = (masked & alive[:, None]).sum(0), masked.any(0)
+        few = rows & (left < self.minimum)
+        return set(groups[rows].tolist()) - set(groups[few].tolist())
 
-    def wanted(self, here: Bits, alive: Bits) -> list[tuple[int, Sequence[int]]]:
+    def requests(self, dealers: Bits, alive: Bits) -> list[tuple[int, Sequence[int]]]:
         """List whose shares are told, by place, and which of a bundle: 0 is of the pairs' key."""
-        opens = self.opened(here, alive)
-        found: list[tuple[int, Sequence[int]]] = []
-        for place in map(int, np.flatnonzero(here)):
+        opens = self.opened(dealers, alive)
+        requests: list[tuple[int, Sequence[int]]] = []
+        for place in map(int, np.flatnonzero(dealers)):
             groups = enumerate(self.groups_of(place), start=1)
             indices = [index for index, group in groups if group in opens]
-            found.append((place, indices if alive[place] else [0]))
-        return found
+            requests.append((place, indices if alive[place] else [0]))
+        return requests
 
     def to_bytes(self) -> bytes:
         """Write it; `read_schedule` is the inverse."""
-        whole = {
+        content = {
             "run": self.run, "round": self.round, "minimum": self.minimum,
             "parts": self.parts, "partitions": list(self.partitions),
             "trained": [pack(row).hex() for row in self.trained], "given": self.given,
         }  # fmt: skip
-        return json.dumps(whole, separators=(",", ":")).encode()
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
-class _Told(BaseModel):
+class _SentSchedule(BaseModel):
     """Check the types and ranges of a schedule that was sent."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -150,17 +150,17 @@ def threshold_of(clients: int) -> int:
 
 
 def make_schedule(
-    run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits],
+    run: int, round_: int, minimum: int, parts: Sequence[Part], rows: Mapping[int, Bits],
     given: str = "",
 ) -> Schedule:  # fmt: skip
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
-    if not minimum <= len(wanted) <= MOST_CLIENTS:
+    if not minimum <= len(rows) <= MOST_CLIENTS:
         raise ValueError(
-            f"got {len(wanted)} clients that are ready, expected at least {minimum} "
+            f"got {len(rows)} clients that are ready, expected at least {minimum} "
             f"(secure-minimum) and at most {MOST_CLIENTS}"
         )
-    partitions = tuple(sorted(wanted))
-    trained = np.stack([wanted[partition] for partition in partitions])
+    partitions = tuple(sorted(rows))
+    trained = np.stack([rows[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
     return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
 
@@ -168,29 +168,29 @@ def make_schedule(
 def read_schedule(data: bytes) -> Schedule:
     """Read a schedule of unknown origin; ValueError if it is not one that may be followed."""
     try:
-        told = _Told.model_validate_json(data)
+        sent = _SentSchedule.model_validate_json(data)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ".".join(map(str, wrong["loc"]))
         raise ValueError(
             f"got a schedule of which {place or 'all'} is wrong: {wrong['msg']}"
         ) from None
-    rows, number = sum(part.rows for part in told.parts), len(told.partitions)
-    if rows > MOST_ROWS or len(told.trained) != number:
+    rows, number = sum(part.rows for part in sent.parts), len(sent.partitions)
+    if rows > MOST_ROWS or len(sent.trained) != number:
         raise ValueError("got a schedule whose parts do not fit to each other, expected one")
-    if told.partitions != sorted(set(told.partitions)):
+    if sent.partitions != sorted(set(sent.partitions)):
         raise ValueError("got clients twice or out of order, expected each once")
-    if number < told.minimum:
-        raise ValueError(f"got a round of {number} clients, expected {told.minimum} at least")
-    trained = np.array([unpack(bytes.fromhex(row), rows) for row in told.trained])
+    if number < sent.minimum:
+        raise ValueError(f"got a round of {number} clients, expected {sent.minimum} at least")
+    trained = np.array([unpack(bytes.fromhex(row), rows) for row in sent.trained])
     counts = trained.sum(0)
-    few = counts[(counts > 0) & (counts < told.minimum)]
+    few = counts[(counts > 0) & (counts < sent.minimum)]
     if few.size:
         raise ValueError(
-            f"got a part that {few[0]} clients train, expected {told.minimum} at least or none"
+            f"got a part that {few[0]} clients train, expected {sent.minimum} at least or none"
         )
-    parts, partitions = tuple(told.parts), tuple(told.partitions)
-    return Schedule(told.run, told.round, told.minimum, parts, partitions, trained, told.given)
+    parts, partitions = tuple(sent.parts), tuple(sent.partitions)
+    return Schedule(sent.run, sent.round, sent.minimum, parts, partitions, trained, sent.given)
 
 
 def pack(bits: Bits) -> bytes:
@@ -228,12 +228,12 @@ def most_around(schedule: Schedule) -> Bytes:
     """Count the most bytes of any client, where nobody fails: all but its masked numbers."""
     number, share = len(schedule.partitions), shamir.SHARE + MARK
     groups = [len(schedule.groups_of(place)) for place in range(number)]
-    given = [(1 + each) * share + agreement.TAG for each in groups]
-    up = [number * (1 + mine) * share + number * agreement.TAG + mine * MARK for mine in groups]
-    beside = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
+    bundles = [(1 + n) * share + agreement.TAG for n in groups]
+    up = [number * (1 + n) * share + number * agreement.TAG + n * MARK for n in groups]
+    fixed = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
     lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # among them the roll
-    down = len(schedule.to_bytes()) + lists + sum(given) - min(given)
-    return Bytes(max(up) + beside, down)
+    down = len(schedule.to_bytes()) + lists + sum(bundles) - min(bundles)
+    return Bytes(max(up) + fixed, down)
 
 
 # Masks. Of two clients that train a row, the one with the lower partition adds a stream and the
@@ -247,10 +247,10 @@ _BLOCK = 2**18  # numbers at a time
 
 def stream_of(key: bytes, place: tuple[int, int], size: int) -> Numbers:
     """Make the masks of one row, by (part, row): uniform numbers below 2^24."""
-    more, found = keystream(key, struct.pack("<IQ", *place)), np.empty(size, np.uint32)
-    for part in np.array_split(found, -(-size // _BLOCK)):
-        part[:] = from_bytes(more(WIDTH * len(part)))
-    return found
+    stream, masks = keystream(key, struct.pack("<IQ", *place)), np.empty(size, np.uint32)
+    for part in np.array_split(masks, -(-size // _BLOCK)):
+        part[:] = from_bytes(stream(WIDTH * len(part)))
+    return masks
 
 
 class Vector:

@@ -87,12 +87,12 @@ class SecureServer:
         self.roll = b"".join(announcements[p].entry for p in schedule.partitions)
         self.statement = agreement.statement_of(self.data, self.roll)
         self.dealt: dict[int, SharesSent] = {}  # by place, as all below
-        self.here: Bits = np.zeros(0, bool)
+        self.dealers: Bits = np.zeros(0, bool)
         self.alive: Bits = np.zeros(self.number, bool)
         self.signatures: dict[int, bytes] = {}
         self._masked: Bits = np.zeros_like(schedule.trained)
         self._total = Vector(schedule, self._masked[0])
-        self._asked: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
+        self._requests: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
         self.denied: set[tuple[int, int]] = set()  # partitions: who gave nothing, says who
         self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
 
@@ -115,8 +115,8 @@ class SecureServer:
         """Take a client's shares for the others."""
         place = self.place(partition)
         groups = len(self.schedule.groups_of(place))
-        each = (1 + groups) * shamir.SHARE + agreement.TAG
-        sealed = list(cut(parts["sealed"], [each] * self.number))
+        length = (1 + groups) * shamir.SHARE + agreement.TAG
+        sealed = list(cut(parts["sealed"], [length] * self.number))
         marks = list(cut(parts["marks"], [(1 + groups) * MARK] * self.number))
         self.dealt[place] = SharesSent(sealed, marks, list(cut(parts["seeds"], [MARK] * groups)))
 
@@ -124,19 +124,19 @@ class SecureServer:
 
     def close_dealing(self) -> None:
         """Go on with those who have shared; ValueError if they are too few."""
-        self.here = np.array([place in self.dealt for place in range(self.number)])
-        self._check_enough(int(self.here.sum()), "have shared their secrets")
-        self._masked = self.schedule.masked(self.here)
+        self.dealers = np.array([place in self.dealt for place in range(self.number)])
+        self._check_enough(int(self.dealers.sum()), "have shared their secrets")
+        self._masked = self.schedule.masked(self.dealers)
         self._total = Vector(self.schedule, np.any(self._masked, axis=0))
 
     def to_mask(self, partition: int) -> dict[str, bytes]:
         """Tell a client who is here, with the shares that they have for it."""
         place = self.place(partition)
-        others = [dealt for dealer, dealt in sorted(self.dealt.items()) if dealer != place]
+        bundles = [dealt for dealer, dealt in sorted(self.dealt.items()) if dealer != place]
         return {
-            "here": pack(self.here),
-            "sealed": b"".join(dealt.sealed[place] for dealt in others),
-            "marks": b"".join(dealt.marks[place] for dealt in others),
+            "here": pack(self.dealers),
+            "sealed": b"".join(dealt.sealed[place] for dealt in bundles),
+            "marks": b"".join(dealt.marks[place] for dealt in bundles),
         }
 
     def rows_of(self, partition: int) -> Bits:
@@ -162,7 +162,7 @@ class SecureServer:
     def take_signature(self, partition: int, parts: Parts) -> None:
         """Take a client's signature of that list."""
         signature = _of_length(parts, "signature", SIGNATURE)
-        text = agreement.signed_list(self.statement, pack(self.here), pack(self.alive))
+        text = agreement.signed_list(self.statement, pack(self.dealers), pack(self.alive))
         if not is_signed(self.announcements[partition].node, signature, text):
             raise ValueError("its signature is not of the list of those who have sent numbers")
         self.signatures[self.place(partition)] = signature
@@ -173,16 +173,16 @@ class SecureServer:
         """Tell the signatures; ValueError if they are too few."""
         self._check_enough(len(self.signatures), "have signed who is there")
         signers = np.array([place in self.signatures for place in range(self.number)])
-        told = b"".join(self.signatures[place] for place in sorted(self.signatures))
-        self._asked = self.schedule.wanted(self.here, self.alive)
-        return {"signers": pack(signers), "signatures": told}
+        signatures = b"".join(self.signatures[place] for place in sorted(self.signatures))
+        self._requests = self.schedule.requests(self.dealers, self.alive)
+        return {"signers": pack(signers), "signatures": signatures}
 
     def take_shares(self, partition: int, parts: Parts) -> None:
         """Take the shares that a client tells; one that is not as marked refuses them all."""
-        holder, kept, denied = self.place(partition), [], set()
-        number = sum(len(indices) for _, indices in self._asked)
+        holder, entries, denied = self.place(partition), [], set()
+        number = sum(len(indices) for _, indices in self._requests)
         shares = cut(parts["shares"], [shamir.SHARE] * number)
-        for dealer, indices in self._asked:
+        for dealer, indices in self._requests:
             for index in indices:
                 share = next(shares)
                 if share == shamir.NONE:  # what the dealer gave it was not as marked
@@ -190,38 +190,38 @@ class SecureServer:
                         denied.add((self.schedule.partitions[dealer], partition))
                     continue
                 marks = self.dealt[dealer].marks[holder][MARK * index : MARK * (index + 1)]
-                given = self.schedule.partitions[dealer], partition, [share], index
-                if agreement.marks_of(self.statement, *given) != marks:
+                args = self.schedule.partitions[dealer], partition, [share], index
+                if agreement.marks_of(self.statement, *args) != marks:
                     raise ValueError(
                         f"its share of partition {self.schedule.partitions[dealer]} is not the one "
                         "that it was given"
                     )
-                kept.append((dealer, index, share))
+                entries.append((dealer, index, share))
         self.denied |= denied
-        for dealer, index, share in kept:
+        for dealer, index, share in entries:
             self._shares.setdefault((dealer, index), {})[holder] = share
 
     # The sum.
 
     def open(self) -> UnmaskedSum:
         """Take off all masks that are left; ValueError, which says who, if that cannot be."""
-        for place, indices in self._asked:
+        for place, indices in self._requests:
             if self.alive[place]:
                 for index in indices:
                     self._take_off_own(place, index)
             else:
                 self._take_off_pairs(place)
         counts = (self._masked & self.alive[:, None]).sum(0)
-        opened = self.schedule.opened(self.here, self.alive)
+        opened = self.schedule.opened(self.dealers, self.alive)
         counts[~np.isin(self.schedule.group_of, list(opened))] = 0
-        found = UnmaskedSum({}, {})
+        result = UnmaskedSum({}, {})
         for part, rows in self.schedule.spans():
-            found.counts[part.name] = counts[rows]
-            found.means[part.name] = mean = np.zeros((part.rows, part.size))
+            result.counts[part.name] = counts[rows]
+            result.means[part.name] = mean = np.zeros((part.rows, part.size))
             for row in np.flatnonzero(counts[rows]):
                 total = self._total.row(rows.start + row)
                 mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
-        return found
+        return result
 
     def _take_off_own(self, place: int, index: int) -> None:
         """Take off a client's own masks of a group of rows."""
@@ -243,11 +243,11 @@ class SecureServer:
         if agreement.public_of(private) != self.announcements[dropped].keys[1]:
             raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
-            rows, other = self._masked[at] & self._masked[place], self.schedule.partitions[at]
+            rows, peer = self._masked[at] & self._masked[place], self.schedule.partitions[at]
             if rows.any():
-                secret = agreement.shared_secret(private, self.announcements[other].keys[1])
-                key = agreement.pair_key(secret, self.statement, other, dropped)
-                self._total.mask(key, rows, add=other > dropped)
+                secret = agreement.shared_secret(private, self.announcements[peer].keys[1])
+                key = agreement.pair_key(secret, self.statement, peer, dropped)
+                self._total.mask(key, rows, add=peer > dropped)
 
     def _joined(self, dealer: int, index: int) -> bytes:
         shares = self._shares.get((dealer, index), {})

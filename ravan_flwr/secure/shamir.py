@@ -17,8 +17,8 @@ NONE = b"\xff" * SHARE  # no share: it is above the prime
 
 def split(secret: bytes, threshold: int, number: int) -> list[bytes]:
     """Split a secret of 32 bytes into that many shares."""
-    others = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
-    coefficients = [int.from_bytes(secret, "big"), *others]
+    random_terms = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    coefficients = [int.from_bytes(secret, "big"), *random_terms]
     values = (value_at(coefficients, place + 1) for place in range(number))
     return [value.to_bytes(SHARE, "big") for value in values]
 

@@ -200,7 +200,7 @@ def middle(old: Tensor, replies: list[Tensor], how: str) -> Tensor:
     if how == "median":
         cut = (number - 1).div(2, rounding_mode="floor")
     place = torch.arange(len(replies)).view(-1, *[1] * old.ndim)
-    kept = (place >= cut) & (place < number - cut)
-    total = torch.where(kept, ordered, 0.0).sum(0)
-    mean = total / kept.sum(0).clamp(min=1)
+    mask = (place >= cut) & (place < number - cut)
+    total = torch.where(mask, ordered, 0.0).sum(0)
+    mean = total / mask.sum(0).clamp(min=1)
     return torch.where(number >= FEWEST, mean, old.double()).float()

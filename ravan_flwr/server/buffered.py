@@ -78,7 +78,7 @@ class Flight:
         """Keep this version, and those that somebody is out with whose update may still count."""
         oldest = -math.inf if most is None else number - most
         needed = {sent.number for sent in self.sent.values() if sent.number >= oldest}
-        self.versions = {n: kept for n, kept in self.versions.items() if n in needed}
+        self.versions = {n: tensors for n, tensors in self.versions.items() if n in needed}
         self.versions[number] = state
 
     def memory(self, clock: object) -> Tensors:
@@ -107,7 +107,7 @@ class Flight:
             if name.startswith(VERSION):
                 number, _, key = name.removeprefix(VERSION).partition("/")
                 self.versions.setdefault(int(number), {})[key] = tensor
-        members = {one.partition_id: one for one in run.registry.members.values()}
+        members = {member.partition_id: member for member in run.registry.members.values()}
         free, now = list(clock.free), run.state.tensors
         arrivals: dict[str, float] = {}
         rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
@@ -134,7 +134,7 @@ class Buffered(Kind):
         self.buffer = config.buffer_size or config.clients_per_round
         self.concurrency = config.concurrency or config.clients_per_round
         self._pool: list[RegisteredClient] = []
-        self._drawn: set[int] = set()  # nodes that were sent this version
+        self._recipients: set[int] = set()  # nodes that were sent this version
         self._draws = 0
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
@@ -148,10 +148,10 @@ class Buffered(Kind):
         self._pool = run.sampler.awake(able, round_.round_log)
         busy = {sent.member.node_id for sent in self.flight.sent.values()}
         free = [member for member in self._pool if member.node_id not in busy]
-        wanted = min(max(0, self.concurrency - len(busy)), len(free))
-        drawn = sample(free, wanted, self.config.seed, number)
-        self._drawn = {member.node_id for member in drawn}
-        return drawn
+        places = min(max(0, self.concurrency - len(busy)), len(free))
+        cohort = sample(free, places, self.config.seed, number)
+        self._recipients = {member.node_id for member in cohort}
+        return cohort
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Send the messages, and yield replies to these and earlier ones until the buffer is full.
@@ -161,21 +161,21 @@ class Buffered(Kind):
         round_, run = self.round, self.run
         collector, grid = round_.collector, round_.grid
         collector.send(grid, messages)
-        out = [one.member for one in self.flight.sent.values()]
-        run.status.begin("training", round_.number, asked=out)
+        out = [sent.member for sent in self.flight.sent.values()]
+        run.status.begin("training", round_.number, members=out)
         deadline = RoundDeadline(
             self.config.round_timeout, len(out), enough=self.buffer, clock=run.clock
         )
         collector.deadline = deadline
-        refused, sent = len(round_.round_log.rejected), self.flight.sent
-        while sent and not deadline.satisfied:
+        refused, outstanding = len(round_.round_log.rejected), self.flight.sent
+        while outstanding and not deadline.satisfied:
             if len(round_.round_log.rejected) - refused >= self.concurrency:
                 break
-            reply = next(pull_replies(grid, self.flight.inbox, list(sent), deadline), None)
+            reply = next(pull_replies(grid, self.flight.inbox, list(outstanding), deadline), None)
             if reply is None:
                 self._give_up()
                 break
-            if reply.metadata.reply_to_message_id not in sent:
+            if reply.metadata.reply_to_message_id not in outstanding:
                 continue  # it was being fetched when it was given up
             yield reply
             if not deadline.satisfied:
@@ -201,7 +201,7 @@ class Buffered(Kind):
 
     def _another(self) -> list[RegisteredClient]:
         """Draw a client that is not out, and has not trained this version; none if none is left."""
-        busy = self._drawn | {sent.member.node_id for sent in self.flight.sent.values()}
+        busy = self._recipients | {sent.member.node_id for sent in self.flight.sent.values()}
         self._draws += 1
         random = generator(self.config.seed, "another", self.round.number, self._draws)
 
@@ -210,17 +210,17 @@ class Buffered(Kind):
 
         if not self._pool or len(self.flight.sent) >= self.concurrency:
             return []
-        found = next(
-            (one for one in (pick(self._pool) for _ in range(TRIES)) if one.node_id not in busy),
+        client = next(
+            (m for m in (pick(self._pool) for _ in range(TRIES)) if m.node_id not in busy),
             None,
         )
-        if found is None:
+        if client is None:
             free = [member for member in self._pool if member.node_id not in busy]
             if not free:
                 return []
-            found = pick(free)
-        self._drawn.add(found.node_id)
-        return [found]
+            client = pick(free)
+        self._recipients.add(client.node_id)
+        return [client]
 
     def _give_up(self) -> None:
         """Stop waiting for replies that have not come within the timeout."""

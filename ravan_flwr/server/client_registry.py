@@ -95,7 +95,7 @@ class Node:
         """Return whether it sits this round out; a node that does not train does not evaluate."""
         if not self.asleep:  # as nearly all
             return False
-        return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))
+        return any(self.asleep.get(task, 0) > round_number for task in (kind, MessageType.TRAIN))
 
 
 class ClientRegistry:
@@ -206,8 +206,8 @@ class ClientRegistry:
             return  # the list is the same, and all in it have answered
         self._query(grid, wait=wait)
         self._check_all()
-        if rest := self._refused_now[REFUSALS_TOLD:]:  # the others have a line each
-            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
+        if reasons := self._refused_now[REFUSALS_TOLD:]:  # the others have a line each
+            log.warning("refused %s more: %s", count(len(reasons), "node"), listed(reasons))
         self._refused_now.clear()
 
     def catch_up(self, grid: Grid) -> None:
@@ -241,13 +241,13 @@ class ClientRegistry:
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)
 
-    def _ask(self, grid: Grid, given: Iterable[NodeInfo]) -> None:
+    def _ask(self, grid: Grid, infos: Iterable[NodeInfo]) -> None:
         """Query the nodes that are new, and those that were away: they may have changed."""
-        nodes = list(given)
+        nodes = list(infos)
         since = {node.node_id: node.last_activated_at for node in nodes}
         if not simulating(grid):
-            known = [node for node in nodes if node.public_key]
-            self._keys |= {n.node_id: sha256(n.public_key).hexdigest()[:32] for n in known}
+            key_holders = [node for node in nodes if node.public_key]
+            self._keys |= {n.node_id: sha256(n.public_key).hexdigest()[:32] for n in key_holders}
         for node_id in since:
             if node_id not in self.nodes:
                 self.nodes[node_id] = Node(node_id)
@@ -275,9 +275,9 @@ class ClientRegistry:
     def _take_answers(self, grid: Grid) -> bool:
         """Take the answers that came; return whether one is the first of its node."""
         first = False
-        asked = {node.question: node for node in self.nodes.values() if node.question}
-        for reply in self._inbox.look(grid, list(asked)):
-            node = asked.get(reply.metadata.reply_to_message_id)
+        questions = {node.question: node for node in self.nodes.values() if node.question}
+        for reply in self._inbox.look(grid, list(questions)):
+            node = questions.get(reply.metadata.reply_to_message_id)
             if node is None or node.question != reply.metadata.reply_to_message_id:
                 continue  # it came back since then, and was asked anew
             node.question = ""
@@ -339,8 +339,8 @@ class ClientRegistry:
     def _note(self, node: Node, member: RegisteredClient | None, refused: str) -> None:
         """Note that a node is a member now, or why it is none."""
         node.member, node.refused = member, refused
-        for kept in ("members", "_by_partition", "_most_examples"):
-            vars(self).pop(kept, None)
+        for name in ("members", "_by_partition", "_most_examples"):
+            vars(self).pop(name, None)
 
     def _introduce(self, *, advise: bool) -> None:
         """Log who is there, and how many parts of the data have no node.

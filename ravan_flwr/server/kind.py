@@ -45,8 +45,8 @@ KINDS = {
 
 def kind_of(config: Config) -> "type[Kind]":
     """Find the kind of a run's rounds."""
-    found: type[Kind] = resolve_name(KINDS[config.transport, config.privacy])
-    return found
+    kind: type[Kind] = resolve_name(KINDS[config.transport, config.privacy])
+    return kind
 
 
 class Kind:
@@ -106,7 +106,7 @@ class Kind:
         """Return whether as many replies were used as the round needs."""
         return len(self.round.round_log.clients) >= self.round.least
 
-    def quorum(self, asked: int) -> int:  # noqa: ARG002 (of masks it depends on that)
+    def quorum(self, clients: int) -> int:  # noqa: ARG002 (of masks it depends on that)
         """Return with which good reply the straggler timeout begins."""
         return self.round.least
 
@@ -137,7 +137,7 @@ class Kind:
             trained = replace(trained, upload=upload)
         if METHODS[run.config.method].pools:
             everyone = run.registry.members.values()
-            member = replace(member, examples=sum(one.examples for one in everyone))
+            member = replace(member, examples=sum(client.examples for client in everyone))
         bytes_up = num_bytes(message.content.array_records["arrays"])
         return replace(trained, member=member, bytes_up=bytes_up, steps=self.steps(member))
 

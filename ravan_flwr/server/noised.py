@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
-from ravan_flwr.privacy.mechanism import ClippedSum, drawn, expected_clients
+from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, subsample
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.kind import Kind
@@ -72,19 +72,21 @@ class Noised(Kind):
         """
         round_log, registry = self.round.round_log, self.run.registry
         self.run.sampler.able(grid, round_log)  # notes who cannot afford to train
-        here = {member.node_id for member in registry.present(grid)}
+        present = {member.node_id for member in registry.present(grid)}
         resting = {
-            one for one in here if registry.nodes[one].rests(MessageType.TRAIN, self.round.number)
+            node_id
+            for node_id in present
+            if registry.nodes[node_id].rests(MessageType.TRAIN, self.round.number)
         }
-        asked = []
-        for member in (self.members[i] for i in drawn(len(self.members), self.account.rate)):
-            if member.node_id not in here:
+        cohort = []
+        for member in (self.members[i] for i in subsample(len(self.members), self.account.rate)):
+            if member.node_id not in present:
                 round_log.reject(member, "it is not connected; its change counts as zero")
             elif member.node_id in resting:
                 round_log.resting.append(member.partition_id)
             else:
-                asked.append(member)
-        return asked
+                cohort.append(member)
+        return cohort
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
@@ -118,7 +120,7 @@ class Noised(Kind):
     def close(self) -> None:
         """Spend what the release takes, then take the next state."""
         self.account.spend()
-        spent = self.account.told() | {"clip-norm": self.norm}
+        spent = self.account.as_record() | {"clip-norm": self.norm}
         self.round.round_log.private = cast(Spent, spent)
         try:
             super().close()

@@ -39,7 +39,7 @@ class Partitions:
         self._before, self._sizes_of, self._most = before, sizes, most
         self._settled: int | None = None  # once nodes that share the data have come
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
-        self._held: dict[int, int] = {}  # and the other way round
+        self._partition_of: dict[int, int] = {}  # and the other way round
         self.owners: dict[int, str] = {}  # partition id -> the key of that node, as a run keeps it
         self._sizes: Sequence[int] | None = None
         self._checked: set[int] = set()  # nodes whose number of examples the server knows
@@ -54,8 +54,8 @@ class Partitions:
         if self._settled is not None:
             return self._settled
         if sharing := _sharing(members):
-            told = {member.num_partitions for member in sharing}
-            return self._before if self._before in told else _agreed(sharing)
+            numbers = {member.num_partitions for member in sharing}
+            return self._before if self._before in numbers else _agreed(sharing)
         return max(_agreed(members), len(members)) if members else 1
 
     def awaited(self, members: Members) -> int:
@@ -117,11 +117,11 @@ class Partitions:
                 f"partition-id {member.partition_id} is taken by node {holder}; give every "
                 "SuperNode its own"
             )
-        before = self._held.get(holder, member.partition_id)
+        before = self._partition_of.get(holder, member.partition_id)
         if before != member.partition_id:  # it moved
             del self._holders[before]
             self.owners.pop(before, None)
-        self._held[holder] = member.partition_id
+        self._partition_of[holder] = member.partition_id
         if key:
             self.owners[member.partition_id] = key
         return ""

@@ -73,7 +73,7 @@ class PrivacyBudget(ABC):
         if config.privacy != cls.privacy:
             return None
         write = partial(directory.write_json, NAME)
-        if start.done is None:
+        if start.last_round is None:
             return cls(config, write)
         wrong, before = "it is missing", {}
         if (directory.path / NAME).is_file():
@@ -103,12 +103,12 @@ class PrivacyBudget(ABC):
         if not agree(before.get("epsilon"), spent):
             yield f"epsilon = {before.get('epsilon')!r}, and {cls.spends} {spent!r}"
         for record in records:
-            told: Mapping[str, Any] = record.get("privacy", {})
+            privacy: Mapping[str, Any] = record.get("privacy", {})
             for key in ("noise-multiplier", "epsilon"):
-                here, there = before[key], told.get(key)
-                less = isinstance(there, int | float) and there < here
-                if not (agree(there, here) or (less and key != "noise-multiplier")):
-                    yield f"{key} = {here!r}, and round {record['round']} has {there!r}"
+                expected, value = before[key], privacy.get(key)
+                less = isinstance(value, int | float) and value < expected
+                if not (agree(value, expected) or (less and key != "noise-multiplier")):
+                    yield f"{key} = {expected!r}, and round {record['round']} has {value!r}"
 
     @classmethod
     @abstractmethod
@@ -150,7 +150,7 @@ class PrivacyBudget(ABC):
         """Return what a checkpoint needs of it."""
         return {}
 
-    def told(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """Say what was spent, as the records and the summary have it."""
         cohort = self.config.noise_cohort
         return {
@@ -193,9 +193,9 @@ def positive(before: Mapping[str, Any], key: str) -> Iterator[str]:
         yield f"{key} = {value!r}"
 
 
-def agree(found: object, expected: float) -> bool:
+def agree(value: object, expected: float) -> bool:
     """Tell whether a number of a file is one that was worked out, on whatever machine."""
-    return isinstance(found, int | float) and math.isclose(found, expected, rel_tol=CLOSE)
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=CLOSE)
 
 
 class ClientBudget(PrivacyBudget):
@@ -209,12 +209,12 @@ class ClientBudget(PrivacyBudget):
         self.norm = self.config.clip_norm or FIRST_NORM
 
     def restore(self, memory: Mapping[str, Tensor]) -> None:
-        if self.config.clip_norm or (kept := memory.get(CLIP_NORM)) is None:
+        if self.config.clip_norm or (norm := memory.get(CLIP_NORM)) is None:
             return
-        self.norm = float(kept) if kept.numel() == 1 else math.nan
+        self.norm = float(norm) if norm.numel() == 1 else math.nan
         if not LEAST_NORM <= self.norm <= MOST_NORM:
             raise ValueError(
-                f"checkpoint: {CLIP_NORM} is {kept.tolist()}, expected one number from "
+                f"checkpoint: {CLIP_NORM} is {norm.tolist()}, expected one number from "
                 f"{LEAST_NORM:g} to {MOST_NORM:g}; restore the checkpoint, or go back with "
                 "resume=RUN@N"
             )
@@ -262,7 +262,7 @@ class ClientBudget(PrivacyBudget):
     def spend(self) -> None:
         """Count one release more, on disk when this returns."""
         self.releases += 1
-        self._write(self.told() | {"releases": self.releases, "sampling-rate": self.rate})
+        self._write(self.as_record() | {"releases": self.releases, "sampling-rate": self.rate})
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
@@ -277,9 +277,9 @@ class ClientBudget(PrivacyBudget):
         if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
             yield f"releases = {releases!r} after {len(records)} rounds"
         first = epsilon_of(z, rate, config.delta, 1)
-        told = records[0].get("privacy", {}).get("epsilon") if records else first
-        if not agree(told, first):
+        epsilon = records[0].get("privacy", {}).get("epsilon") if records else first
+        if not agree(epsilon, first):
             yield (
                 f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends "
-                f"{first!r}, and it has {told!r}"
+                f"{first!r}, and it has {epsilon!r}"
             )

@@ -119,20 +119,20 @@ def read_masked(
     with as_value_error():
         metrics, content = _opened(reply, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
-        told = "seconds" in metrics
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if told else None
+        has_seconds = "seconds" in metrics
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if has_seconds else None
         return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds
 
 
-def read_evaluated(reply: Message, round_number: int, asked: Measures, most: float) -> Evaluated:
+def read_evaluated(reply: Message, round_number: int, measures: Measures, most: float) -> Evaluated:
     """Read a reply to an evaluation of that round, of at most so many examples."""
     with as_value_error():
         metrics, _ = _opened(reply, round_number)
         number = above_zero(metrics, "num-examples", most)
-        if asked.unit != "examples":
-            number = above_zero(metrics, f"num-{asked.unit}", number * asked.most)
+        if measures.unit != "examples":
+            number = above_zero(metrics, f"num-{measures.unit}", number * measures.most)
         limits = {
-            name: (0, 1) if name in SHARES else (-MOST_LOSS, MOST_LOSS) for name in asked.names
+            name: (0, 1) if name in SHARES else (-MOST_LOSS, MOST_LOSS) for name in measures.names
         }
         return Evaluated(number, {name: within(metrics, name, *limits[name]) for name in limits})
 
@@ -174,8 +174,8 @@ def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], Recor
     content = content_of(reply)
     metrics = content.metric_records["metrics"]
     if metrics.get("round") != round_number:
-        got = shown(metrics.get("round"))
-        raise ValueError(f"reply is of round {got}, expected {round_number}")
+        value = shown(metrics.get("round"))
+        raise ValueError(f"reply is of round {value}, expected {round_number}")
     return metrics, content
 
 

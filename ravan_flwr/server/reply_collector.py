@@ -100,11 +100,11 @@ class ReplyCollector:
         # A calibration is training, too.
         self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(grid, messages)
-        asked = [sent.member for sent in self.outstanding.values()]
+        members = [sent.member for sent in self.outstanding.values()]
         number = self._round_log.number
         training = "training" if number else "calibrating"
         doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
-        self._status.begin(doing.get(self._kind, "delivering"), number, asked=asked)
+        self._status.begin(doing.get(self._kind, "delivering"), number, members=members)
         self.deadline = deadline(len(self.outstanding))
         failed = failures_of(grid).count
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}

@@ -30,7 +30,7 @@ class RoundDeadline:
     def __init__(
         self,
         timeout: float,
-        asked: int,
+        clients: int,
         least: int = 1,
         grace: float | None = math.inf,
         enough: float = math.inf,
@@ -39,7 +39,7 @@ class RoundDeadline:
         self.clock, self._began = clock, clock.now
         self._until = self._began + timeout
         self._grace, self._enough = grace, enough
-        self._quorum = min(asked, max(least, math.ceil(asked / 2)) if grace is None else least)
+        self._quorum = min(clients, max(least, math.ceil(clients / 2)) if grace is None else least)
         self.used = 0
 
     def use(self) -> None:
@@ -70,8 +70,8 @@ class RoundDeadline:
 
 def push(grid: Grid, messages: list[Message]) -> list[Message]:
     """Push, and return those messages that were taken."""
-    taken = set(grid.push_messages(messages))
-    return [message for message in messages if message.metadata.message_id in taken]
+    ids = set(grid.push_messages(messages))
+    return [message for message in messages if message.metadata.message_id in ids]
 
 
 class ReplyFetcher:
@@ -114,14 +114,14 @@ class ReplyFetcher:
         threading.Thread(target=self._walk, args=(grid, todo, stop), daemon=True).start()
         try:
             while True:
-                message_id, found = self._came.get(timeout=STUCK)
+                message_id, result = self._came.get(timeout=STUCK)
                 if message_id == _DONE:
                     return
                 self._fetching.discard(message_id)
-                if isinstance(found, BaseException):
-                    raise found
-                if found is not None:
-                    yield found
+                if isinstance(result, BaseException):
+                    raise result
+                if result is not None:
+                    yield result
         except Empty:
             pass  # that thread stays with what it fetches, and the next goes on
         finally:

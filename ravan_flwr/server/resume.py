@@ -18,10 +18,10 @@ log = getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Hold what a run begins with: a new one, or one that goes on after round `done`."""
+    """Hold what a run begins with: a new one, or one that goes on after `last_round`."""
 
     state: Tensors
-    done: int | None = None
+    last_round: int | None = None
     memory: Tensors = dataclasses.field(default_factory=dict)
     records: list[RoundRecord] = dataclasses.field(default_factory=list)
     fixed: Tensors | None = None
@@ -46,7 +46,7 @@ class ResumePoint:
     @property
     def first(self) -> int:
         """Number the next round."""
-        return (self.done or 0) + 1
+        return (self.last_round or 0) + 1
 
 
 def output_folder(config: Config) -> Path:
@@ -55,8 +55,8 @@ def output_folder(config: Config) -> Path:
     A SuperLink keeps the working directory of whoever started it first, so a relative path would
     land anywhere.
     """
-    given = config.output_dir
-    path = Path("~/ravan-flwr/runs" if given == AUTO else given).expanduser()
+    folder = config.output_dir
+    path = Path("~/ravan-flwr/runs" if folder == AUTO else folder).expanduser()
     if not path.is_absolute():
         raise ValueError(
             f"output-dir = {config.output_dir!r}: got a relative path, expected an absolute one, "
@@ -115,23 +115,23 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
         )
 
 
-def report_if_finished(done: int, wanted: int, run: Path) -> None:
+def report_if_finished(last_round: int, num_rounds: int, run: Path) -> None:
     """Say so if a run that goes on has no round to hold."""
-    if done < wanted:
+    if last_round < num_rounds:
         return
-    back = f", or go back with resume={run}@{wanted}" if done > wanted else ""
+    back = f", or go back with resume={run}@{num_rounds}" if last_round > num_rounds else ""
     log.warning(
         "num-rounds = %d: %s already done, so that nothing is trained; ask for more than %d%s",
-        wanted,
-        "1 round is" if done == 1 else f"{done} rounds are",
-        done,
+        num_rounds,
+        "1 round is" if last_round == 1 else f"{last_round} rounds are",
+        last_round,
         back,
     )
 
 
 def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoint) -> bool:
     """Tell whether a run has ended, so that there is nothing to do but to deliver its result."""
-    over = start.done is not None and config.num_rounds <= start.done
+    over = start.last_round is not None and config.num_rounds <= start.last_round
     if not (config.deliver and over and (directory.path / "summary.json").is_file()):
         return False
-    return directory.read_summary()["rounds"] == start.done
+    return directory.read_summary()["rounds"] == start.last_round

@@ -49,7 +49,7 @@ class Round:
         self.method = run.method.in_round(number)
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
-        self.asked: set[int] = set()  # nodes
+        self.recipients: set[int] = set()  # nodes
         self.collector = ReplyCollector(run.mail, self.round_log, run.status)
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)
@@ -65,8 +65,8 @@ class Round:
         A node that fails costs its reply, and never the run while others can be asked.
         """
         yield from self.kind.replies(messages)
-        while more := self._more_messages():
-            yield from self.send(more, training=True)
+        while extra := self._more_messages():
+            yield from self.send(extra, training=True)
 
     def take(self, replies: Iterable[Message]) -> None:
         """Check the replies to training, and accumulate the updates."""
@@ -98,24 +98,24 @@ class Round:
         if self.kind.has_enough or not self.kind.asks_more:
             return []
         resting = self.round_log.resting
-        drawn = self.run.sampler.sample(
+        members = self.run.sampler.sample(
             self.grid,
             self.round_log,
-            lambda able: [member for member in able if member.node_id not in self.asked],
+            lambda able: [member for member in able if member.node_id not in self.recipients],
         )
         self.round_log.resting = resting
-        if drawn:
+        if members:
             log.warning(
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
-                self.number, len(self.round_log.clients), self.least, count(len(drawn), "client"),
+                self.number, len(self.round_log.clients), self.least, count(len(members), "client"),
             )  # fmt: skip
-        return self.write(drawn)
+        return self.write(members)
 
     def write(self, members: Iterable[RegisteredClient]) -> list[Message]:
         """Write each of these clients a message with what the method sends it."""
         broadcasts, messages = self._broadcasts, []
         for member in members:
-            self.asked.add(member.node_id)
+            self.recipients.add(member.node_id)
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self._encoded(self.kind.broadcast(share))
@@ -134,8 +134,8 @@ class Round:
         waits = kind.gives_grace and not (in_process(self.grid) and clock is REAL)
         grace = self.run.config.straggler_grace if waits else math.inf
 
-        def deadline(asked: int) -> RoundDeadline:
-            return RoundDeadline(timeout, asked, kind.quorum(asked), grace, enough, clock)
+        def deadline(clients: int) -> RoundDeadline:
+            return RoundDeadline(timeout, clients, kind.quorum(clients), grace, enough, clock)
 
         return self.collector.replies(self.grid, messages, deadline)
 
@@ -151,23 +151,25 @@ class Round:
 
         None if no reply is sound.
         """
-        run, asked = self.run, self.run.bench.task.measures
+        run, measures = self.run, self.run.bench.task.measures
         answers: dict[int, Evaluated] = {}
 
         def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
             most = most_validation_size(run.registry.examples(member), run.config.validation_share)
-            return member.partition_id, read_evaluated(message, self.number, asked, most)
+            return member.partition_id, read_evaluated(message, self.number, measures, most)
 
         self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
         numbers = [answer.units for answer in ordered]
-        self.round_log.spread = spreads_of([asked.completed(answer.metrics) for answer in ordered])
-        return asked.completed(
+        self.round_log.spread = spreads_of(
+            [measures.completed(answer.metrics) for answer in ordered]
+        )
+        return measures.completed(
             {
                 name: mean_of([answer.metrics[name] for answer in ordered], numbers)
-                for name in asked.names
+                for name in measures.names
             }
         )
 

@@ -121,8 +121,8 @@ class RoundLog:
             "seconds": None if update.seconds is None else round(update.seconds, 4),
             "skipped-steps": update.skipped or None,
         }
-        told = {key: value for key, value in optional.items() if value is not None}
-        self.clients.append(cast(ClientRecord, client | told))
+        values = {key: value for key, value in optional.items() if value is not None}
+        self.clients.append(cast(ClientRecord, client | values))
 
     def lost(self, member: RegisteredClient) -> None:
         """Note that a client had lost its part of the model, and began with a new one."""
@@ -184,12 +184,12 @@ class RoundLog:
     def why_too_few_came(self, least: int) -> str:
         """Explain that fewer replies were used than a round needs."""
         by_reason: dict[str, list[str]] = {}
-        for one in self.rejected:
-            by_reason.setdefault(one["reason"], []).append(one["client"])
+        for rejection in self.rejected:
+            by_reason.setdefault(rejection["reason"], []).append(rejection["client"])
         reasons = listed(f"{_named(clients)}: {reason}" for reason, clients in by_reason.items())
-        got = len(self.clients) or "no"
+        n = len(self.clients) or "no"
         message = (
-            f"round {self.number}: got {got} valid {'reply' if got in (1, 'no') else 'replies'}, "
+            f"round {self.number}: got {n} valid {'reply' if n in (1, 'no') else 'replies'}, "
             f"expected at least {'one' if least == 1 else f'min-replies = {least}'}: "
             f"{reasons or 'no other client is connected'}."
         )

@@ -47,7 +47,7 @@ class RunRecorder(Callback):
         self.progress, self.trackers = progress, trackers
         self._earlier = start.records  # of the run that is resumed
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
-        self.after = start.done  # what lies behind that round is dropped when the next is done
+        self.after = start.last_round  # later rounds are dropped when the next is done
 
     def drop_later_rounds(self) -> None:
         """Drop what lies behind the round that the run went on after, once."""
@@ -60,15 +60,15 @@ class RunRecorder(Callback):
         """Save a round and its state; warn where evaluations begin to be collapsed."""
         self.drop_later_rounds()
         records = self.strategy.records  # this one is the last
-        before, told, number = records[:-1], None, record["round"]
+        before, reason, number = records[:-1], None, record["round"]
         if number and self.bench.model.trainable_parameters():
             labels = self.bench.task.data.labels if self.bench.task.classifies else ()
             last = number == self.progress.last
-            told = collapse(before, record, self.metric, labels, self.tally, last=last)
-        if told:
-            record["collapsed"] = told
+            reason = collapse(before, record, self.metric, labels, self.tally, last=last)
+        if reason:
+            record["collapsed"] = reason
         measured = [earlier for earlier in before if earlier["metrics"]]
-        begins = told and not (measured and "collapsed" in measured[-1])
+        begins = reason and not (measured and "collapsed" in measured[-1])
         self.directory.append_round(record)
         self.directory.note_clients(record["partitions"])
         self.directory.note_owners(self.strategy.registry.owners)
@@ -90,7 +90,7 @@ class RunRecorder(Callback):
             log.warning(
                 "round %d COLLAPSED: %s. The likely cause is a learning rate that is too high "
                 "(here %g), another is a false reply. Start again with a lower learning-rate%s",
-                *(number, told, self.bench.config.learning_rate),
+                *(number, reason, self.bench.config.learning_rate),
                 f", or go back: resume={self.directory.path}@{best}" if back else "",
             )
 
@@ -147,9 +147,9 @@ def summary_of(
 def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) -> None:
     """Keep the run's id, and who has the result where no round was added to it."""
     before: Mapping[str, Any] = {}
-    if start.done is not None and (directory.path / "summary.json").is_file():
+    if start.last_round is not None and (directory.path / "summary.json").is_file():
         before = directory.read_summary()
     summary["run-id"] = before.get("run-id") or new_run_id()
-    if start.done == summary["rounds"] == before.get("rounds") and "delivered" in before:
+    if start.last_round == summary["rounds"] == before.get("rounds") and "delivered" in before:
         summary["delivered"] = before["delivered"]
         summary["not-delivered"] = before["not-delivered"]

@@ -35,8 +35,8 @@ def sample(
     """
     order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
     pool = sorted(members, key=lambda member: member.partition_id)
-    wanted, more = order[:number], order[number : number + spare]
-    return [pool[i] for part in (wanted, more) for i in sorted(part.tolist())]
+    cohort, reserve = order[:number], order[number : number + spare]
+    return [pool[i] for part in (cohort, reserve) for i in sorted(part.tolist())]
 
 
 class Sampler:

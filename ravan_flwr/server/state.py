@@ -55,14 +55,14 @@ class ServerState:
         """Open the sums of a round of the method, which start from these tensors."""
         return Aggregate(method, self.tensors, self._limit, self._robust)
 
-    def take(self, mean: Tensors, held: tuple[str, ...] = ()) -> None:
+    def take(self, mean: Tensors, frozen: tuple[str, ...] = ()) -> None:
         """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""
-        old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
+        old, new = ({k: v for k, v in s.items() if k not in frozen} for s in (self.tensors, mean))
         moved, moments = self._optimizer.step(old, new, self._moments)
         state = mean | moved
         check_room(state, self._wire)  # else it could never be sent
-        kept = {k: v for k, v in self._moments.items() if k.split("/")[0] in held}
-        self.tensors, self._moments = state, kept | moments
+        frozen_moments = {k: v for k, v in self._moments.items() if k.split("/")[0] in frozen}
+        self.tensors, self._moments = state, frozen_moments | moments
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,18 @@ class ServerOptimizer:
         if self.kind == "none" or not old:  # a round in which the state is frozen
             return mean, {}
         values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}
-        given, rate = list(values.values()), self.learning_rate
+        parameters, rate = list(values.values()), self.learning_rate
         if self.kind == "momentum":
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(given, rate, self.momentum)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, rate, self.momentum)
         else:
-            optimizer = torch.optim.Adam(given, rate, (self.momentum, BETA2), EPSILON)
+            optimizer = torch.optim.Adam(parameters, rate, (self.momentum, BETA2), EPSILON)
         for name, value in values.items():
             value.grad = old[name] - mean[name]
-            mine = {k.rpartition("/")[2]: v for k, v in moments.items() if k.startswith(f"{name}/")}
-            if mine:
-                optimizer.state[value] = {key: tensor.clone() for key, tensor in mine.items()}
+            state = {
+                k.rpartition("/")[2]: v for k, v in moments.items() if k.startswith(f"{name}/")
+            }
+            if state:
+                optimizer.state[value] = {key: tensor.clone() for key, tensor in state.items()}
         optimizer.step()
         return (
             {name: value.detach() for name, value in values.items()},

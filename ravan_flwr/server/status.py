@@ -42,12 +42,12 @@ class Status:
         doing: str,
         number: int,
         rounds: int | None = None,
-        asked: Collection[RegisteredClient] = (),
+        members: Collection[RegisteredClient] = (),
     ) -> None:
         """Note that a step of a round begins, and which members were sent a message in it."""
         self._doing, self._since, self._round = doing, time.time(), number
         self._rounds = self._rounds if rounds is None else rounds
-        self._members_asked = sorted(asked, key=lambda member: member.partition_id)
+        self._members_asked = sorted(members, key=lambda member: member.partition_id)
         self._answered = []
         self._write()
 
@@ -75,9 +75,9 @@ class Status:
         if len(members) <= DESCRIBED:
             return members
         chosen = {member.node_id: member for member in self._members_asked[:DESCRIBED]}
-        others = (member for member in members if member.node_id not in chosen)
+        pool = (member for member in members if member.node_id not in chosen)
         nodes = self._registry.nodes
-        last = nlargest(DESCRIBED - len(chosen), others, lambda one: nodes[one.node_id].heard)
+        last = nlargest(DESCRIBED - len(chosen), pool, lambda member: nodes[member.node_id].heard)
         return [*chosen.values(), *last]
 
     def _now(self) -> RunStatus:

@@ -57,23 +57,23 @@ def no_room(config: Config, records: Iterable[RoundRecord], rounds: int = 1) -> 
     """
     if config.max_bytes is None:
         return False
-    taken = {record["round"]: record["bytes-up"] + record["bytes-down"] for record in records}
-    measures = (taken[number] for number in taken if number)  # a calibration is none
-    return sum(taken.values()) + rounds * max([_planned(config), *measures]) > config.max_bytes
+    traffic = {record["round"]: record["bytes-up"] + record["bytes-down"] for record in records}
+    measures = (traffic[number] for number in traffic if number)  # a calibration is none
+    return sum(traffic.values()) + rounds * max([_planned(config), *measures]) > config.max_bytes
 
 
 def why_over(config: Config, metric: str, records: Sequence[RoundRecord], number: int) -> str:
     """Say why a round of that number is not held after these records; "" if it is."""
-    more = "the run ends here; for more rounds set another value, or 0"
+    hint = "the run ends here; for more rounds set another value, or 0"
     if (last := reached(config, metric, records)) is not None:
         return (
             f"until-metric = {config.until_metric:g}: reached in round {last['round']} "
-            f"({metric} {last['metrics'][metric]:.4f}); {more}"
+            f"({metric} {last['metrics'][metric]:.4f}); {hint}"
         )
     if no_room(config, records):
         return f"max-bytes: no room for round {number}; the run ends here"
     time = records[-1].get("time", 0.0) if records else 0.0
     if 0 < config.until_time <= time:
         ended = f"round {number - 1} ended after {time:.4g} s"
-        return f"until-time = {config.until_time:g}: {ended}; {more}"
+        return f"until-time = {config.until_time:g}: {ended}; {hint}"
     return ""

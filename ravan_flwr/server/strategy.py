@@ -121,16 +121,16 @@ class FederatedTuning(Strategy):
             last = number == num_rounds or no_room(self.config, self.records, 2)
             last = last or (self.privacy is not None and self.privacy.is_last)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
-            arrays, told = self._train(number, arrays, grid)
-            result.arrays, result.train_metrics_clientapp[number] = arrays, told
+            arrays, train_metrics = self._train(number, arrays, grid)
+            result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
             last = last or 0 < self.config.until_time <= self.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
                 with self.round.round_log.timed("evaluate"):
                     if evaluate_fn is None:
-                        asked = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
-                        metrics = self.aggregate_evaluate(number, self.round.send(asked))
+                        messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
+                        metrics = self.aggregate_evaluate(number, self.round.send(messages))
                     else:
                         self.status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
@@ -145,7 +145,7 @@ class FederatedTuning(Strategy):
         """Log what is about to run."""
         steps = sorted(map(self.steps, self.registry.members.values())) or [0]
         low, high = steps[0], steps[-1]
-        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
+        able = sum(self.method.can_train(m.share) for m in self.registry.members.values())
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
@@ -189,8 +189,8 @@ class FederatedTuning(Strategy):
         self.round.take(replies)
         self.round.close()
         loss = self.round.round_log.train_loss
-        told = MetricRecord({} if loss is None else {"train-loss": loss})
-        return to_record(self.state.tensors), told
+        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

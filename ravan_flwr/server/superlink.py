@@ -182,15 +182,15 @@ def guard() -> None:
 def check_objects(contents: Mapping[str, bytes]) -> None:
     """Raise ValueError where a reply would be much larger than its objects."""
     chunk = b"ArrayChunk "
-    beside = {key: one for key, one in contents.items() if not one.startswith(chunk)}
-    weight = sum(map(len, beside.values()))
+    non_chunks = {key: data for key, data in contents.items() if not data.startswith(chunk)}
+    weight = sum(map(len, non_chunks.values()))
     if weight > MOST_BESIDE:
         raise ValueError(
             f"it has {weight} bytes beside its tensors, expected {MOST_BESIDE} at most"
         )
-    sizes = {key: len(one) for key, one in contents.items() if key not in beside}
+    sizes = {key: len(data) for key, data in contents.items() if key not in non_chunks}
     most = max(MOST_TIMES * (weight + sum(sizes.values())), ALWAYS_ROOM)
-    total = sum(_weight_of_array(one, sizes) for one in beside.values())
+    total = sum(_weight_of_array(data, sizes) for data in non_chunks.values())
     if total > most:
         raise ValueError(f"its tensors are {total} bytes from few chunks, expected {most} at most")
 

@@ -36,18 +36,18 @@ def report_settings_without_effect(
     run_config: Mapping[str, Scalar], config: Config, grid: Grid
 ) -> None:
     """Say which of the settings change nothing."""
-    for told in without_effect(run_config):
-        log.warning("%s", told)
+    for message in without_effect(run_config):
+        log.warning("%s", message)
     if config.processes is not None and not in_process(grid):
         log.warning(
             "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "
             "and `ravan-flwr simulate` has them in its own",
             config.processes,
         )
-    given = run_config.get("clients-per-round", AUTO) != AUTO
-    given = given and not METHODS[config.method].everyone
+    is_set = run_config.get("clients-per-round", AUTO) != AUTO
+    is_set = is_set and not METHODS[config.method].everyone
     number = len(list(grid.get_nodes())) if simulating(grid) else 0
-    if given and 0 < number < config.clients_per_round:
+    if is_set and 0 < number < config.clients_per_round:
         log.warning(
             "clients-per-round=%d: there %s, and every round asks all of them",
             config.clients_per_round,
@@ -78,14 +78,14 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
         return
     sizes = bench.partition_sizes(number)
     if without := sum(not count for count in sizes):
-        told = (
+        message = (
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
             "have no example left to train on, since each needs one for validation at least"
         )
         more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
         if without == number or METHODS[config.method].pools:
-            raise ValueError(f"{told}; use fewer clients{more_even}")
-        log.warning("%s; they take no part; use fewer clients%s", told, more_even)
+            raise ValueError(f"{message}; use fewer clients{more_even}")
+        log.warning("%s; they take no part; use fewer clients%s", message, more_even)
     if in_process(grid):  # whose examples these are as well
         _ = bench.partition(next(n for n, count in enumerate(sizes) if count), number)
 

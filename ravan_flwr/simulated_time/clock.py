@@ -57,7 +57,7 @@ class SimulatedClock(Clock):
         self.free = [0.0] * len(devices)  # when each has done all that it was sent
         self._arrivals: list[tuple[float, int, str]] = []  # a heap; ties in the order of sending
         self._sent = 0
-        self._here: dict[str, None] = {}  # messages that are answered, in order
+        self._replies: dict[str, None] = {}  # messages that are answered, in order
         self.times: dict[str, float] = {}  # by message: when the reply arrives
 
     @property
@@ -80,18 +80,18 @@ class SimulatedClock(Clock):
         self.times[message_id] = arrives
         self._sent += 1
 
-    def arrived(self, wanted: Collection[str]) -> list[str]:
+    def arrived(self, message_ids: Collection[str]) -> list[str]:
         """List the messages, of those that are wanted, that are answered by now, in order."""
         self._settle()
-        return [message_id for message_id in self._here if message_id in wanted]
+        return [message_id for message_id in self._replies if message_id in message_ids]
 
     def has(self, message_id: str) -> bool:
         """Return whether the reply to a message is there, or takes no time."""
-        return message_id in self._here or message_id not in self.times
+        return message_id in self._replies or message_id not in self.times
 
     def take(self, message_id: str) -> None:
         """Forget a message, whose reply was taken."""
-        self._here.pop(message_id, None)
+        self._replies.pop(message_id, None)
         self.times.pop(message_id, None)
 
     def restore(self, arrivals: Mapping[str, float], free: list[float]) -> None:
@@ -113,7 +113,7 @@ class SimulatedClock(Clock):
         while self._arrivals and self._arrivals[0][0] <= self.now:
             arrives, _, message_id = heapq.heappop(self._arrivals)
             if self.times.get(message_id) == arrives:  # nobody has given it up, or moved it
-                self._here[message_id] = None
+                self._replies[message_id] = None
 
     def online(self, client: int) -> bool:
         """Return whether a client's device is online now."""
@@ -123,7 +123,7 @@ class SimulatedClock(Clock):
     def wait_for_node(self) -> None:
         """Let time pass until another device comes online."""
         day = DAY * HOUR
-        self._now += min((one.online[0] * HOUR - self.now) % day or day for one in self.devices)
+        self._now += min((d.online[0] * HOUR - self.now) % day or day for d in self.devices)
 
     def device_of(self, client: int) -> str | None:
         return self.devices[client].kind
@@ -141,8 +141,8 @@ class SimulatedClock(Clock):
 
 def clock_of(grid: Any) -> Clock:
     """Return a grid's simulated clock, or that of real time."""
-    found: Clock | None = getattr(grid, "clock", None)
-    return REAL if found is None else found
+    clock: Clock | None = getattr(grid, "clock", None)
+    return REAL if clock is None else clock
 
 
 def seconds_of(device: Device, bytes_down: float, operations: float, bytes_up: float) -> float:
@@ -162,7 +162,7 @@ def finish(start: float, seconds: float, online: tuple[float, float]) -> float:
     left = length - since
     if seconds <= left:
         return start + seconds
-    days, rest = divmod(seconds - left, length)
-    if rest == 0.0:
-        days, rest = days - 1, length
-    return start - since + (days + 1) * day + rest
+    days, remainder = divmod(seconds - left, length)
+    if remainder == 0.0:
+        days, remainder = days - 1, length
+    return start - since + (days + 1) * day + remainder

@@ -120,21 +120,21 @@ def read_devices(path: Path, clients: int) -> list[Device]:
         raise ValueError(
             f"{path}: got {type(content).__name__}, expected a list of devices; {EXAMPLE}"
         )
-    found: list[Device] = []
+    devices: list[Device] = []
     for number, entry in enumerate(content):
         where = f"{path}, device {number}."
-        one = _Entry.read(where, entry)
+        spec = _Entry.read(where, entry)
         device = Device(
-            one.name, one.teraflops * 1e12, one.downlink * MBIT, one.uplink * MBIT, one.memory * GB,
-            _hours(where, one.online),
+            spec.name, spec.teraflops * 1e12, spec.downlink * MBIT, spec.uplink * MBIT,
+            spec.memory * GB, _hours(where, spec.online),
         )  # fmt: skip
-        found += [device] * min(one.clients, clients)
-    if len(found) < clients:
+        devices += [device] * min(spec.clients, clients)
+    if len(devices) < clients:
         raise ValueError(
-            f"{path}: got devices of {len(found)} clients, expected {clients}; raise `clients` of "
-            "one of them, or lower num-clients"
+            f"{path}: got devices of {len(devices)} clients, expected {clients}; raise `clients` "
+            "of one of them, or lower num-clients"
         )
-    return found[:clients]
+    return devices[:clients]
 
 
 def _hours(where: str, text: str) -> tuple[float, float]:

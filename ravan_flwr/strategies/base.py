@@ -86,15 +86,15 @@ class MethodStrategy(FedAvg):
         super().__init__(**fedavg)
         self.optimizer = server_optimizer
         if server_optimizer is not None:
-            given = f"server_optimizer = {server_optimizer!r}: "
+            where = f"server_optimizer = {server_optimizer!r}: "
             if not METHODS[self.method].averages:
                 raise ValueError(
-                    f"{given}the next arrays of {self.method} are no mean of the replies, expected "
+                    f"{where}the next arrays of {self.method} are no mean of the replies, expected "
                     "none; leave it out, or use RavanStrategy, FedSBStrategy, FFALoraStrategy or "
                     "FedRotLoraStrategy"
                 )
             if not isinstance(server_optimizer, FedAvg):
-                raise ValueError(f"{given}expected a strategy of Flower; pass FedAdam(), say")
+                raise ValueError(f"{where}expected a strategy of Flower; pass FedAdam(), say")
             server_optimizer.fraction_train = 0.0  # it samples no nodes itself
         is_number = isinstance(max_update_norm, numbers.Real)
         if not is_number or not 0 < max_update_norm <= MOST_CHANGE:
@@ -119,8 +119,8 @@ class MethodStrategy(FedAvg):
         own = self.translate(tensors, server_round)
         self._sent = arrays, tensors, own
         if self.optimizer is not None:
-            others = {name: tensor for name, tensor in tensors.items() if name not in own.names}
-            trained = _in_order(others | own.write(own.state))
+            extras = {name: tensor for name, tensor in tensors.items() if name not in own.names}
+            trained = _in_order(extras | own.write(own.state))
             self.optimizer.configure_train(server_round, trained, ConfigRecord(), grid)
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -136,8 +136,8 @@ class MethodStrategy(FedAvg):
         answered, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
         sent, tensors, own = self._sent
         method = own.method
-        others = {name: tensor for name, tensor in tensors.items() if name not in own.names}
-        state = own.state | ({CLASSIFIER: flatten([*others.values()])} if others else {})
+        extras = {name: tensor for name, tensor in tensors.items() if name not in own.names}
+        state = own.state | ({CLASSIFIER: flatten([*extras.values()])} if extras else {})
         sums = Aggregate(method, state, UpdateNormCheck(self.max_update_norm))
         counted = Counter(map(_layout, answered))
         usual = max(sorted(counted), key=counted.__getitem__, default=())
@@ -146,7 +146,7 @@ class MethodStrategy(FedAvg):
             try:
                 with as_value_error():
                     weight = self._weight(reply, usual)
-                    upload, fraction = _read(reply, own, others)
+                    upload, fraction = _read(reply, own, extras)
                     sums.offer(upload, fraction, weight)
             except ValueError as error:
                 node = reply.metadata.src_node_id
@@ -155,14 +155,14 @@ class MethodStrategy(FedAvg):
             else:
                 accepted.append(reply.content)
         if answered and not accepted:
-            told = f"round {server_round}: all {len(answered)} replies were rejected"
+            message = f"round {server_round}: all {len(answered)} replies were rejected"
             if not self._used:
                 raise ValueError(
-                    f"{told}, expected at least one that can be used; the last of them: "
+                    f"{message}, expected at least one that can be used; the last of them: "
                     f"{self.rejected[server_round][answered[-1].metadata.src_node_id]}; build the "
                     "clients' models as the server does, and send what collect_arrays returns"
                 )
-            log.warning("%s, the arrays stay as they were", told)
+            log.warning("%s, the arrays stay as they were", message)
         if not accepted:
             return None, None
         self._used = True
@@ -172,7 +172,7 @@ class MethodStrategy(FedAvg):
         except ValueError as error:
             log.warning("round %d has no effect, the arrays stay: %s", server_round, error)
             return None, metrics
-        changed = own.write(new) | _unflattened(new.get(CLASSIFIER), others)
+        changed = own.write(new) | _unflattened(new.get(CLASSIFIER), extras)
         if self.optimizer is not None:
             changed |= self._stepped(server_round, changed)
         return _record(sent, changed, own), metrics
@@ -243,19 +243,19 @@ def _layout(reply: Message) -> tuple[str, ...]:
     )
 
 
-def _read(reply: Message, own: Arrays, others: Mapping[str, Tensor]) -> tuple[Tensors, float]:
+def _read(reply: Message, own: Arrays, extras: Mapping[str, Tensor]) -> tuple[Tensors, float]:
     """Return a reply's upload, with the arrays that are not the method's own as one tensor."""
     records = list(reply.content.array_records.values())
     if len(records) != 1:
         raise ValueError(f"it has {len(records)} ArrayRecords, expected 1")
     tensors = {name: _tensor(name, array) for name, array in records[0].items()}
-    rest = {name: checked(tensors, name, old.shape, old.dtype) for name, old in others.items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in rest}
+    values = {name: checked(tensors, name, old.shape, old.dtype) for name, old in extras.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in values}
     unknown = sorted(tensors.keys() - own.names)
     if unknown:
         raise ValueError(f"array {shown(unknown[0])} is unknown, expected names that were sent")
     upload, fraction = own.read(tensors)
-    return upload | ({CLASSIFIER: flatten([*rest.values()])} if rest else {}), fraction
+    return upload | ({CLASSIFIER: flatten([*values.values()])} if values else {}), fraction
 
 
 def _unflattened(flat: Tensor | None, shapes: Mapping[str, Tensor]) -> Tensors:

@@ -51,9 +51,9 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     for name in [*own, *tensors]:
         if name not in tensors and _part(name) in ("ravan_s", *BASES):
             continue
-        got, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, own))
-        if got != expected:
-            shapes = ["none" if shape is None else f"shape {shape}" for shape in (got, expected)]
+        actual, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, own))
+        if actual != expected:
+            shapes = ["none" if shape is None else f"shape {shape}" for shape in (actual, expected)]
             raise ValueError(
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
@@ -112,10 +112,10 @@ def choose(
             "adapter that this client trains; pass 0.5 for half of it, say"
         )
     choices = {"score": (score, SCORINGS), "selection": (selection, ("layer", "global"))}
-    for what, (got, known) in choices.items():
-        if got not in known:
+    for what, (value, names) in choices.items():
+        if value not in names:
             raise ValueError(
-                f"{what} = {got!r}: expected one of {', '.join(known)}; pass {what}={known[0]!r}"
+                f"{what} = {value!r}: expected one of {', '.join(names)}; pass {what}={names[0]!r}"
             )
     if score == "gradient" and backward is None:
         raise ValueError(
@@ -193,26 +193,26 @@ class _Rows(nn.Module):
     others: Tensor
     hooks: tuple[RemovableHandle, ...]  # of the module whose tensor it is
 
-    def __init__(self, whole: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
+    def __init__(self, tensor: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
-        others = whole.detach().clone() if keep else torch.zeros_like(whole)
-        index = torch.tensor(rows, dtype=torch.long, device=whole.device)
-        self.register_buffer("others", others, persistent=False)
+        constants = tensor.detach().clone() if keep else torch.zeros_like(tensor)
+        index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+        self.register_buffer("others", constants, persistent=False)
         self.register_buffer("index", index, persistent=False)
         self.dim = dim
 
     def forward(self, trained: Tensor) -> Tensor:
         return self.others.index_copy(self.dim, self.index, trained)
 
-    def right_inverse(self, whole: Tensor) -> Tensor:
-        return whole.index_select(self.dim, self.index)
+    def right_inverse(self, tensor: Tensor) -> Tensor:
+        return tensor.index_select(self.dim, self.index)
 
 
 def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, dim: int = 0) -> None:
-    whole = module.get_parameter(name)
-    whole.grad = None
-    if len(rows) < whole.shape[dim]:
-        chosen = _Rows(whole, rows, keep=keep, dim=dim)
+    tensor = module.get_parameter(name)
+    tensor.grad = None
+    if len(rows) < tensor.shape[dim]:
+        chosen = _Rows(tensor, rows, keep=keep, dim=dim)
         parametrize.register_parametrization(module, name, chosen)
         chosen.hooks = (
             module.register_state_dict_post_hook(partial(_save_whole, name)),
@@ -232,8 +232,8 @@ def _load_whole(
     """Load a whole tensor as the rows that are trained, and the others."""
     if prefix + name in state:
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.others.copy_(whole := state.pop(prefix + name))
-        state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(whole)
+        rows.others.copy_(tensor := state.pop(prefix + name))
+        state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(tensor)
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -249,8 +249,8 @@ def _index(module: nn.Module, name: str, number: int) -> Tensor:
     """Return the chosen rows of a tensor, or all of that number."""
     if parametrize.is_parametrized(module, name):
         made: Any = module.parametrizations
-        found: Tensor = made[name][0].index
-        return found
+        index: Tensor = made[name][0].index
+        return index
     return torch.arange(number, device=next(module.parameters()).device)
 
 

@@ -61,10 +61,10 @@ class LoraArrays:
         """Read what was added to the weights so far."""
         if RESIDUAL_RANK not in arrays:
             return method.no_residual()
-        there = (f"{layer}.{part}" for layer in self.layers for part in RESIDUAL)
+        names = (f"{layer}.{part}" for layer in self.layers for part in RESIDUAL)
         rank = arrays[RESIDUAL_RANK].to(torch.int32)
         return {
-            "residual": flatten([arrays[name] for name in there if name in arrays]),
+            "residual": flatten([arrays[name] for name in names if name in arrays]),
             "residual-rank": rank,
         }
 

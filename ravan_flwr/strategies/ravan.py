@@ -33,10 +33,10 @@ class RavanArrays:
         self.layers = layers_in(arrays, ".ravan_H", "RavanConfig")
         shapes = {layer: tuple(arrays[f"{layer}.ravan_H"].shape) for layer in self.layers}
         shape = shapes[self.layers[0]]
-        for layer, other in shapes.items():
-            if len(other) != 3 or other[1] != other[2] or other != shape:
+        for layer, sides in shapes.items():
+            if len(sides) != 3 or sides[1] != sides[2] or sides != shape:
                 raise ValueError(
-                    f"initial_arrays: {layer}.ravan_H has shape {other}, expected (heads, r, r) as "
+                    f"initial_arrays: {layer}.ravan_H has shape {sides}, expected (heads, r, r) as "
                     f"the first layer's {shape}; give all layers the same heads and rank"
                 )
         self.heads, self.rank, _ = shape
@@ -46,15 +46,15 @@ class RavanArrays:
         self.scaled = [f"{layer}.ravan_s" for layer in self.layers if f"{layer}.ravan_s" in arrays]
         # What the sides of a layer are makes no difference to the server.
         side = self.heads * self.rank
-        known = Settings(
+        method_settings = Settings(
             rank=self.rank, heads=self.heads, init="normal", selection="any", **settings
         )
         of_side = [Layer(layer, side, side) for layer in self.layers]
-        self.method = get_method(method)(known, of_side, 0)
-        H = torch.stack([self._whole(arrays, layer) for layer in self.layers])
+        self.method = get_method(method)(method_settings, of_side, 0)
+        H = torch.stack([self._all_heads(arrays, layer) for layer in self.layers])
         self.state = {"H": H if method == "ravan" else H[:, 0]}
 
-    def _whole(self, arrays: Tensors, layer: str) -> Tensor:
+    def _all_heads(self, arrays: Tensors, layer: str) -> Tensor:
         """Return the products of all heads, (heads, r, r)."""
         products, heads = self._products(arrays, layer)
         if heads != list(range(self.heads)):
@@ -89,7 +89,7 @@ class RavanArrays:
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
         """Return {"H": products, "heads": packed bits}; the budget is the client's business."""
         if self.method.parts is None:  # Fed-SB: one head, always whole
-            return {"H": torch.cat([self._whole(upload, layer) for layer in self.layers])}, 1.0
+            return {"H": torch.cat([self._all_heads(upload, layer) for layer in self.layers])}, 1.0
         chosen = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
         products = []
         for row, layer in zip(chosen, self.layers, strict=True):

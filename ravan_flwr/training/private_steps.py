@@ -32,7 +32,7 @@ from ravan_flwr.privacy.example_gradients import (
     check_apart,
     check_trained,
 )
-from ravan_flwr.privacy.mechanism import drawn
+from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with
@@ -154,7 +154,7 @@ class PrivateStepper(Stepper):
         Batches have different sizes, and may be empty. Who knew a seed would know who is in them.
         """
         while True:
-            yield drawn(number, self.rate)
+            yield subsample(number, self.rate)
 
     def read(
         self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]

@@ -381,7 +381,7 @@ def told_of(kind):
     budget.rate, budget.multiplier = 0.05, 4.0
     for _ in range(3):
         budget.spend()
-    return budget.told()
+    return budget.as_record()
 
 
 def summary_of(kind, cohort):

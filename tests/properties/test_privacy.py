@@ -22,10 +22,10 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import (
     ClippedSum,
     Noise,
-    drawn,
     expected_clients,
     gaussian,
     noise_norm,
+    subsample,
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import checked
@@ -179,9 +179,9 @@ def test_noise_is_fresh_whatever_the_seed():
 
 
 def test_a_cohort_is_drawn_with_its_rate():
-    assert drawn(100, 1.0).tolist() == list(range(100))
-    assert not len(drawn(100, 0.0))
-    assert len(drawn(4000, 0.15)) == pytest.approx(600, abs=120)
+    assert subsample(100, 1.0).tolist() == list(range(100))
+    assert not len(subsample(100, 0.0))
+    assert len(subsample(4000, 0.15)) == pytest.approx(600, abs=120)
 
 
 # A clip norm that adapts.

@@ -19,7 +19,7 @@ from ravan_flwr.privacy.example_gradients import (
     joint_norms,
     step_noise_norm,
 )
-from ravan_flwr.privacy.mechanism import drawn
+from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import generator
 from tests.properties.test_privacy import lower_bound
 
@@ -97,12 +97,12 @@ def test_noise_is_fresh_whatever_the_seed():
 
 
 def test_examples_are_drawn_one_by_one_with_the_rate():
-    assert drawn(50, 1.0).tolist() == list(range(50))
-    assert not len(drawn(50, 0.0))
+    assert subsample(50, 1.0).tolist() == list(range(50))
+    assert not len(subsample(50, 0.0))
     times = torch.zeros(40)
     sizes = []
     for _ in range(1000):
-        rows = drawn(40, 0.2)
+        rows = subsample(40, 0.2)
         times[rows] += 1
         sizes.append(float(len(rows)))
     assert float(times.mean()) == pytest.approx(200, rel=0.05)

@@ -397,7 +397,7 @@ def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
     """Each more would be one more sum of what they have."""
 
     class MoreRounds(Hostile):
-        def _given(self):
+        def _common_hash(self):
             sent = self.run.state.tensors
             return masked.round_digest(replace(self.run.config, num_rounds=1), sent)
 

@@ -11,7 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import delivery as delivering
 from ravan_flwr.extras.delivery import AWAY, KIND, NO_PLACE, DeliverAtEnd
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
+from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
@@ -41,7 +41,7 @@ class Keepers(Nodes):
         state = from_record(message.content["arrays"])
         assert checksum(state) == parcel.checksum
         self.shelves[node.partition_id] = parcel, state
-        return reply_with(message, kept(parcel, "adapter"))
+        return reply_with(message, confirmation(parcel, "adapter"))
 
 
 def reply_with(message, answer):
@@ -91,7 +91,7 @@ def test_everybody_gets_all_of_it_whatever_the_budget(directory):
     for parcel, state in nodes.shelves.values():
         assert (parcel.run, parcel.last_round) == (directory.path.name, 3)
         assert torch.equal(state["H"], STATE["H"])
-        assert parcel.told == {"rounds": 3, "metrics": {"final": {}, "best": {}}}
+        assert parcel.run_summary == {"rounds": 3, "metrics": {"final": {}, "best": {}}}
     assert len({parcel.run_id for parcel, _ in nodes.shelves.values()}) == 1
 
 
@@ -216,7 +216,7 @@ class FullDisk(Attacker):
     told = "^its result-path cannot be written to: No space left on device$"
 
     def reply(self, honest, message):
-        told = not_kept("its result-path cannot be written to: No space left on device")
+        told = refusal("its result-path cannot be written to: No space left on device")
         return reply_with(message, told)
 
 

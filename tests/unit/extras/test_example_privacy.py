@@ -125,7 +125,7 @@ def test_the_largest_epsilon_is_that_of_the_fewest_examples_where_all_train():
         assert spent["epsilon"] == pytest.approx(epsilon(10, number))
         assert (spent["unit"], spent["clip-norm"]) == ("example", 1.0)
         assert "train-loss" not in record
-    assert budget.told()["epsilon"] == notes.records[-1]["privacy"]["epsilon"]
+    assert budget.as_record()["epsilon"] == notes.records[-1]["privacy"]["epsilon"]
 
 
 def test_it_is_the_largest_over_clients_that_trained_as_often_as_they_did():
@@ -245,7 +245,7 @@ def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch)
     budget = ExampleBudget(config, lambda _: None)
     budget.multiplier = 2.0
     for p in range(1000):
-        budget.asked[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
+        budget.counts[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
     counted = []
 
     def noted(*of):
@@ -305,7 +305,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
         "batch-size": 5,
     }
     config = read_config(settings)
-    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=2)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=2)
     lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))
     (tmp_path / "rounds.jsonl").write_text("".join(lines))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
@@ -314,7 +314,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
     budget = ExampleBudget.of(config, directory, start)
     assert budget is not None
-    assert budget.asked == {3: (0.5, 2)}
+    assert budget.counts == {3: (0.5, 2)}
     assert ExampleBudget.of(read_config({}), directory, start) is None
     other = read_config(settings | {"noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=r"noise-multiplier = 2.0, and the run has 1.0"):
@@ -324,4 +324,4 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
+        ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=1))

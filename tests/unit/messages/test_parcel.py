@@ -13,10 +13,10 @@ from ravan_flwr.messages.parcel import (
     Parcel,
     check_run_name,
     check_state,
-    kept,
-    not_kept,
+    confirmation,
     read_answer,
     read_parcel,
+    refusal,
 )
 from ravan_flwr.methods.tensors import checksum
 
@@ -26,7 +26,7 @@ PARCEL = Parcel("20260101-120000-digits-vit-ravan-seed0", "a" * 16, 3, "0" * 16,
 def test_a_parcel_travels_whole():
     assert read_parcel(PARCEL.as_config()) == PARCEL
     assert read_parcel(PARCEL.as_config() | {"round": 3, "share": 0.5}) == PARCEL
-    assert PARCEL.told == {"rounds": 3}
+    assert PARCEL.run_summary == {"rounds": 3}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_state_that_is_not_what_was_sent_is_refused(changed, told):
 
 
 def test_answers_are_read_back():
-    assert read_answer(kept(PARCEL, "merged"), PARCEL) == "merged"
+    assert read_answer(confirmation(PARCEL, "merged"), PARCEL) == "merged"
     with pytest.raises(ValueError, match=r"^no space left\\n\\x1b\[2K$"):
-        read_answer(not_kept("no space left\n\x1b[2K"), PARCEL)
+        read_answer(refusal("no space left\n\x1b[2K"), PARCEL)
 
 
 ANSWERS: list[tuple[Any, str]] = [

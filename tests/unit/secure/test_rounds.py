@@ -347,7 +347,7 @@ def announced(held, **changes):
     schedule = held.server.schedule
     given: dict[str, Any] = {
         "run": RUN, "round_": ROUND, "minimum": 3, "parts": PARTS,
-        "wanted": {p: schedule.trained[p] for p in range(N)},
+        "rows": {p: schedule.trained[p] for p in range(N)},
     }  # fmt: skip
     other = make_schedule(**(given | changes))
     return SecureServer(other, held.announcements).announce()
@@ -362,7 +362,7 @@ def test_a_schedule_of_another_round_is_refused(folder):
             other.clients[0].deal(ROUND, announced(other, **changes))
     rows = {p: held.server.schedule.trained[p] for p in range(1, N)}
     with pytest.raises(ValueError, match="without partition 0"):
-        held.clients[0].deal(ROUND, announced(held, wanted=rows))
+        held.clients[0].deal(ROUND, announced(held, rows=rows))
 
 
 def test_a_head_for_few_is_refused_by_who_would_train_it(folder):

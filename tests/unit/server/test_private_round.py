@@ -171,7 +171,7 @@ def test_noise_follows_from_epsilon_and_the_rounds():
 def test_a_cohort_that_is_thought_of_is_named_in_every_record():
     notes, budget, files, _ = hold(Nodes(), rounds=2, noise_cohort=500)
     assert [record["privacy"]["noise-cohort"] for record in notes.records] == [500, 500]
-    assert files[-1][1]["noise-cohort"] == budget.told()["noise-cohort"] == 500
+    assert files[-1][1]["noise-cohort"] == budget.as_record()["noise-cohort"] == 500
 
 
 def test_a_clip_norm_that_adapts_is_kept_for_a_run_that_goes_on():
@@ -237,7 +237,7 @@ def spending(**changes):
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
-    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=3)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
     write_rounds(tmp_path, map(record_of, (1, 2, 3)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
@@ -258,7 +258,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spent, told, tmp_path):
     """Also of those behind which a run goes back: what was released stays released."""
     config = read_config({"privacy": "client", "epsilon": 8.0})
-    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=3)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
     write_rounds(tmp_path, [*map(record_of, (1, 2, 3)), record_of(4, spent)])
     account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
     (tmp_path / NAME).write_text(json.dumps(account))
@@ -277,13 +277,14 @@ def test_a_clip_norm_of_a_checkpoint_that_no_run_writes_is_refused(norm):
 
 
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=1)
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
+        ClientBudget.of(config, directory, start)
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ValueError, match=f"{NAME} is damaged"):
-        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
-    assert ClientBudget.of(read_config({}), RunDirectory(tmp_path), ResumePoint({}, done=1)) is None
+        ClientBudget.of(config, directory, start)
+    assert ClientBudget.of(read_config({}), directory, start) is None
 
 
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.sums_changes])

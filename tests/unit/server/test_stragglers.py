@@ -48,16 +48,16 @@ class Clock:
 @pytest.mark.parametrize(
     ("given", "used_at", "ends_at"),
     [
-        ({"asked": 4}, [1, 2, 3], 3600),  # no grace: today's behaviour
-        ({"asked": 4, "least": 2, "grace": 30.0}, [5], 3600),
-        ({"asked": 4, "least": 2, "grace": 30.0}, [5, 9], 39),
-        ({"asked": 4, "least": 2, "grace": 30.0}, [5, 9, 20], 39),
-        ({"asked": 4, "least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer than that are there
-        ({"asked": 4, "grace": None}, [5], 3600),  # auto: half of those asked
-        ({"asked": 4, "grace": None}, [5, 40], 440),
-        ({"asked": 4, "grace": None}, [1, 2], 62),
-        ({"asked": 4, "grace": None}, [1, 3000], 3600),
-        ({"asked": 4, "least": 3, "grace": None}, [1, 2], 3600),
+        ({"clients": 4}, [1, 2, 3], 3600),  # no grace: today's behaviour
+        ({"clients": 4, "least": 2, "grace": 30.0}, [5], 3600),
+        ({"clients": 4, "least": 2, "grace": 30.0}, [5, 9], 39),
+        ({"clients": 4, "least": 2, "grace": 30.0}, [5, 9, 20], 39),
+        ({"clients": 4, "least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer than that are there
+        ({"clients": 4, "grace": None}, [5], 3600),  # auto: half of those asked
+        ({"clients": 4, "grace": None}, [5, 40], 440),
+        ({"clients": 4, "grace": None}, [1, 2], 62),
+        ({"clients": 4, "grace": None}, [1, 3000], 3600),
+        ({"clients": 4, "least": 3, "grace": None}, [1, 2], 3600),
     ],
 )
 def test_when_a_round_is_over(given, used_at, ends_at, monkeypatch):
