@@ -197,7 +197,7 @@ def asked_before():
 @pytest.fixture
 def device(monkeypatch, bench, caplog, asked_before):
     """Ask a device that has one example of this kind, in that state of the server's."""
-    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
     def device(kind, state, example):
         question = kind, state, example
@@ -253,7 +253,7 @@ def test_an_upload_differs_by_the_clip_norm_at_most(bench, monkeypatch, state):
     In the parts that a device works in. In company rounding differs, which a large state makes as
     large as the gradients of all others.
     """
-    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     norm, work = 0.5, ClientRound(0, 1, 3)
 
     def released(example):

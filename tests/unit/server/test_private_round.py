@@ -49,7 +49,7 @@ def without_noise(monkeypatch):
 
 @pytest.fixture
 def everyone(monkeypatch):
-    monkeypatch.setattr(noised, "drawn", lambda number, _: range(number))
+    monkeypatch.setattr(noised, "subsample", lambda number, _: range(number))
 
 
 def test_the_account_is_on_disk_before_each_release():
@@ -90,7 +90,7 @@ def test_losses_and_numbers_of_examples_are_not_recorded():
 def test_cohorts_are_drawn_afresh_and_an_empty_one_adds_noise_alone(monkeypatch):
     sizes = [len(r["clients"]) for r in hold(Nodes(), rounds=24)[0].records]
     assert len(set(sizes)) > 1
-    monkeypatch.setattr(noised, "drawn", lambda *_: range(0))
+    monkeypatch.setattr(noised, "subsample", lambda *_: range(0))
     notes, *_ = hold(Nodes(), rounds=2)
     assert [record["clients"] for record in notes.records] == [[], []]
     assert (notes.states[0]["H"] != 0).all()

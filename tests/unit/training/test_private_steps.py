@@ -73,7 +73,7 @@ def gradients_of_step(bench, noise, **settings):
 
 @pytest.fixture
 def all_drawn(monkeypatch):
-    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
 
 def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(bench, all_drawn):
@@ -112,7 +112,7 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
     whole = gradients_of_step(bench, noise)
     without = [7, 30]
     monkeypatch.setattr(
-        private_steps, "drawn", lambda number, _: np.delete(np.arange(number), without)
+        private_steps, "subsample", lambda number, _: np.delete(np.arange(number), without)
     )
     expected = gradients_of_step(bench, noise)
 
@@ -121,7 +121,7 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
             raise OSError("image of Jane Doe is truncated")
         return took(self, rows)
 
-    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     monkeypatch.setattr(Encoded, "take", take)
     found = gradients_of_step(bench, noise)
     assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
@@ -168,7 +168,7 @@ def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
 
 
 def test_an_empty_draw_is_a_step_of_noise_alone(bench, monkeypatch):
-    monkeypatch.setattr(private_steps, "drawn", lambda *_: np.arange(0))
+    monkeypatch.setattr(private_steps, "subsample", lambda *_: np.arange(0))
     noise = StepNoise(3.0, 0.5)
     gradient = torch.cat([g.flatten() for g in gradients_of_step(bench, noise)])
     assert float(gradient.std()) == pytest.approx(3.0 * 0.5 / 32, rel=0.1)
@@ -212,7 +212,7 @@ def test_who_is_drawn_does_not_follow_from_the_seed(bench):
 
 def test_noise_comes_from_no_seed(bench, monkeypatch):
     """With draws that are alike, all that two rounds differ by is noise."""
-    monkeypatch.setattr(private_steps, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
     assert not torch.equal(one["H"], other["H"])
     monkeypatch.setattr(example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double())
