@@ -121,8 +121,8 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
         if isinstance(clock := clock_of(grid), SimulatedClock):
             clock.resume(start.time, start.memory)
-        if in_process(grid) and start.own_parts is not None:
-            grid.give_own_parts(start.own_parts)
+        if in_process(grid) and start.personal_states is not None:
+            grid.give_personal_states(start.personal_states)
         if back_to is None and is_to_be_delivered(directory, config, start):
             _deliver_again(grid, bench, config, directory, start)
             return
@@ -180,8 +180,10 @@ def _hold_rounds(
         closing(Trackers(config.tracking, directory.path, config.as_dict())) as trackers,
     ):  # fmt: skip
         personal = in_process(grid) and bench.model.method.personal is not None
-        own_parts = grid.own_parts if personal else None
-        recorder = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
+        personal_states = grid.personal_states if personal else None
+        recorder = RunRecorder(
+            directory, bench, progress, trackers, start, strategy, personal_states
+        )
         strategy.callbacks.all += [recorder, StatusFile(directory.path)]
         if config.deliver:
             arguments = (config, strategy.registry, strategy.mail, strategy.status)

@@ -98,7 +98,7 @@ def some_state(method, adapters, seed=1):
     return aggregate(method, state, uploads)
 
 
-def own_part(method, adapters):
+def personal_state(method, adapters):
     """What stays with the client that the adapters hold; None if nothing does."""
     return None if method.personal is None else method.personal.collect(adapters)
 

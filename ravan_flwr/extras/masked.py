@@ -138,7 +138,7 @@ class Masked(Kind):
         """Skip a client for many rounds: with it they would have no effect either."""
         for node in self.run.registry.nodes.values():
             if node.member is not None and node.member.partition_id == partition:
-                node.asleep[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
+                node.skipped_until[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
 
     # Training.
 

@@ -119,12 +119,12 @@ class InProcessGrid(Grid):
             make_keys(folder, node_id - 1)
             context.node_config["secure-keys"] = str(folder)
 
-    def own_parts(self) -> dict[int, Tensors]:
+    def personal_states(self) -> dict[int, Tensors]:
         """Collect the parts of the model that clients have of their own, by partition."""
         parts = {i - 1: own_tensors(context.state) for i, context in self._contexts.items()}
         return {partition: own for partition, own in parts.items() if own is not None}
 
-    def give_own_parts(self, parts: Mapping[int, Tensors]) -> None:
+    def give_personal_states(self, parts: Mapping[int, Tensors]) -> None:
         """Give clients the parts that they had when a run that goes on was stopped."""
         for node_id, context in self._contexts.items():
             if node_id - 1 in parts:

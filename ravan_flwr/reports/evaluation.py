@@ -16,7 +16,7 @@ from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.classes import class_table, described
-from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
@@ -90,7 +90,7 @@ def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndDa
     _check_client(client, config.method)
     bench = ModelAndData(config)
     checkpoint = load_checkpoint(directory.checkpoints)
-    own = None if client is None else _own_part(directory, checkpoint.round, client)
+    own = None if client is None else _personal_state(directory, checkpoint.round, client)
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
         bench.model.load_fixed(fixed)
@@ -113,9 +113,9 @@ def _check_client(client: int | None, method: str) -> None:
         )
 
 
-def _own_part(directory: RunDirectory, last_round: int, client: int) -> Tensors:
+def _personal_state(directory: RunDirectory, last_round: int, client: int) -> Tensors:
     """Read a client's own part of the model, as a run in one process has kept it."""
-    parts = load_own_parts(directory.checkpoints, last_round)
+    parts = load_personal_states(directory.checkpoints, last_round)
     if parts is None:
         raise ValueError(
             f"client = {client}: {directory.checkpoints} has no clients-{last_round:06d}"

@@ -56,13 +56,13 @@ def save_checkpoint(
             _drop(folder, number)
 
 
-def save_own_parts(folder: Path, round_number: int, parts: Mapping[int, Tensors]) -> None:
+def save_personal_states(folder: Path, round_number: int, parts: Mapping[int, Tensors]) -> None:
     """Write the clients' own parts after a round, by partition; before its checkpoint."""
     flat = {f"{number}/{name}": x for number, own in parts.items() for name, x in own.items()}
     _write(_parts_path(folder, round_number), round_number, flat)
 
 
-def load_own_parts(folder: Path, round_number: int) -> dict[int, Tensors] | None:
+def load_personal_states(folder: Path, round_number: int) -> dict[int, Tensors] | None:
     """Load the clients' own parts after a round, by partition; None if they are not there."""
     path = _parts_path(folder, round_number)
     if not path.exists():

@@ -145,7 +145,7 @@ class Buffered(Kind):
         self._give_up()
         self.flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
-        self._pool = run.sampler.awake(able, round_.round_log)
+        self._pool = run.sampler.available(able, round_.round_log)
         busy = {sent.member.node_id for sent in self.flight.sent.values()}
         free = [member for member in self._pool if member.node_id not in busy]
         places = min(max(0, self.concurrency - len(busy)), len(free))
@@ -231,4 +231,4 @@ class Buffered(Kind):
                 self.round.round_log.count(0, sent.size)
                 self.round.collector.reject(sent.member, f"no reply within {timeout:g} s")
                 node = self.run.registry.nodes[sent.member.node_id]
-                node.was_silent(MessageType.TRAIN, self.round.number)
+                node.note_missed_reply(MessageType.TRAIN, self.round.number)

@@ -59,8 +59,8 @@ class Node:
     member: RegisteredClient | None = None
     refused: str = ""  # why
     # By kind of message, since who answers one kind alone would be asked for the other for ever:
-    silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
-    asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
+    missed_replies: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
+    skipped_until: dict[str, int] = field(default_factory=dict)  # first round in which it is asked
     has_fixed: bool = False  # it has the fixed tensors, if there are some
     faults: int = 0  # how many of its replies in a row were no good
     disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
@@ -70,19 +70,19 @@ class Node:
     heard: float = 0.0  # when it last sent something, in seconds since 1970
 
     @property
-    def doubt(self) -> int:
-        """Count silences and faults of the node; replies of nodes with fewest are read first."""
-        return sum(self.silent.values()) + self.faults
+    def failures(self) -> int:
+        """Count missed replies and faults; replies of nodes with the fewest are read first."""
+        return sum(self.missed_replies.values()) + self.faults
 
-    def was_silent(self, kind: str, round_number: int) -> None:
-        """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
-        self.silent[kind] = self.silent.get(kind, 0) + 1
-        self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
+    def note_missed_reply(self, kind: str, round_number: int) -> None:
+        """Ask it less often: after k missed replies in a row, not for 2^(k-1) - 1 rounds."""
+        self.missed_replies[kind] = self.missed_replies.get(kind, 0) + 1
+        self.skipped_until[kind] = round_number + 2 ** min(self.missed_replies[kind] - 1, 6)
 
     def answered(self, kind: str) -> None:
         """Note that it replied: from now on it may be asked for this in every round."""
-        self.silent.pop(kind, None)
-        self.asleep.pop(kind, None)
+        self.missed_replies.pop(kind, None)
+        self.skipped_until.pop(kind, None)
         self.faults = 0
 
     def expect_late(self, message_id: str, member: RegisteredClient, why: str) -> None:
@@ -91,11 +91,13 @@ class Node:
             del self.late[next(iter(self.late))]
         self.late[message_id] = member, why
 
-    def rests(self, kind: str, round_number: int) -> bool:
-        """Return whether it sits this round out; a node that does not train does not evaluate."""
-        if not self.asleep:  # as nearly all
+    def is_skipped(self, kind: str, round_number: int) -> bool:
+        """Return whether it is skipped in a round; a node that does not train does not evaluate."""
+        if not self.skipped_until:  # as nearly all
             return False
-        return any(self.asleep.get(task, 0) > round_number for task in (kind, MessageType.TRAIN))
+        return any(
+            self.skipped_until.get(task, 0) > round_number for task in (kind, MessageType.TRAIN)
+        )
 
 
 class ClientRegistry:
@@ -175,12 +177,12 @@ class ClientRegistry:
             if member.node_id in present and not nodes[member.node_id].question
         ]
 
-    def rested(
+    def without_skipped(
         self, members: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
     ) -> list[RegisteredClient]:
-        """Drop the members that sit this round out; keep all where the others are too few."""
-        awake = [m for m in members if not self.nodes[m.node_id].rests(kind, round_number)]
-        return awake if len(awake) >= max(least, self.least) else list(members)
+        """Drop the members that are skipped in this round; keep all where too few are left."""
+        available = [m for m in members if not self.nodes[m.node_id].is_skipped(kind, round_number)]
+        return available if len(available) >= max(least, self.least) else list(members)
 
     # Recruiting.
 

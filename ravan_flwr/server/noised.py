@@ -76,7 +76,7 @@ class Noised(Kind):
         resting = {
             node_id
             for node_id in present
-            if registry.nodes[node_id].rests(MessageType.TRAIN, self.round.number)
+            if registry.nodes[node_id].is_skipped(MessageType.TRAIN, self.round.number)
         }
         cohort = []
         for member in (self.members[i] for i in subsample(len(self.members), self.account.rate)):

@@ -170,10 +170,10 @@ class ReplyCollector:
     def _in_order(self) -> list[str]:
         """Sort the outstanding messages: nodes that were silent or refused before come last."""
 
-        def doubt(message_id: str) -> int:
-            return self._nodes[self.outstanding[message_id].member.node_id].doubt
+        def failures(message_id: str) -> int:
+            return self._nodes[self.outstanding[message_id].member.node_id].failures
 
-        return sorted(self.outstanding, key=doubt)
+        return sorted(self.outstanding, key=failures)
 
     def _close(self, failure: str, *, look_for_late: bool) -> None:
         """Stop waiting: the replies that are missing are spare, or their nodes were silent.
@@ -195,7 +195,7 @@ class ReplyCollector:
                 )
             else:
                 self.reject(member, f"no reply within {seconds} s")
-                self._nodes[member.node_id].was_silent(self._kind, number)
+                self._nodes[member.node_id].note_missed_reply(self._kind, number)
                 why = f"late: a reply to round {number}, which closed after {seconds} s"
             if look_for_late:
                 self._nodes[member.node_id].expect_late(message_id, member, why)

@@ -8,7 +8,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
 from ravan_flwr.runs.directory import RunDirectory, check_writable, named_by
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -25,7 +25,7 @@ class ResumePoint:
     memory: Tensors = dataclasses.field(default_factory=dict)
     records: list[RoundRecord] = dataclasses.field(default_factory=list)
     fixed: Tensors | None = None
-    own_parts: dict[int, Tensors] | None = None  # of the clients, where they are in this process
+    personal_states: dict[int, Tensors] | None = None  # by client, of a run in process
 
     @property
     def trained(self) -> set[int]:
@@ -92,11 +92,11 @@ def go_on(
     if fixed is not None:
         model.load_fixed(fixed)
     log.info("going on after round %d", checkpoint.round)
-    own_parts = None
+    personal_states = None
     if model.method.personal is not None:
-        own_parts = load_own_parts(directory.checkpoints, checkpoint.round)
+        personal_states = load_personal_states(directory.checkpoints, checkpoint.round)
     return ResumePoint(
-        checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed, own_parts
+        checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed, personal_states
     )
 
 

@@ -143,7 +143,7 @@ class Round:
         """Write all clients that may be asked a message to evaluate the state."""
         run, kind = self.run, MessageType.EVALUATE
         arrays = self._encoded(run.state.tensors)
-        members = run.registry.rested(run.registry.present(grid), kind, self.number)
+        members = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
         return [run.mail.message(member, kind, self.number, arrays, {}) for member in members]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:

@@ -13,7 +13,7 @@ from ravan_flwr.messages.fingerprint import code_version
 from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
-from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_own_parts
+from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_personal_states
 from ravan_flwr.runs.collapse_detection import best_round, collapse, merit
 from ravan_flwr.runs.console import Progress
 from ravan_flwr.runs.directory import RunDirectory
@@ -39,14 +39,14 @@ class RunRecorder(Callback):
         trackers: Trackers,
         start: ResumePoint,
         strategy: FederatedTuning,
-        own_parts: Callable[[], Mapping[int, Tensors]] | None = None,
+        personal_states: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
         self.directory, self.bench, self.metric = directory, bench, bench.task.metric
         self.strategy = strategy
         self.tally: Tally | None = None  # what was predicted in the last evaluation, if known
         self.progress, self.trackers = progress, trackers
         self._earlier = start.records  # of the run that is resumed
-        self._own_parts = own_parts  # of the clients, where they are in this process and have some
+        self._personal_states = personal_states  # by client, of a run in process
         self.after = start.last_round  # later rounds are dropped when the next is done
 
     def drop_later_rounds(self) -> None:
@@ -75,8 +75,8 @@ class RunRecorder(Callback):
         folder, best = self.directory.checkpoints, None
         if number:
             best = best_round(records, self.metric)
-            if self._own_parts is not None:
-                save_own_parts(folder, number, self._own_parts())
+            if self._personal_states is not None:
+                save_personal_states(folder, number, self._personal_states())
             save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
             self.progress.round(record)
         else:  # what a calibration made

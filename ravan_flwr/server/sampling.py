@@ -57,7 +57,7 @@ class Sampler:
         `among` picks those that may be drawn.
         """
         config, able = self.config, self.able(grid, round_log)
-        members = self.awake(able if among is None else among(able), round_log, self._least)
+        members = self.available(able if among is None else among(able), round_log, self._least)
         number = min(config.clients_per_round, len(members))
         spare = config.asked_of(len(members)) - number
         return sample(members, number, config.seed, round_log.number, spare)
@@ -84,14 +84,14 @@ class Sampler:
             )
         return [member for member in members if member.share in able]
 
-    def awake(
+    def available(
         self, able: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
     ) -> list[RegisteredClient]:
         """List those of these that do not sit the round out; the log has the others."""
-        awake = self.registry.rested(able, MessageType.TRAIN, round_log.number, least)
-        ids = {member.node_id for member in awake}
+        available = self.registry.without_skipped(able, MessageType.TRAIN, round_log.number, least)
+        ids = {member.node_id for member in available}
         round_log.resting = [m.partition_id for m in able if m.node_id not in ids]
-        return awake
+        return available
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""

@@ -71,7 +71,7 @@ class AdaptedModel:
         classifier = {CLASSIFIER: tuple(self._initial_classifier.shape)}
         return {**self.method.personal.shapes, **(classifier if self.train_classifier else {})}
 
-    def own_part(self) -> Tensors:
+    def personal_state(self) -> Tensors:
         """Copy what stays with the client after its local steps."""
         if self.method.personal is None:
             return {}
@@ -79,7 +79,7 @@ class AdaptedModel:
         return own | ({CLASSIFIER: self._flat_classifier().cpu()} if self.train_classifier else {})
 
     def check_own(self, own: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless it is what `own_part` returns, with finite numbers."""
+        """Raise ValueError unless it is what `personal_state` returns, with finite numbers."""
         shapes = self.own_shapes()
         check_names(own, list(shapes))
         for name, shape in shapes.items():

@@ -189,7 +189,7 @@ class Stepper:
             sums_changes(method).train_rows(model.adapters, rows, share)
         self.train(model.parameters())
         skipped = int(self.skipped)
-        return LocalResult(model.upload(method), model.own_part(), self.mean_loss(), skipped)
+        return LocalResult(model.upload(method), model.personal_state(), self.mean_loss(), skipped)
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """Make Adam, or AdamW where weights decay."""

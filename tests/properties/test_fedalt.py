@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ravan_flwr import result_of, simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.checkpoint import load_checkpoint, load_own_parts
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_personal_states
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
-from tests.methods import LAYERS, aggregate, build, own_part
+from tests.methods import LAYERS, aggregate, build, personal_state
 
 SMALL: dict[str, Scalar] = {
     "method": "fedalt", "num-rounds": 2, "local-steps": 2, "report": False, "tracking": "none",
@@ -31,7 +31,7 @@ def train(method, adapters, state, seed, own, share=1.0):
     with torch.no_grad():
         for parameter in method.parameters(adapters):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
-    return method.upload(adapters), own_part(method, adapters)
+    return method.upload(adapters), personal_state(method, adapters)
 
 
 def products(own):
@@ -152,7 +152,7 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
     rounds = [record for record in map(json.loads, lines) if record["round"]]
     assert [len(record["clients"]) for record in rounds] == [clients, clients]
     state = load_checkpoint(run.run_dir / "checkpoints", 2).state
-    parts = load_own_parts(run.run_dir / "checkpoints", 2)
+    parts = load_personal_states(run.run_dir / "checkpoints", 2)
     assert parts is not None
     assert int(state["clients"]) == len(parts) == clients
     step = 1e-4 if masked else 1e-6

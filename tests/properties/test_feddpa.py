@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.runs.checkpoint import load_own_parts
+from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
-from tests.methods import LAYERS, aggregate, assert_close, build, own_part, train_client
+from tests.methods import LAYERS, aggregate, assert_close, build, personal_state, train_client
 
 SMALL: dict[str, Scalar] = {
     "method": "feddpa", "num-rounds": 2, "clients-per-round": 3, "local-steps": 2,
@@ -41,7 +41,7 @@ def own_round(method, adapters, state, seed, own=None):
         for parameter in turn.parameters(adapters):
             parameter.add_(torch.randn(parameter.shape, generator=random))
     assert turn.upload(adapters) == {}
-    return own_part(turn, adapters)
+    return personal_state(turn, adapters)
 
 
 def cut(flat, sides, rank=2):
@@ -75,7 +75,7 @@ def test_an_input_is_mixed_by_how_like_the_clients_own_it_is(trained, seed, scal
     method.load(adapters, state)
     if own is not None:
         method.personal.put(adapters, own)
-    kept = own_part(method, adapters)
+    kept = personal_state(method, adapters)
     outs, ins = [layer.out_features for layer in LAYERS], [layer.in_features for layer in LAYERS]
     factors = [cut(state["B"], outs), cut(state["A"], ins)]
     factors += [cut(kept["own-B"], outs), cut(kept["own-A"], ins), cut(kept["mean-input"], ins, 1)]
@@ -109,7 +109,7 @@ def test_odd_rounds_are_fedits_and_even_ones_each_clients_own(seeds):
         uploads = []
         for seed in seeds:
             upload = train_client(turn, adapters, state, 1.0, seed, owns[seed])
-            kept = own_part(turn, adapters)
+            kept = personal_state(turn, adapters)
             assert all(torch.equal(kept[key], owns[seed][key]) for key in kept)
             uploads.append((upload, 1.0))
         state = aggregate(turn, state, uploads)
@@ -169,7 +169,7 @@ def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys
 
 
 def client_with_a_part(run):
-    return next(iter(load_own_parts(run.run_dir / "checkpoints", 2) or {}))
+    return next(iter(load_personal_states(run.run_dir / "checkpoints", 2) or {}))
 
 
 def test_the_servers_model_is_measured_without_own_parts(tmp_path):

@@ -19,7 +19,7 @@ from tests.methods import (
     build,
     build_whole,
     deltas,
-    own_part,
+    personal_state,
     some_state,
     train_client,
 )
@@ -91,7 +91,7 @@ def test_one_client_alone_gets_its_own_delta_weight(name, layers, seed, scale):
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, seed)
     own = [delta.clone() for delta in method.delta_weights(adapters)]
-    part = own_part(method, adapters)
+    part = personal_state(method, adapters)
     new = aggregate(method, state, [(upload, 1.0)])
     assert_close(deltas(method, adapters, new, part), own)
 

@@ -14,7 +14,7 @@ from tests.methods import (
     assert_close,
     build,
     deltas,
-    own_part,
+    personal_state,
     some_state,
     train_client,
 )
@@ -34,7 +34,7 @@ def test_what_stays_and_what_travels_are_all_that_is_trained(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 3)
-    own = own_part(method, adapters)
+    own = personal_state(method, adapters)
     assert not upload.keys() & own.keys()
     assert {k: tuple(v.shape) for k, v in own.items()} == method.personal.shapes
     if METHODS[name].has_heads:
@@ -49,7 +49,7 @@ def test_a_part_comes_back_to_the_bit_and_shares_nothing(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     train_client(method, adapters, state, 1.0, 3)
-    own = own_part(method, adapters)
+    own = personal_state(method, adapters)
     kept = {key: tensor.clone() for key, tensor in own.items()}
     before = deltas(method, adapters, state, own)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_part_comes_back_to_the_bit_and_shares_nothing(name):
             parameter.fill_(7.0)
     assert all(torch.equal(own[key], kept[key]) for key in own)
     assert all(map(torch.equal, deltas(method, adapters, state, own), before))
-    again = own_part(method, adapters)
+    again = personal_state(method, adapters)
     if name != "fedalt":  # which has settled by then what the server's mean has of it
         assert all(torch.equal(again[key], kept[key]) for key in own)
     assert all(map(torch.equal, deltas(method, adapters, state, again), before))
@@ -67,11 +67,11 @@ def test_a_part_comes_back_to_the_bit_and_shares_nothing(name):
 def test_a_client_sees_nothing_of_anothers_part(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
-    alone = train_client(method, adapters, state, 1.0, 3), own_part(method, adapters)
+    alone = train_client(method, adapters, state, 1.0, 3), personal_state(method, adapters)
     train_client(method, adapters, state, 1.0, 4)
-    other = own_part(method, adapters)
+    other = personal_state(method, adapters)
     train_client(method, adapters, state, 1.0, 5, other)
-    again = train_client(method, adapters, state, 1.0, 3), own_part(method, adapters)
+    again = train_client(method, adapters, state, 1.0, 3), personal_state(method, adapters)
     for one, two in zip(alone, again, strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
 
@@ -103,7 +103,7 @@ def test_fedsa_lora_is_the_papers_loop(seeds):
         for seed in seeds:
             moves = 100 * number + seed
             uploads.append((train_client(method, adapters, state, 1.0, moves, own.get(seed)), 1.0))
-            own[seed] = own_part(method, adapters)
+            own[seed] = personal_state(method, adapters)
             # The same movement as in `train_client`: of each layer's parameters in their order.
             random = generator(moves, "client")
             new_A[seed] = []
@@ -132,7 +132,7 @@ def test_local_is_fedit_of_one_client():
     own, state = None, fedit.initial_state(others)
     for seed in range(3):
         assert train_client(method, adapters, {}, 1.0, seed, own) == {}
-        own = own_part(method, adapters)
+        own = personal_state(method, adapters)
         state = aggregate(fedit, state, [(train_client(fedit, others, state, 1.0, seed), 1.0)])
         assert all(torch.equal(own[key], state[key]) for key in state)
 
@@ -172,4 +172,4 @@ def test_an_upload_with_what_should_stay_is_refused(name):
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 3)
     with pytest.raises(ValueError, match="got tensors .*expected"):
-        aggregate(method, state, [(upload | own_part(method, adapters), 1.0)])
+        aggregate(method, state, [(upload | personal_state(method, adapters), 1.0)])

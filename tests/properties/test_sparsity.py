@@ -19,7 +19,7 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate, moved
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
-from tests.methods import build, own_part, some_state, train_client
+from tests.methods import build, personal_state, some_state, train_client
 from tests.sparse import by_hand
 
 DOWN, UP = Fraction(1, 2), Fraction(1, 4)
@@ -36,7 +36,7 @@ def trained_from(method, adapters, sent, share, seed):
     whole = method.broadcast
     method.broadcast = lambda state, share: state  # it is one already
     try:
-        upload = train_client(method, adapters, own, share, seed, own_part(method, adapters))
+        upload = train_client(method, adapters, own, share, seed, personal_state(method, adapters))
     finally:
         method.broadcast = whole
     if CLASSIFIER in sent:

@@ -13,7 +13,7 @@ from ravan_flwr.client.client_request import OWN, find_own, keep_own
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.runs.checkpoint import load_own_parts
+from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -35,7 +35,7 @@ def records_of(simulation):
 
 
 def parts_of(simulation, number=3):
-    return load_own_parts(simulation.run_dir / "checkpoints", number)
+    return load_personal_states(simulation.run_dir / "checkpoints", number)
 
 
 def same_parts(one, other):
@@ -162,7 +162,7 @@ def test_a_client_that_lost_its_part_begins_anew_and_it_is_told(watched, tmp_pat
 
 def test_parts_that_are_not_sound_count_as_lost():
     model = ModelAndData(read_config({"method": "fedsa-lora"})).model
-    good = model.own_part()
+    good = model.personal_state()
     for own in (
         {"B": good["B"][:3], "classifier": good["classifier"]},
         {"B": good["B"] + torch.nan, "classifier": good["classifier"]},

@@ -83,13 +83,13 @@ def test_a_client_that_is_not_in_a_round_costs_it_next_to_nothing():
 
 
 def test_clients_that_rest_are_found_without_comparing_all_with_all():
-    def asleep(self, kind, number):
+    def skipped(self, kind, number):
         return number == 1 and self.node_id % 2
 
     def of_a_round(clients):
         nodes = Nodes(clients)
         with Counted() as counted, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Node, "rests", asleep)
+            patch.setattr(Node, "is_skipped", skipped)
             notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
         assert len(notes.records[0]["resting"]) == clients / 2
         return counted.number

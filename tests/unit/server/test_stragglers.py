@@ -112,12 +112,12 @@ def test_who_is_silent_again_and_again_is_asked_less_often():
 def test_who_answers_again_is_asked_in_every_round():
     node = Node(1)
     for number in (1, 2):
-        node.was_silent("train", number)
-    assert [number for number in range(6) if not node.rests("train", number)] == [4, 5]
-    assert node.rests("evaluate", 3)
+        node.note_missed_reply("train", number)
+    assert [number for number in range(6) if not node.is_skipped("train", number)] == [4, 5]
+    assert node.is_skipped("evaluate", 3)
     node.answered("train")
-    assert node.doubt == 0
-    assert not node.rests("train", 1)
+    assert node.failures == 0
+    assert not node.is_skipped("train", 1)
 
 
 class Mute(Nodes):
@@ -148,7 +148,7 @@ def test_who_answers_one_kind_of_message_alone_is_asked_less_often_for_the_other
 
 
 def test_of_one_silent_node_few_late_replies_are_looked_for():
-    """It is spare in every round, and never rests for it."""
+    """It is spare in every round, and is never skipped for it."""
     _, strategy, _ = run(
         Apart(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0, straggler_grace=0.2,
         evaluate_fn=lambda *_: None,

@@ -79,7 +79,7 @@ def test_a_passing_failure_costs_nobody_anything(failure, call, monkeypatch):
     assert all(record["rejected"] == [] for record in notes.records)
     for state, alone in zip(notes.states, honest.states, strict=True):
         assert all(torch.equal(state[name], alone[name]) for name in alone)
-    assert all(node.doubt == 0 for node in strategy.registry.nodes.values())
+    assert all(node.failures == 0 for node in strategy.registry.nodes.values())
 
 
 def test_until_the_deadline_and_no_longer():
@@ -123,7 +123,7 @@ def test_whose_reply_the_superlink_did_not_give_is_not_called_silent():
         for one in record["rejected"]:
             assert one["reason"] == "no reply within 60 s, since the SuperLink failed (HTTP 500)"
     assert len(notes.records[2]["clients"]) == 4
-    assert all(node.doubt == 0 for node in strategy.registry.nodes.values())
+    assert all(node.failures == 0 for node in strategy.registry.nodes.values())
 
 
 def test_a_run_that_ends_for_it_names_the_superlink():
