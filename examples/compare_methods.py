@@ -38,6 +38,6 @@ def main(folder: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or "=" in sys.argv[1]:
-        sys.exit("usage: python examples/compare_methods.py FOLDER [KEY=VALUE ...]")
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-") or "=" in sys.argv[1]:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), sys.argv[2:])

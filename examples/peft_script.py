@@ -1,7 +1,6 @@
 """Fine-tune a small vision transformer on handwritten digits by RAVAN, with PEFT and Trainer.
 
     python examples/peft_script.py [FOLDER]      a minute on a CPU, without a connection
-
 FOLDER gets the adapter. PEFT comes by pip install "ravan-flwr[peft]".
 """
 
@@ -16,6 +15,8 @@ from ravan_flwr import RavanConfig
 from ravan_flwr.training.bundled import bundled_file, read_backbone
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "digits-adapter"
+if folder.startswith("-"):
+    sys.exit(__doc__)
 config, weights = read_backbone(bundled_file("digits-vit"))  # pretrained on rendered letters
 digits = load_digits()
 pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1  # (images, 1, 8, 8)

@@ -8,7 +8,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 TEXT = 2**26  # bytes of a file that is read into memory whole
 LARGE = 2**36  # bytes of a file of examples, of weights, or of a run's records
@@ -55,3 +58,11 @@ def check_unpacked(path: Path, packed: int, unpacked: int) -> None:
             f"{path}: its {packed:,} bytes unpack to {unpacked:,} or more, expected {LARGE:,} at "
             f"most, and {_RATIO} times the file's size; write the file anew without packing it"
         )
+
+
+def first_wrong(error: "ValidationError") -> str:
+    """Return the first thing that is wrong, in one line."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or "its content"
+    value = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+    return f"{place}: got {value}: {first['msg']}"

@@ -1,7 +1,7 @@
 """Define plain values for all rooms: what a setting holds, where a model and data come from."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
@@ -15,7 +15,7 @@ THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 class ModelSpec:
     """Say where the backbone comes from."""
 
-    source: str  # "bundled": a file of training/backbones; "hub": an id, or a folder
+    source: Literal["bundled", "hub"]  # a file of training/backbones; an id, or a folder
     name: str
     revision: str = ""
     # What its config.json says of its shape: a plan needs no more, and so no hub.
@@ -27,7 +27,7 @@ class ModelSpec:
 class DataSpec:
     """Say where the examples come from, and what each of their columns is for."""
 
-    source: str  # "sklearn-digits", or "hub": an id of the hub, or a folder
+    source: Literal["sklearn-digits", "hub"]  # the latter: an id of the hub, or a folder
     name: str = ""
     subset: str = ""
     revision: str = ""

@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
             help="a folder, or an id of the Hugging Face Hub"),
         option("--model", required=True, metavar="FOLDER",
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
-        option("--clients", type=int, default=0, metavar="N",
+        option("--clients", type=int, metavar="N",
             help="number of devices (default: as many simulated clients as the data feed)"),
         *(option(name, default="", metavar=what, help=about) for name, what, about in (
             ("--text", "COLUMN", "the column of texts, where the data leave it open"),
@@ -96,7 +96,7 @@ def _new(parsed: argparse.Namespace) -> None:
     # What needs no library first: they take seconds to import.
     new_file(parsed.name)
     place_of("data", parsed.data)
-    if parsed.clients and parsed.clients < 2:
+    if parsed.clients is not None and parsed.clients < 2:
         raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
     chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
     chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
@@ -115,7 +115,7 @@ def _new(parsed: argparse.Namespace) -> None:
         subset=parsed.subset,
         targets=parsed.targets,
         chat_template=chat_template,
-        clients=parsed.clients,
+        clients=parsed.clients or 0,
     ):
         sys.stdout.write(plain(line) + "\n")
         sys.stdout.flush()

@@ -502,6 +502,11 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
         key, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1; correct it")
+        if not text:
+            raise ValueError(
+                f"{key} = '': got nothing, expected a value; is a shell variable empty? Leave the "
+                "key out for its default"
+            )
         value = _value(key, text)
         if key in config:
             raise ValueError(

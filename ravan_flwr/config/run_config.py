@@ -16,11 +16,12 @@ from ravan_flwr.config.checks import (
     check_together,
     trains_backbone,
 )
-from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
+from ravan_flwr.files import first_wrong
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.specs import DataSpec, Scalar
 from ravan_flwr.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
+    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415 (`--help` needs neither)
+
     values = _snake(content)
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
@@ -195,9 +198,22 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
             f"{where}: its config.json lacks or has too many of {different}, expected the fields "
             "of this version; use the version of ravan-flwr that made the run"
         )
-    values["model"] = ModelSpec(**_snake(values["model"]))
-    values["data"] = DataSpec(**_snake(values["data"]))
-    return Config(**values)
+    values |= {key: _snake(values[key]) for key in _PARTS if isinstance(values[key], dict)}
+    try:
+        for key, spec in (KEYS | LIMITS).items():
+            # Unset, or zero where it means nothing, as `max-length` does of images.
+            if key not in _PARTS and (value := content.get(key)):
+                spec.checked(key, value)
+        check_choice("task", content["task"], TASKS)
+        return TypeAdapter(Config).validate_python(values)
+    except ValueError as error:
+        wrong = first_wrong(error) if isinstance(error, ValidationError) else error
+        raise ValueError(
+            f"{where}: its config.json is damaged: {wrong}; expected what the run wrote; restore it"
+        ) from None
+
+
+_PARTS = {"model", "data"}
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.hub import (
+    CSV,
     TABLES,
     as_files,
     cache_of,
@@ -19,6 +20,7 @@ from ravan_flwr.data.hub import (
     load_data,
     no_bars,
     telling,
+    visible_files,
 )
 from ravan_flwr.data.rows import IMAGES, match_columns
 from ravan_flwr.specs import DataSpec
@@ -69,11 +71,9 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             "correct it"
         )
     by_kind: dict[str, list[str]] = {}
-    files = sorted(filter(Path.is_file, folder.rglob("*"))) or [folder]
+    files = visible_files(folder) or [folder]
     for file in files:
-        # `datasets` sees neither what is hidden nor folders such as `__MACOSX`.
-        visible = not any(name.startswith((".", "__")) for name in file.relative_to(folder).parts)
-        if visible and (kind := _KINDS.get(file.suffix.lower())):
+        if kind := _KINDS.get(file.suffix.lower()):
             by_kind.setdefault(kind, []).append(str(file))
     if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
         by_kind = {"imagefolder": by_kind["imagefolder"]}
@@ -88,6 +88,8 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
+    elif kind == "csv":
+        source |= CSV
     cache = str(cache_of(folder))
     with telling("data", str(folder), at=where):
         examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)

@@ -15,6 +15,7 @@ import datasets
 import httpx
 import pyarrow as pa
 import transformers
+from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
 from datasets.features.features import _visit
 from huggingface_hub.errors import (
@@ -25,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
@@ -32,6 +34,8 @@ from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
+# Of CSV nothing but an empty field is missing: a class may be called None, and a text NA.
+CSV = {"keep_default_na": False, "na_values": [""]}
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
@@ -123,14 +127,16 @@ def no_bars() -> Iterator[None]:
     """Keep the libraries' progress bars and load reports out of a run's lines."""
     logging_of = transformers.utils.logging
     shown, level = logging_of.is_progress_bar_enabled(), logging_of.get_verbosity()
-    datasets_bars = datasets.is_progress_bar_enabled()
+    datasets_bars, hub_level = datasets.is_progress_bar_enabled(), hub_logging.get_verbosity()
     logging_of.disable_progress_bar()
     logging_of.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # which else tells each of its attempts
     datasets.disable_progress_bars()
     try:
         yield
     finally:
         logging_of.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
         if shown:
             logging_of.enable_progress_bar()
         if datasets_bars:
@@ -196,7 +202,8 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
                 f"data {place}: got a file of kind {place.suffix!r}, expected "
                 f"{', '.join(TABLES)}, or a folder; name another"
             )
-        return {"path": kind, "data_files": str(place), "cache_dir": str(cache_of(place))}
+        options = CSV if kind == "csv" else {}
+        return {"path": kind, "data_files": str(place), "cache_dir": str(cache_of(place))} | options
     # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
     if subset and not (place / "README.md").is_file():
         if (place / subset).is_dir():
@@ -208,7 +215,34 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
                 f"`ravan-flwr new NAME --data {place} --model MODEL`"
             )
         subset = ""
-    return {"path": str(place), "name": subset or None, "cache_dir": str(cache_of(place))}
+    check_one_kind(place)
+    options = CSV if {path.suffix.lower() for path in visible_files(place)} == {".csv"} else {}
+    return {"path": str(place), "name": subset or None, "cache_dir": str(cache_of(place))} | options
+
+
+def check_one_kind(folder: Path) -> None:
+    """Raise ValueError for tables of several kinds, of which `datasets` reads one."""
+    if (folder / "README.md").is_file():  # of the hub, which may name the files
+        return
+    # Images may have a table beside them.
+    files = [path for path in visible_files(folder) if path.stem != "metadata"]
+    kinds = {path.suffix.lower() for path in files} & TABLES.keys()
+    if len(kinds) > 1 and kinds != {".json", ".jsonl"}:  # both are read
+        raise ValueError(
+            f"data {folder}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, "
+            "since only one would be read; take the others out"
+        )
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """List what `datasets` may read in a folder: nothing hidden, nor in folders like `__MACOSX`."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+        and path.name not in FILES_TO_IGNORE
+        and not any(name.startswith((".", "__")) for name in path.relative_to(folder).parts)
+    ]
 
 
 def cache_of(path: Path) -> Path:
@@ -218,13 +252,12 @@ def cache_of(path: Path) -> Path:
     Raise ValueError for files that it has not read yet, and that it had better not.
     """
     digest = hashlib.sha256(str(path.resolve()).encode())
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if not file.is_dir())
-        for file in files:
-            if not file.is_file():
-                check_file(file)  # `datasets` would see no file there
+    files = visible_files(path) if path.is_dir() else [path]
     for file in files:
+        if not file.exists():
+            raise ValueError(f"{file} is a link to nothing, expected a file; remove it")
+        if not file.is_file():
+            check_file(file)  # `datasets` would see no file there
         stat = file.stat()
         digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())
     cache = Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest.hexdigest()[:16]}"

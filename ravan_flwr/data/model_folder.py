@@ -147,7 +147,8 @@ def _folder_of(spec: ModelSpec, files: list[str], lacking: Callable[[Path], obje
     if folder.is_absolute():
         raise ValueError(
             f"model {folder}: found no such folder, expected config.json and weights as "
-            f"safetensors there; {_how_to_make(folder)}, or name another one, model=/path"
+            f"safetensors there; {_how_to_make(folder)}, or name another one, model=/path, for a "
+            "run that has ended as model.name in its config.json"
         )
     options: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
     with suppress(LocalEntryNotFoundError):

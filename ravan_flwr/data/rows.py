@@ -11,7 +11,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,8 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
     if set(columns) != {"image"}:
         raise ValueError(
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
-            f"file of texts with the columns {_listed(columns)}: {', '.join(_TABLES)}; name one"
+            f"file of texts with the columns {_listed(columns.values())}: {', '.join(_TABLES)}; "
+            "name one"
         )
     number, root = 0, path if path.is_dir() else path.parent
     for number, image in enumerate(_images_below(path), start=1):
@@ -167,13 +168,15 @@ def _json_lines(path: Path, columns: Mapping[str, str]) -> Rows:
             except (ValueError, RecursionError) as error:
                 yield Row(number, {}, f"it is no JSON: {error}")
                 continue
-            if isinstance(content, dict):
-                values = {
-                    role: content.get(name, content.get(role)) for role, name in columns.items()
-                }
-                yield Row(number, values)
-            else:
+            if not isinstance(content, dict):
                 yield Row(number, {}, "it is no JSON object")
+                continue
+            try:
+                names = match_columns(list(content), columns, "it")
+            except ValueError as error:
+                yield Row(number, {}, str(error))
+                continue
+            yield Row(number, {role: content[name] for role, name in names.items()})
 
 
 def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
@@ -222,9 +225,9 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
     return names
 
 
-def _listed(names: Sequence[str] | Mapping[str, str]) -> str:
+def _listed(names: Collection[str]) -> str:
     shown = [repr(str(name)[:60]) for name in [*names][:20]]
-    return ", ".join(shown) + (", ..." if len(names) > 20 else "")
+    return (", ".join(shown) or "(none)") + (", ..." if len(names) > 20 else "")
 
 
 # The others of Pillow are rarely used for examples; that of EPS starts the program `gs`.

@@ -1,5 +1,6 @@
 """Look at a data set: its files, columns, classes and how its examples are split."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +8,15 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from datasets.data_files import FILES_TO_IGNORE
 
 from ravan_flwr.config.presets import place_of
 from ravan_flwr.data.examples import labels_of, mask_of_test, some_of
-from ravan_flwr.data.hub import check_encoding, every_split
+from ravan_flwr.data.hub import check_encoding, every_split, visible_files
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.preset_wizard.columns import PAIR, NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
+
+log = logging.getLogger(__name__)
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
 _KINDS = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
@@ -73,7 +75,9 @@ def look_at_data(
     if Path(name).is_dir():  # the preset is used from other folders, too
         name = str(Path(name).resolve())
     where = f"data {place}"
-    _check_kinds(Path(name), where)
+    if not Path(name).exists():
+        log.info("%s: there is no such folder here; asking the Hugging Face Hub", where)
+    _check_names(Path(name), where)
     splits = every_split(name, subset, revision)
     for split_name, split in splits.items():
         check_encoding(split, f"{where}, {split_name}")
@@ -123,29 +127,21 @@ def look_at_data(
     )
 
 
-def _check_kinds(folder: Path, where: str) -> None:
-    """Refuse tables of several kinds, of which only one would be read, and what has no names."""
+def _check_names(folder: Path, where: str) -> None:
+    """Refuse what has no names of columns or classes."""
     if is_idx(folder):
         raise ValueError(
             f"{where}: got IDX files, whose classes have numbers and no names, expected images in "
             "a folder for each class, or a table; for these write a preset by hand, after "
             "conf/fashion-vit.yaml, with your labels and your model"
         )
-    files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
-    paths = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    paths = visible_files(folder)
     if paths and all(file.suffix.lower() == ".txt" for file in paths):
         raise ValueError(
             f"{where}: got {some_of([str(file.relative_to(folder)) for file in paths], 5)}, which "
             "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv), or images "
             "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
             "into one of these"
-        )
-    kinds = {file.suffix.lower() for file in files if file.name not in FILES_TO_IGNORE}
-    kinds &= {".csv", ".json", ".jsonl", ".parquet"}
-    if folder.is_dir() and len(kinds) > 1 and kinds != {".json", ".jsonl"}:  # both are read
-        raise ValueError(
-            f"{where}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, since "
-            "only one would be read; take the others out"
         )
 
 

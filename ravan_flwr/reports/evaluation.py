@@ -36,7 +36,7 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
         task = bench.task
         spec = _spec_of(str(data), task.data)
         examples, split = other_examples(spec)
-        if spec.name == task.data.name and split == "all examples":
+        if split == "all examples" and _is_trained_on(spec.name, task.data):
             log.warning("%s: the run trained on most of these; the result is too good", data)
         tally = Tally() if task.classifies else None
         encoded = task.encode(examples)
@@ -56,6 +56,12 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
 
 
 _COUNTED = ("classes", "confusion", "no-label")
+
+
+def _is_trained_on(name: str, spec: DataSpec) -> bool:
+    """Tell whether data are those of a run, or the file of them that clients share."""
+    here, own = (Path(text).expanduser().resolve() for text in (name, spec.name))
+    return bool(spec.name) and (here == own or (here.parent, here.stem) == (own, spec.train))
 
 
 def _spec_of(data: str, spec: DataSpec) -> DataSpec:
@@ -94,6 +100,7 @@ def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndDa
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
         bench.model.load_fixed(fixed)
+    bench.model.check_fingerprint(checkpoint.memory, str(directory.path))
     with bench.model.holding(checkpoint.state, own):
         yield bench
 

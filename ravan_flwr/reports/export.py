@@ -49,8 +49,9 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
     """Write a finished run's result to a new folder; `client` as for `result_of`."""
     folder = Path(folder)
     directory = RunDirectory.open(Path(run), "export")
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = "is not empty" if folder.is_dir() else "is a file"
+        raise ValueError(f"export: {folder} {problem}, expected a new folder; name another")
     _check_method(directory.read_summary()["method"])  # of a finished run, which the card needs
     with result_of(directory.path, client) as bench:
         write_result(form, folder, bench)

@@ -140,7 +140,7 @@ class Progress:
 
 def _loss(record: RoundRecord) -> str:
     """Write the clients' mean loss, if they told it."""
-    return f"loss {record['train-loss']:.4f}  " if "train-loss" in record else ""
+    return f"train loss {record['train-loss']:.4f}  " if "train-loss" in record else ""
 
 
 def _spent(record: RoundRecord) -> str:

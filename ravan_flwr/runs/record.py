@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # Pydantic asks for this one before Python 3.12
 
+from ravan_flwr.files import first_wrong
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
@@ -219,14 +221,6 @@ def check(content: object, kind: type[_Content]) -> _Content:
     except ValueError as error:
         raise ValueError(f"it has {first_wrong(cast('ValidationError', error))}") from None
     return cast(_Content, content)
-
-
-def first_wrong(error: "ValidationError") -> str:
-    """Return the first thing that is wrong, in one line."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "its content"
-    value = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
-    return f"{place}: got {value}: {first['msg']}"
 
 
 def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:

@@ -91,6 +91,7 @@ def go_on(
         )
     if fixed is not None:
         model.load_fixed(fixed)
+    model.check_fingerprint(checkpoint.memory, f"resume = {str(directory.path)!r}")
     log.info("going on after round %d", checkpoint.round)
     personal_states = None
     if model.method.personal is not None:
@@ -110,8 +111,9 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
         raise ValueError(
             f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
-            "leave them out (`flwr run` needs all settings of the run), give the old value of each "
-            "key that the preset has changed, or start a new run"
+            "leave out those that you set (`flwr run` needs all settings of the run), give the old "
+            "value of each key that the preset has changed, restore the files of the run if they "
+            "were changed, or start a new run"
         )
 
 

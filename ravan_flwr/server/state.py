@@ -1,7 +1,7 @@
 """Keep what the server carries from one round to the next: the model's tensors, and its memory.
 
-The memory is what a resumed run needs beside the tensors, the optimiser's moments. It is saved with
-every checkpoint.
+The memory is what a resumed run needs beside the tensors: the optimiser's moments, and by what it
+is seen that the model has the same bases. It is saved with every checkpoint.
 
 The server's optimiser is FedAvgM's (Hsu et al. 2019) or FedAdam's (Reddi et al. 2021). The step
 from the old state to the mean of the replies is taken as a negative gradient, and torch's own SGD
@@ -20,6 +20,7 @@ from ravan_flwr.messages.wire import check_room
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
+from ravan_flwr.training.adapted_model import FINGERPRINT
 
 MOMENTS = "server-optimizer/"  # what the names of the memory's tensors begin with
 BETA2, EPSILON = 0.99, 1e-3  # of FedAdam
@@ -49,7 +50,8 @@ class ServerState:
     @property
     def memory(self) -> Tensors:
         """Return what a run that goes on needs beside the tensors."""
-        return {MOMENTS + k: tensor for k, tensor in self._moments.items()}
+        moments = {MOMENTS + k: tensor for k, tensor in self._moments.items()}
+        return moments | {FINGERPRINT: torch.tensor(self.derived, dtype=torch.float64)}
 
     def open_sums(self, method: Method) -> Aggregate:
         """Open the sums of a round of the method, which start from these tensors."""

@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from scipy import stats
 
 from ravan_flwr.config.yaml_file import KEBAB
+from ravan_flwr.files import first_wrong
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.history import Curve, client_seconds, curve_of
-from ravan_flwr.runs.record import first_wrong
 from ravan_flwr.studies.spec import LEAST, PlannedRun
 from ravan_flwr.tasks import TIME
 

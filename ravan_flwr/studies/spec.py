@@ -59,9 +59,9 @@ from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import HELD_BACK, Config, read_config
 from ravan_flwr.config.yaml_file import KEBAB, read_yaml
+from ravan_flwr.files import first_wrong
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import first_wrong
 from ravan_flwr.specs import Scalar
 
 RATE = "learning-rate"  # what is chosen, where a table of a study does not name another key

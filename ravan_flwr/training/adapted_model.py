@@ -18,6 +18,8 @@ from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.training.device import computing_with, give_back_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 
+FINGERPRINT = "model/fingerprint"  # in a checkpoint: numbers that follow from bases and classifier
+
 
 class AdaptedModel:
     """Lend a network with a method's adapters in it to one client after the other."""
@@ -115,6 +117,17 @@ class AdaptedModel:
             self.calibration.load(self.adapters, fixed)
             self._fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
         return self.derived
+
+    def check_fingerprint(self, memory: Mapping[str, Tensor], where: str) -> None:
+        """Raise ValueError unless a checkpoint was made with the bases and classifier of this."""
+        here = torch.tensor(self.derived, dtype=torch.float64)
+        there = memory.get(FINGERPRINT, here)
+        if there.shape != here.shape or not torch.allclose(there, here, 1e-4, 1e-4):
+            raise ValueError(
+                f"{where}: got a checkpoint of other bases, or of another classifier, than its "
+                "config.json makes on this machine, expected the same; restore config.json, or "
+                "install the PyTorch with which the run was made"
+            )
 
     def _derived_fingerprint(self) -> list[float]:
         """Compute numbers that agree where bases and classifier agree.

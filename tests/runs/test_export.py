@@ -203,6 +203,7 @@ def test_mistakes(tmp_path, capsys):
         ),
         ([str(tmp_path), "--as", "peft", str(tmp_path / "y")], "found no config.json there"),
         ([str(run.run_dir), "--as", "peft", str(tmp_path / "full")], "is not empty, expected a"),
+        ([str(run.run_dir), "--as", "peft", str(tmp_path / "full" / "x")], "is a file, expected a"),
     ):
         with pytest.raises(SystemExit) as end:
             main(["export", *words])

@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_takes_its_own_settings(tmp_path, monkeypatch, capsys
     simulate({"resume": f"{part.run_dir}@1", "num-rounds": 1})
     assert [record["round"] for record in records_of(part.run_dir)] == [1]
 
-    with pytest.raises(ValueError, match="method: then 'hetlora', now 'fedit'; leave them out"):
+    with pytest.raises(ValueError, match="method: then 'hetlora', now 'fedit'; leave out those"):
         simulate({"resume": str(part.run_dir), "method": "fedit"})
     with pytest.raises(ValueError, match="preset: then 'mine', now 'digits-vit'"):
         simulate({"resume": str(part.run_dir), "preset": "digits-vit"})

@@ -14,7 +14,8 @@ from ravan_flwr import evaluate, predict, simulate, write_report
 from ravan_flwr.cli import main
 from ravan_flwr.data.rows import rows_of
 from ravan_flwr.reports import prediction
-from ravan_flwr.specs import Scalar
+from ravan_flwr.reports.evaluation import _is_trained_on
+from ravan_flwr.specs import DataSpec, Scalar
 from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
 
@@ -224,6 +225,24 @@ def test_an_evaluation_says_which_examples_it_took(texts, digits, shown, tmp_pat
     assert "240 examples (all examples of" in printed
     assert f"accuracy {found['metrics']['accuracy']:.4f}" in printed
     assert [line.split()[0] for line in printed.splitlines()[-10:]] == list("0123456789")
+
+
+def test_a_run_knows_what_it_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, digits = DataSpec("hub", str(tmp_path / "data")), DataSpec("sklearn-digits")
+    for name in ("data", "./data/", "data/train.csv", str(tmp_path / "data")):
+        assert _is_trained_on(name, own)
+        assert not _is_trained_on(name, digits)
+    assert not any(_is_trained_on(name, own) for name in ("data/test.csv", "other", "."))
+
+
+def test_a_result_is_not_evaluated_with_other_bases(digits, shown, tmp_path):
+    bad = tmp_path / "bad"
+    shutil.copytree(digits.run_dir, bad)
+    config = read_json(bad / "config.json")
+    (bad / "config.json").write_text(json.dumps(config | {"seed": 7}))
+    with pytest.raises(ValueError, match="got a checkpoint of other bases.*restore config.json"):
+        evaluate(bad, shown)
 
 
 @LEFT_OPEN

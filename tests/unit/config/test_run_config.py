@@ -146,6 +146,29 @@ def test_a_pass_is_recorded_and_read_again():
     assert recorded_config(written, "x") == config
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["heads"], 10**9, "heads = 1000000000: expected a whole number at least 1 and at most"),
+        (["seed"], "x", "seed = 'x': expected a whole number"),
+        (["method"], [], "method: got .*valid string"),
+        (["task"], "sing", "task 'sing' is unknown"),
+        (["model"], None, "model: got None"),
+        (["data", "columns"], ["image"], "data.columns.0: got 'image'"),
+        (["model", "source"], "evil", "model.source: got 'evil'"),
+    ],
+)
+def test_a_damaged_record_of_the_configuration_is_named(path, value, told):
+    written = read_config({}).as_dict()
+    *parts, last = path
+    part = written
+    for name in parts:
+        part = part[name]
+    part[last] = value
+    with pytest.raises(ValueError, match=f"here: its config.json is damaged: {told}.*restore it"):
+        recorded_config(written, "here")
+
+
 def test_ranks_of_a_preset_are_those_of_its_own_model():
     def rank(**changed):
         return read_config({"preset": "svhn-vit-b16", **changed}).rank
@@ -223,6 +246,7 @@ def test_words_of_the_command_line():
         ("seed", "got 'seed', expected KEY=VALUE"),
         ("num-clients=0", "num-clients = 0: expected a whole number at least 1"),
         ("num-clients=many", "num-clients = 'many': expected a whole number"),
+        ("resume=", "resume = '': got nothing, expected a value; is a shell variable empty"),
     ],
 )
 def test_words_that_are_no_settings(word, message):

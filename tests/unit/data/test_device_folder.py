@@ -10,6 +10,7 @@ from flwr.app import Context, RecordDict
 from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, own_examples
+from ravan_flwr.data.hub import every_split
 from testing.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
@@ -82,6 +83,24 @@ def test_one_image_and_what_is_hidden(tmp_path):
     for path in (tmp_path, tmp_path / "7" / "a.png"):
         examples = own_examples(str(path), spec("svhn-vit-b16"))
         assert list(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [7]
+
+
+def test_a_link_to_nothing_is_named_and_a_hidden_one_is_passed_over(rows, tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"sentence": "x", "label": 1}) + "\n")
+    (tmp_path / ".#train.jsonl").symlink_to("me@host.7:1")  # as an editor locks a file
+    assert own_examples(str(tmp_path), spec())["text"][:] == ["x"]
+    (tmp_path / "notes.txt").symlink_to("notes.txt")
+    with pytest.raises(ValueError, match=r"notes\.txt is a link to nothing, expected a file"):
+        own_examples(str(tmp_path), spec())
+
+
+@LEFT_OPEN
+def test_words_for_nothing_are_texts_in_a_table(tmp_path):
+    (tmp_path / "train.csv").write_text("sentence,label\nNA,1\nNone,0\nnull,1\n")
+    expected = ["NA", "None", "null"]
+    assert own_examples(str(tmp_path), spec())["text"][:] == expected
+    for place in (tmp_path, tmp_path / "train.csv"):
+        assert every_split(str(place), "", "")["train"]["sentence"][:] == expected
 
 
 @LEFT_OPEN

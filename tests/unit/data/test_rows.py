@@ -106,7 +106,7 @@ def test_a_bad_line_of_json_costs_itself(tmp_path):
     ("name", "content", "told"),
     [
         ("a.csv", b"a,b\n1,2\n", "got the columns 'a', 'b', expected 'sentence' or 'text'"),
-        ("a.csv", b"", "got the columns , expected"),
+        ("a.csv", b"", r"got the columns \(none\), expected"),
         ("a.jsonl", b' [\n{"sentence": "x"}]', "expected JSON lines: an object a line"),
         ("a.parquet", b"PAR1 and no more", "cannot be read as parquet"),
         ("a.xlsx", b"", "got a file of kind '.xlsx', expected .csv"),

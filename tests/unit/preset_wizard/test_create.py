@@ -347,6 +347,7 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
         ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
         ("x", "./none", "x/y", [], "data = './none': found no such folder"),
         ("x", ".", "./none", [], "model = './none': found no such folder"),
+        ("x", ".", "x/y", ["--clients", "0"], "--clients: got 0, expected 2 or more"),
         ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
         ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
     ],
