@@ -29,7 +29,7 @@ from ravan_flwr.tasks.vision import Vision
 from ravan_flwr.training.cost import ADAM, saved_for_backward
 
 HEADS = 4
-TASK = Vision(DataSpec("none"), 0, lambda: None)
+TASK = Vision(DataSpec("hub"), 0, lambda: None)
 
 
 def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, list[MultiHeadLinear]]:

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import logging
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ def no_bars() -> Iterator[None]:
     datasets_bars, hub_level = datasets.is_progress_bar_enabled(), hub_logging.get_verbosity()
     logging_of.disable_progress_bar()
     logging_of.set_verbosity_error()
-    hub_logging.set_verbosity_error()  # which else tells each of its attempts
+    hub_logging.set_verbosity(logging.ERROR)  # which else tells each of its attempts
     datasets.disable_progress_bars()
     try:
         yield

@@ -65,6 +65,7 @@ class RunDirectory:
             raise ValueError(
                 f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
+                + (f"; its runs are {path}/*" if any(path.glob("*/config.json")) else "")
             )
         return cls(path)
 

@@ -24,7 +24,7 @@ class RunSnapshot(nn.Module):
 
 def task(channels=1, side=16):
     """A task whose model takes images of that size, without a processor."""
-    spec = DataSpec("x", columns=(("image", "image"), ("label", "label")), labels=("a", "b"))
+    spec = DataSpec("hub", columns=(("image", "image"), ("label", "label")), labels=("a", "b"))
     sizes = {"image_size": side, "num_channels": channels}
     return Vision(spec, 0, lambda: None, lambda: sizes)
 
