@@ -16,6 +16,7 @@ os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (one for each core, for nothing)
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (15 starves it beside the other tests)
 os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens to be part of
 
 import hypothesis
