@@ -90,7 +90,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
         source = {"data_files": pattern, "drop_labels": False}
     elif kind == "csv":
         source |= CSV
-    cache = str(cache_of(folder))
+    cache = str(cache_of(folder, files))
     with telling("data", str(folder), at=where):
         examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)
     if not len(examples):

@@ -6,7 +6,7 @@
 import hashlib
 import logging
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -204,7 +204,8 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
                 f"{', '.join(TABLES)}, or a folder; name another"
             )
         options = CSV if kind == "csv" else {}
-        return {"path": kind, "data_files": str(place), "cache_dir": str(cache_of(place))} | options
+        cache = str(cache_of(place, [place]))
+        return {"path": kind, "data_files": str(place), "cache_dir": cache} | options
     # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
     if subset and not (place / "README.md").is_file():
         if (place / subset).is_dir():
@@ -216,18 +217,19 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
                 f"`ravan-flwr new NAME --data {place} --model MODEL`"
             )
         subset = ""
-    check_one_kind(place)
-    options = CSV if {path.suffix.lower() for path in visible_files(place)} == {".csv"} else {}
-    return {"path": str(place), "name": subset or None, "cache_dir": str(cache_of(place))} | options
+    files = visible_files(place)
+    check_one_kind(place, files)
+    options = CSV if {path.suffix.lower() for path in files} == {".csv"} else {}
+    cache = str(cache_of(place, files))
+    return {"path": str(place), "name": subset or None, "cache_dir": cache} | options
 
 
-def check_one_kind(folder: Path) -> None:
+def check_one_kind(folder: Path, files: Sequence[Path]) -> None:
     """Raise ValueError for tables of several kinds, of which `datasets` reads one."""
     if (folder / "README.md").is_file():  # of the hub, which may name the files
         return
     # Images may have a table beside them.
-    files = [path for path in visible_files(folder) if path.stem != "metadata"]
-    kinds = {path.suffix.lower() for path in files} & TABLES.keys()
+    kinds = {path.suffix.lower() for path in files if path.stem != "metadata"} & TABLES.keys()
     if len(kinds) > 1 and kinds != {".json", ".jsonl"}:  # both are read
         raise ValueError(
             f"data {folder}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, "
@@ -246,14 +248,13 @@ def visible_files(folder: Path) -> list[Path]:
     ]
 
 
-def cache_of(path: Path) -> Path:
-    """Choose where `datasets` keeps what it made of a folder of the user's as it is now.
+def cache_of(path: Path, files: Sequence[Path]) -> Path:
+    """Choose where `datasets` keeps what it made of a user's folder, with these files, as it is.
 
     Its own cache takes two folders with the same names in them for one, whatever their content.
     Raise ValueError for files that it has not read yet, and that it had better not.
     """
     digest = hashlib.sha256(str(path.resolve()).encode())
-    files = visible_files(path) if path.is_dir() else [path]
     for file in files:
         if not file.exists():
             raise ValueError(f"{file} is a link to nothing, expected a file; remove it")

@@ -120,7 +120,7 @@ class WorkerPool:
         self._idle: list[WorkerLink] = []
         self._busy: dict[WorkerLink, Job] = {}
         self._ahead: OrderedDict[str, Job] = OrderedDict()  # that no worker has begun
-        self._ids: set[str] = set()  # of these jobs, and of those that are begun or done
+        self._ids: set[str] = set()  # of these jobs, and of begun or done ones
         # The reply, or its error, and what the client keeps; None of one that took too long.
         self._answers: dict[str, tuple[RecordDict | Error, RecordDict] | None] = {}
         self._problem: OSError | None = None  # why the last was not replaced

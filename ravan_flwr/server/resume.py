@@ -18,7 +18,7 @@ log = getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Hold what a run begins with: a new one, or one that goes on after `last_round`."""
+    """Hold what a run begins with: a new one, or one that continues after `last_round`."""
 
     state: Tensors
     last_round: int | None = None

@@ -127,7 +127,7 @@ def _run(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
     all_up, all_down, before = rounds * up, rounds * down, 0
     if calibration := method.calibration:
         calibrated = num_clients if calibration.everyone else clients
-        reached = min(rounds * clients, num_clients)  # those that ever get the fixed tensors
+        reached = min(rounds * clients, num_clients)  # clients that ever get the fixed tensors
         initial = method.initial_state(built.adapters)  # a calibration travels in float32
         requests = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
         before = calibrated * calibration.bytes_up + requests
