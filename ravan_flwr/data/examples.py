@@ -71,7 +71,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             "correct it"
         )
     by_kind: dict[str, list[str]] = {}
-    files = visible_files(folder) or [folder]
+    files = visible_files(folder)
     for file in files:
         if kind := _KINDS.get(file.suffix.lower()):
             by_kind.setdefault(kind, []).append(str(file))

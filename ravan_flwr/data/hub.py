@@ -237,14 +237,19 @@ def check_one_kind(folder: Path, files: Sequence[Path]) -> None:
         )
 
 
-def visible_files(folder: Path) -> list[Path]:
-    """List what `datasets` may read in a folder: nothing hidden, nor in folders like `__MACOSX`."""
+def visible_files(place: Path) -> list[Path]:
+    """List what `datasets` may read in a folder: nothing hidden, nor in folders like `__MACOSX`.
+
+    Anything else is its own only file.
+    """
+    if not place.is_dir():
+        return [place]
     return [
         path
-        for path in sorted(folder.rglob("*"))
+        for path in sorted(place.rglob("*"))
         if not path.is_dir()
         and path.name not in FILES_TO_IGNORE
-        and not any(name.startswith((".", "__")) for name in path.relative_to(folder).parts)
+        and not any(name.startswith((".", "__")) for name in path.relative_to(place).parts)
     ]
 
 

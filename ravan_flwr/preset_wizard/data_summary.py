@@ -137,11 +137,11 @@ def _check_names(folder: Path, where: str) -> None:
         )
     paths = visible_files(folder)
     if paths and all(file.suffix.lower() == ".txt" for file in paths):
+        names = [str(file.relative_to(folder.parent)) for file in paths]
         raise ValueError(
-            f"{where}: got {some_of([str(file.relative_to(folder)) for file in paths], 5)}, which "
-            "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv), or images "
-            "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
-            "into one of these"
+            f"{where}: got {some_of(names, 5)}, which has no columns, expected CSV, JSON lines or "
+            "parquet (train.csv, test.csv), or images in a folder for each class "
+            "(train/CLASS/*.png); write the texts with their labels into one of these"
         )
 
 

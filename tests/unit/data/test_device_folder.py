@@ -145,7 +145,7 @@ def test_columns(content, told, tmp_path):
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ([], "got 1 files of other kinds, expected images, parquet, CSV or JSON lines"),
+        ([], "got 0 files of other kinds, expected images, parquet, CSV or JSON lines"),
         (["a.csv", "b.parquet"], "got csv and parquet, expected images"),
         (["broken.parquet"], "its files cannot be read .ArrowInvalid: Parquet magic bytes"),
     ],
