@@ -35,6 +35,15 @@ ROUND = {
     "left-out": [], "resting": [], "spare": [], "partitions": 4, "bytes-up": 1,
     "bytes-down": 1, "seconds": 0.1, "phases": {},
 }  # fmt: skip
+# The summary of a run, likewise.
+SUMMARY = {
+    "method": "ravan", "preset": "digits-vit", "seed": 0, "classifier": "trained",
+    "num-clients": 4, "rounds": 3, "rank": 4, "learning-rate": 0.1, "trainable-parameters": 7,
+    "adapter-parameters": 7, "metric": "accuracy",
+    "metrics": {"final": {"accuracy": 0.5}, "best": {"accuracy": 0.5}}, "bytes-up": 1,
+    "bytes-down": 1, "rejected": 0, "collapsed": [], "without-effect": [], "left-out": [],
+    "seconds": 1.0, "finished": "2026-01-01T12:00:00+00:00",
+}  # fmt: skip
 
 
 def member(node_id=1, partition_id=0, **changes):

@@ -25,12 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.files import LARGE, opened, read_file
-from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed
+from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parsed
 from ravan_flwr.specs import Scalar
 
 
@@ -142,7 +142,14 @@ class RunDirectory:
 
     def read_summary(self) -> Summary:
         """Read `summary.json`."""
-        return cast(Summary, self.read_json("summary.json"))
+        content = self.read_json("summary.json")
+        try:
+            return check(content, Summary)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path / 'summary.json'} is damaged ({error}), expected that of a finished "
+                "run; restore it"
+            ) from None
 
     def append_round(self, record: RoundRecord) -> None:
         """Add a line to `rounds.jsonl`, on disk when this returns."""

@@ -20,7 +20,7 @@ from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker
-from tests.hand_made import Nodes, bench_of, impatient, member
+from tests.hand_made import SUMMARY, Nodes, bench_of, impatient, member
 
 __all__ = ["impatient"]
 
@@ -52,7 +52,7 @@ def reply_with(message, answer):
 def directory(tmp_path):
     made = RunDirectory(tmp_path / "20260101-120000-digits-vit-ravan-seed0")
     made.path.mkdir()
-    made.write_json("summary.json", {"rounds": 3, "metrics": {"final": {}, "best": {}}})
+    made.write_json("summary.json", SUMMARY)
     return made
 
 
@@ -75,7 +75,7 @@ def hand_to(nodes, directory, **settings):
     hand_out(delivery_of(nodes, **settings), directory, summary)
     written = directory.read_summary()
     assert written == summary
-    assert written.keys() - {"delivered", "not-delivered", "run-id"} == {"rounds", "metrics"}
+    assert written.keys() - {"delivered", "not-delivered", "run-id"} == SUMMARY.keys()
     return written["delivered"], written["not-delivered"]
 
 
@@ -91,7 +91,7 @@ def test_everybody_gets_all_of_it_whatever_the_budget(directory):
     for parcel, state in nodes.shelves.values():
         assert (parcel.run, parcel.last_round) == (directory.path.name, 3)
         assert torch.equal(state["H"], STATE["H"])
-        assert parcel.run_summary == {"rounds": 3, "metrics": {"final": {}, "best": {}}}
+        assert parcel.run_summary == SUMMARY | {"run-id": parcel.run_id}
     assert len({parcel.run_id for parcel, _ in nodes.shelves.values()}) == 1
 
 
@@ -100,8 +100,7 @@ def test_a_run_is_told_from_another_of_the_same_name(directory):
     ids = []
     for is_new in (True, False, True):
         if is_new:
-            told = {"rounds": 3, "metrics": {"final": {}, "best": {}}}
-            directory.write_json("summary.json", told)
+            directory.write_json("summary.json", SUMMARY)
         nodes = Keepers()
         hand_to(nodes, directory)
         ids.append(nodes.shelves[0][0].run_id)

@@ -14,6 +14,7 @@ from ravan_flwr.launch import submit as submitting
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 from tests import ROOT
+from tests.hand_made import SUMMARY
 
 HAS = [{"partition-id": 2, "folder": "adapter"}]
 COULD_NOT = [{"client": "partition 0", "reason": "its result-path cannot be written to: disk full"}]
@@ -28,7 +29,7 @@ def run(tmp_path, monkeypatch):
     settings["limits"] = "max-share=0.5"
     (path / "config.json").write_text(json.dumps(read_config(settings).as_dict()))
     RunDirectory(path).write_settings(settings)
-    (path / "summary.json").write_text(json.dumps({"rounds": 7}))
+    (path / "summary.json").write_text(json.dumps(SUMMARY))
     monkeypatch.chdir(ROOT)
     return path
 
@@ -41,8 +42,7 @@ def submitted(run, monkeypatch):
 
     def submit(app, superlink, settings, environment):
         found.update(app=app, superlink=superlink, settings=parse_config_args([settings]))
-        content = {"rounds": 7} | found["after"]
-        (run / "summary.json").write_text(json.dumps(content))
+        (run / "summary.json").write_text(json.dumps(SUMMARY | found["after"]))
         return found["status"]
 
     monkeypatch.setattr(submitting, "submit", submit)

@@ -8,17 +8,13 @@ import pytest
 
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.runs.directory import RunDirectory
+from tests.hand_made import SUMMARY
 
 CONFIG = {
     "task": "vision", "method": "ravan", "heads": 4, "preset": "svhn-vit-b16",
     "partition": "dirichlet:0.3", "classifier": "frozen",
     "clients-per-round": 3, "local-steps": 50, "batch-size": 32, "evaluate-on": "server",
 }  # fmt: skip
-SUMMARY = {
-    "rank": 13, "num-clients": 20, "rounds": 7, "trainable-parameters": 6410, "seed": 0,
-    "metrics": {"final": {"accuracy": 0.5}},
-}  # fmt: skip
-
 BACKBONE = "AutoModelForImageClassification.from_pretrained"
 
 

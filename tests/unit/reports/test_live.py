@@ -15,6 +15,7 @@ from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, FollowedRun, view_o
 from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
+from tests.hand_made import SUMMARY
 from tests.hostile_texts import HOSTILE
 from tests.tags import Tags
 
@@ -97,8 +98,8 @@ STOPPED = (
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"pid": 0, "summary": {}}, "finished It ended after 3 rounds."),
-        ({"pid": 0, "rounds": 1, "summary": {}}, "finished It ended after 1 round."),
+        ({"pid": 0, "summary": SUMMARY}, "finished It ended after 3 rounds."),
+        ({"pid": 0, "rounds": 1, "summary": SUMMARY}, "finished It ended after 1 round."),
         (
             {"pid": 0, "failure": {"error": "OSError: x"}},
             "failed It failed after 3 rounds: OSError: x",
@@ -116,7 +117,7 @@ STOPPED = (
             "Calibrating before the first round, 1 of 2 clients have answered",
         ),
         ({"status": {"x": 1}}, "running It is running. Nothing was written for"),
-        ({"summary": {}, "status": status(rounds=20)}, "running Round 4 of 20: training"),
+        ({"summary": SUMMARY, "status": status(rounds=20)}, "running Round 4 of 20: training"),
     ],
 )
 def test_each_moment_of_a_run_is_told(tmp_path, files, told):
@@ -167,7 +168,7 @@ def test_to_look_does_not_take_the_lock(tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_an_older_run_has_neither_status_nor_log(tmp_path):
-    folder = run_in(tmp_path, pid=0, summary={})
+    folder = run_in(tmp_path, pid=0, summary=SUMMARY)
     (folder / "status.json").unlink()
     (folder / "log.txt").unlink()
     words = page_of(folder).words

@@ -17,6 +17,7 @@ from ravan_flwr.studies.results import NAME, Result, Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
 from testing import ROOT
+from tests.hand_made import SUMMARY
 from tests.studies import fill, found
 from tests.studies import result as result_of
 
@@ -141,11 +142,7 @@ def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
     folder = run.folder(tmp_path) / "run"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(run.resolved))
-    summary = {
-        "metric": "accuracy", "metrics": {"final": {"accuracy": 0.5}}, "learning-rate": 0.1,
-        "adapter-parameters": 7, "rank": 3, "bytes-up": 1, "bytes-down": 1, "seconds": 1,
-    }  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
     result = found(Results(tmp_path), run)
     assert (result.value(), result.client_seconds, result.curve) == (0.5, None, {})
     (folder / "summary.json").unlink()
