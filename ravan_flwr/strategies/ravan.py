@@ -52,7 +52,7 @@ class RavanArrays:
         of_side = [Layer(layer, side, side) for layer in self.layers]
         self.method = get_method(method)(method_settings, of_side, 0)
         H = torch.stack([self._all_heads(arrays, layer) for layer in self.layers])
-        self.state = {"H": H if method == "ravan" else H[:, 0]}
+        self.state = {"H": H if self.method.parts else H[:, 0]}
 
     def _all_heads(self, arrays: Tensors, layer: str) -> Tensor:
         """Return the products of all heads, (heads, r, r)."""
