@@ -135,9 +135,9 @@ def _check_names(folder: Path, where: str) -> None:
             "a folder for each class, or a table; for these write a preset by hand, after "
             "conf/fashion-vit.yaml, with your labels and your model"
         )
-    paths = visible_files(folder)
+    paths = visible_files(folder) if folder.is_dir() else []
     if paths and all(file.suffix.lower() == ".txt" for file in paths):
-        names = [str(file.relative_to(folder.parent)) for file in paths]
+        names = [str(file.relative_to(folder)) for file in paths]
         raise ValueError(
             f"{where}: got {some_of(names, 5)}, which has no columns, expected CSV, JSON lines or "
             "parquet (train.csv, test.csv), or images in a folder for each class "
