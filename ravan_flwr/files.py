@@ -6,7 +6,7 @@ A pipe that nobody writes to would wait for ever, and a device such as `/dev/zer
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -49,6 +49,16 @@ def check_file(path: Path, most: int = LARGE) -> None:
     """Raise ValueError unless this is a regular file of at most `most` bytes."""
     with opened(path, most):
         pass
+
+
+def flush_folder(folder: Path) -> None:
+    """Let the names of a folder's files outlast a loss of power."""
+    with suppress(OSError):  # some systems have no way to do it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_unpacked(path: Path, packed: int, unpacked: int) -> None:

@@ -55,10 +55,14 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """Read a node config as `flower-supernode --node-config` does; {} if it cannot be read."""
+    """Read a node config as `flower-supernode --node-config` does; ValueError if it cannot."""
+    from click import ClickException  # noqa: PLC0415
     from flwr.common.config import parse_config_args  # noqa: PLC0415
 
     try:
         return dict(parse_config_args([text]))
-    except SystemExit:
-        return {}
+    except (ClickException, OSError) as error:  # it takes what ends with .toml for a file
+        raise ValueError(
+            f"node config: got {text!r}, expected KEY=VALUE pairs, with texts in quotation marks, "
+            "such as 'partition-id=0 data-path=\"/srv/data\"'; correct it"
+        ) from error

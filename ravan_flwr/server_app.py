@@ -140,6 +140,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
 def _noting_failures(directory: RunDirectory) -> Iterator[None]:
     """Write why a run fails in its directory, and say where that is."""
     try:
+        (directory.path / "failure.json").unlink(missing_ok=True)  # of before it was resumed
         yield
     except (Exception, RunNotRunningException) as error:
         failure: Exception | RunNotRunningException = error
@@ -252,7 +253,6 @@ def _save_result(
             directory.write_json("summary.json", summary)
             write_result(form, folder, bench)
         write_card(folder, form, directory)
-    (directory.path / "failure.json").unlink(missing_ok=True)
 
 
 def _deliver_again(

@@ -22,6 +22,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.runs.record import Masked as MaskedRecord
 from ravan_flwr.secure.agreement import Parts
+from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule
 from ravan_flwr.secure.server import (
     DealerError,
@@ -255,6 +256,10 @@ class Masked(Kind):
 
 def _partitions(data: bytes) -> set[int]:
     """Read whom a client accuses; ValueError if that is no list of partitions."""
+    if len(data) > 16 * MOST_CLIENTS:  # parsed, JSON takes many times its bytes
+        raise ValueError(
+            f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
+        )
     with as_value_error():
         named = json.loads(data)
     if not isinstance(named, list) or not all(type(number) is int for number in named):

@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import psutil
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
@@ -80,12 +81,16 @@ def checks(folder: Path, options: Namespace) -> Iterator[Check]:
 def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
     try:
         return Check(what, True, ask(*arguments))
-    except (OSError, ValueError, httpx.HTTPError, KeyError) as error:
-        return Check(what, False, " ".join(str(error).split()))
+    except Exception as error:  # noqa: BLE001 (each check stands alone)
+        return Check(what, False, " ".join(str(error).split()) or type(error).__name__)
 
 
 def _device(folder: Path, options: Namespace) -> Iterator[Check]:
-    environment = _environment_file(folder)
+    environment, settings = dict[str, str](), dict[str, Any]()
+    try:
+        environment = _environment_file(folder)
+    except (OSError, ValueError) as error:
+        yield Check("environment", False, f"{folder}.env cannot be read: {error}; correct it")
     address = options.superlink or environment.get("SUPERLINK")
     text = options.node_config or environment.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
@@ -97,7 +102,8 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
     yield _check("node config", _node_config, text)
-    settings = parse_node_config(text)
+    with contextlib.suppress(ValueError):  # told above
+        settings = parse_node_config(text)
     for name in ("data-path", "cache-dir"):
         if name in settings:
             path = Path(str(settings[name]))
@@ -149,7 +155,13 @@ def _node_keys(folder: Path) -> str:
 
 def _superlink_keys(folder: Path) -> str:
     certificate = certificate_of(folder / "superlink.crt")
-    certificate.verify_directly_issued_by(certificate_of(folder / "ca.crt"))
+    try:
+        certificate.verify_directly_issued_by(certificate_of(folder / "ca.crt"))
+    except InvalidSignature:
+        raise ValueError(
+            f"{folder}: superlink.crt is not signed by ca.crt, expected both of one folder of "
+            "`ravan-flwr keys`; copy the folder again"
+        ) from None
     key: Any = load_pem_private_key(_private(folder / "superlink.key"), None)
     if key.public_key() != certificate.public_key():
         raise ValueError(
@@ -370,7 +382,9 @@ def _closed(inside: str) -> str:
     port = _parts(inside)[1]
     for addresses in psutil.net_if_addrs().values():
         for addr in addresses:
-            if addr.family != socket.AF_INET or addr.address.startswith("127."):
+            if addr.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if addr.address.startswith("127.") or addr.address == "::1":
                 continue
             with contextlib.suppress(OSError):
                 socket.create_connection((addr.address, port), timeout=1).close()

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ravan_flwr.files import read_file
+from ravan_flwr.files import flush_folder, read_file
 from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.reports.card import fill_card
@@ -153,12 +153,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _flush(path: Path) -> None:
     if path.is_dir():
-        with suppress(OSError):  # some systems have no way to flush a folder
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        flush_folder(path)
     else:
         with path.open("r+b") as file:
             os.fsync(file.fileno())

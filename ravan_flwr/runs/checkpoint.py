@@ -87,10 +87,12 @@ def checkpoint_rounds(folder: Path) -> list[int]:
 
 
 def drop_after(folder: Path, round_number: int) -> None:
-    """Drop the checkpoints of later rounds, the last first: they will be run again."""
+    """Drop the checkpoints of later rounds, the last first, and files that were never finished."""
     for number in reversed(checkpoint_rounds(folder)):
         if number > round_number:
             _drop(folder, number)
+    for path in folder.glob(".*.tmp"):  # of a process that was killed
+        path.unlink(missing_ok=True)
 
 
 def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import own_preset
-from ravan_flwr.files import LARGE, opened, read_file
+from ravan_flwr.files import LARGE, flush_folder, opened, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parsed
 from ravan_flwr.specs import Scalar
 
@@ -305,6 +305,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 if durable:
                     os.fsync(file.fileno())
             temporary.replace(path)
+            if durable:
+                flush_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -112,7 +112,8 @@ class Flight:
         arrivals: dict[str, float] = {}
         rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
         for (partition, number), (time, arrives) in rows:
-            run.state.tensors = self.versions[number]
+            # One that is too old to count is kept no longer, and the reply is rejected unread.
+            run.state.tensors = self.versions.get(number, now)
             (message,) = run.open_round(number).write([members[partition]])
             round_.collector.send(grid, [message])
             key = message.metadata.message_id

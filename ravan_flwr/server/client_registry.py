@@ -15,6 +15,7 @@ from functools import cached_property
 from hashlib import sha256
 from logging import getLogger
 
+import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
@@ -27,6 +28,7 @@ from ravan_flwr.messages.registered_client import (
     check_same_app,
     read_registered_client,
 )
+from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import as_value_error, content_of
@@ -43,6 +45,8 @@ AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at a
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 MOST_LATE = 2  # replies of one node that are looked for after their round has closed
+MISSED = "registry/missed"  # in a checkpoint: who has missed replies, and until when it is skipped
+KINDS = (MessageType.TRAIN, MessageType.EVALUATE)  # of messages whose replies are missed
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -183,6 +187,23 @@ class ClientRegistry:
         """Drop the members that are skipped in this round; keep all where too few are left."""
         available = [m for m in members if not self.nodes[m.node_id].is_skipped(kind, round_number)]
         return available if len(available) >= max(least, self.least) else list(members)
+
+    @property
+    def memory(self) -> Tensors:
+        """Return what a simulated run needs to skip whom it would have skipped."""
+        rows = [
+            (node.member.partition_id, KINDS.index(kind), missed, node.skipped_until[kind])
+            for node in self.nodes.values() if node.member is not None
+            for kind, missed in node.missed_replies.items()
+        ]  # fmt: skip
+        return {MISSED: torch.tensor(rows)} if rows else {}
+
+    def restore(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `memory` returned before the run was stopped."""
+        nodes = {member.partition_id: self.nodes[member.node_id] for member in self._by_partition}
+        for partition, number, missed, until in memory.get(MISSED, torch.empty(0)).tolist():
+            nodes[partition].missed_replies[KINDS[number]] = missed
+            nodes[partition].skipped_until[KINDS[number]] = until
 
     # Recruiting.
 

@@ -82,7 +82,7 @@ class RunRecorder(Callback):
         else:  # what a calibration made
             assert self.strategy.mail.fixed is not None
             save_fixed(folder, from_record(self.strategy.mail.fixed))
-            save_checkpoint(folder, 0, dict(state))
+            save_checkpoint(folder, 0, dict(state), self.strategy.memory)
             self.progress.calibrated(record)
         self.trackers.round(record)
         if begins:

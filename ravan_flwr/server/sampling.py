@@ -76,7 +76,7 @@ class Sampler:
             )  # fmt: skip
         everybody = () if able else self.registry.members.values()
         shares = sorted({member.share for member in everybody})
-        if not (able or any(map(self.method.can_train, shares))):  # no member, connected or not
+        if shares and not any(map(self.method.can_train, shares)):  # no member, connected or not
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "
@@ -105,7 +105,7 @@ class Sampler:
             if all_here or clock.now >= deadline:
                 break
             clock.wait_for_node()
-            self.registry.recruit(grid)
+            self.registry.gather(grid)
 
     @property
     def _least(self) -> int:

@@ -33,7 +33,7 @@ from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import no_room, reached, why_over
 from ravan_flwr.server.superlink import ask_again, guard
-from ravan_flwr.simulated_time.clock import REAL, Clock, clock_of
+from ravan_flwr.simulated_time.clock import REAL, Clock, SimulatedClock, clock_of
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -105,6 +105,7 @@ class FederatedTuning(Strategy):
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.status.begin("recruiting", self._resume_point.first - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
+        self.registry.restore(self._resume_point.memory)
         self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
@@ -137,8 +138,9 @@ class FederatedTuning(Strategy):
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
             self._record(metrics)
-            # 6. Recruit nodes that have come meanwhile.
-            self.registry.recruit(grid)
+            # 6. Recruit nodes that have come meanwhile, for the next round.
+            if number < num_rounds:
+                self.registry.gather(grid)
         return result
 
     def summary(self) -> None:
@@ -244,5 +246,6 @@ class FederatedTuning(Strategy):
             self.state.memory
             | self.clock.memory
             | self.flight.memory(self.clock)
+            | (self.registry.memory if isinstance(self.clock, SimulatedClock) else {})
             | (self.privacy.memory if self.privacy else {})
         )

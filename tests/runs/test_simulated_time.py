@@ -52,13 +52,25 @@ def test_a_round_ends_with_its_slowest_client(tmp_path):
 
 @pytest.mark.parametrize(
     "aggregation",
-    [{"over-sample": 2.0}, {"aggregation": "async", "buffer-size": 2, "concurrency": 4}],
+    [
+        {"over-sample": 2.0},
+        {"straggler-grace": 0.01, "clients-per-round": 6, "num-rounds": 6},
+        {"aggregation": "async", "buffer-size": 2, "concurrency": 4},
+        {"aggregation": "async", "buffer-size": 4, "concurrency": 8, "max-staleness": 1}
+        | {"devices": "./one-slow.yaml", "num-rounds": 6},
+    ],
 )
-def test_a_resumed_run_has_the_same_bits(tmp_path, aggregation):
-    settings = SHORT | aggregation | {"devices": "edge-gpus", "output-dir": str(tmp_path)}
-    whole = simulate(settings, num_clients=8)
-    begun = simulate(settings | {"num-rounds": 1}, num_clients=8)
-    rest = simulate(settings | {"resume": str(begun.run_dir), "num-rounds": 3}, num_clients=8)
+def test_a_resumed_run_has_the_same_bits(tmp_path, monkeypatch, aggregation):
+    """Also where replies were missed before, or were too old to count."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one-slow.yaml").write_text(
+        "- {name: fast, clients: 7, teraflops: 1, downlink: 80, uplink: 80}\n"
+        "- {name: slow, teraflops: 1, downlink: 0.08, uplink: 0.08}\n"
+    )
+    settings = SHORT | {"devices": "edge-gpus", "output-dir": str(tmp_path)} | aggregation
+    whole, rounds = simulate(settings, num_clients=8), settings["num-rounds"]
+    begun = simulate(settings | {"num-rounds": rounds - 2}, num_clients=8)
+    rest = simulate(settings | {"resume": str(begun.run_dir), "num-rounds": rounds}, num_clients=8)
     assert rest.run_dir == begun.run_dir
     one, other = records(whole), records(rest)
     assert [r["time"] for r in one] == [r["time"] for r in other]

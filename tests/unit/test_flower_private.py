@@ -109,7 +109,9 @@ def test_a_node_config_is_read_as_the_supernode_reads_it():
     assert private.parse_node_config(given) == {
         "partition-id": 0, "data-path": "/a b", "budget": 0.5, "warm-worker": True,
     }  # fmt: skip
-    assert private.parse_node_config("no sense") == {}
+    for text in ("partition-id=0 data-path=/srv/data", "missing.toml"):
+        with pytest.raises(ValueError, match="expected KEY=VALUE pairs, with texts in quotation"):
+            private.parse_node_config(text)
 
 
 def test_a_message_is_made_outside_of_a_run():
