@@ -199,7 +199,7 @@ def _replacement(
 def weight_norm(linear: nn.Linear) -> float:
     """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
     norm = getattr(linear, "weight_norm", None)
-    return float(linear.weight.detach().float().norm()) if norm is None else cast(float, norm)
+    return float(dense_weight(linear).float().norm()) if norm is None else cast(float, norm)
 
 
 def dense_weight(layer: nn.Module) -> Tensor:
@@ -213,9 +213,12 @@ def dense_weight(layer: nn.Module) -> Tensor:
         return weight.detach()
     dtype = torch.float16 if hasattr(module, "state") else torch.float32
     unit = torch.eye(module.in_features, dtype=dtype, device=weight.device)
-    with torch.no_grad():
-        y = module(unit)
-        return cast(Tensor, (y if module.bias is None else y - module.bias).mT.float())
+    bias, module.bias = module.bias, None  # added and subtracted, it would cost bits of the weight
+    try:
+        with torch.no_grad():
+            return cast(Tensor, module(unit).mT.float())
+    finally:
+        module.bias = bias
 
 
 def requantize(layer: nn.Module, weight: Tensor) -> None:

@@ -107,7 +107,8 @@ class Key:
         for part in self.forms[words[0]]:
             value = read[part.help]
             silent = value == part.default and value in ("", AUTO, 0)
-            words.append("" if silent else str(value).removesuffix(".0"))
+            number = isinstance(value, float)
+            words.append("" if silent else str(value).removesuffix(".0" if number else ""))
         return ":".join(words).rstrip(":")
 
     def typed(self, text: str) -> Scalar:

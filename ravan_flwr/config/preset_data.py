@@ -92,7 +92,13 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
     if data.labels is not None and bool(labels) != ("label" in columns):
         expected = Data.model_fields["labels"].description
         raise ValueError(f"{where}labels = {labels!r}: expected {expected}")
-    if twice := sorted({name for name in labels if labels.count(name) > 1}):
+    if splits.train in tests.values():
+        raise ValueError(
+            f"{where}splits: got {splits.train!r} to train on and as a test, expected another "
+            "split as the test; name one, or leave splits out"
+        )
+    names = [name.strip() for name in labels]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
     return DataSpec(
         source=data.source,

@@ -48,7 +48,8 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     chosen = tests if set(tests) <= set(splits) else fallback
     examples = datasets.concatenate_datasets([splits[split] for split in chosen])
     check_encoding(examples, data)
-    name = "all examples" if [*splits] == chosen == ["train"] else " and ".join(chosen)
+    is_all = chosen == [*splits] and not {"train", spec.train}.isdisjoint(chosen)
+    name = "all examples" if is_all else " and ".join(chosen)
     examples = _called(datasets.DatasetDict({name: examples}), spec, data)[name]
     feature = examples.features.get("label")
     whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
@@ -257,6 +258,8 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             "name another column"
         )
     column = examples["label"][:]
+    if isinstance(feature, datasets.Value) and (few := column.count(None)):
+        raise ValueError(f"{where}: {few} examples have no label, expected one each; take them out")
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
     elif feature.dtype in _WRITTEN and any(str(value) in labels for value in column):

@@ -163,7 +163,8 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     splits = every_split(spec.name, spec.subset, spec.revision)
     split_names = {"train": spec.train, **dict(spec.tests)}
     # Without a split `test`, some of `train` is held back.
-    if lacking := [split for split in split_names.values() if split not in {*splits, "test"}]:
+    held_back = {"test"} if [split for _, split in spec.tests] == ["test"] != [spec.train] else ()
+    if lacking := [x for x in split_names.values() if x not in {*splits, *held_back}]:
         raise ValueError(
             f"data {spec.name}: got the splits {', '.join(splits)}, expected {', '.join(lacking)}; "
             "correct data.splits in the preset"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
-from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.base import Settings, Tensors, check_rank
 from ravan_flwr.methods.calibrated_bases import FirstRound
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.methods.tensors import check_tensor
@@ -34,6 +34,7 @@ class FedSB(MultiHeadMethod):
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.rank = settings.rank or min(self.side, math.isqrt(self.budget // len(self.layers)))
+        check_rank(self.rank, self.side)
         self.shape = (len(self.layers), self.rank, self.rank)
         # The real bases come from that round; until then any do, since H is zero.
         self.calibration = FirstRound(settings, self.layers, 1, self.rank, self.shape)

@@ -71,9 +71,9 @@ def score_heads(
     if scoring == "weight":  # relative to the norm of the layer's own weight
         changes = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
         return torch.stack(changes).cpu()
-    # Each layer's gradient is reduced to its heads' norms as soon as it comes by: that with respect
-    # to s_i H_i is B_i^T (dL/dy)^T x A_i^T.
-    norms = layers[0].H.new_zeros(len(layers), layers[0].heads, requires_grad=False)
+    # Each layer's gradient is reduced to its heads' as soon as it comes by, part by part of the
+    # batch: that with respect to s_i H_i is B_i^T (dL/dy)^T x A_i^T.
+    gradients = [torch.zeros_like(layer.H, requires_grad=False) for layer in layers]
     with ExitStack() as stack:
         for position, layer in enumerate(layers):
 
@@ -81,11 +81,11 @@ def score_heads(
                 x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
             ) -> None:
                 full = gy.T @ x  # (out, in)
-                norms[at] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
+                gradients[at] += layer.B.mT @ full @ layer.A.mT
 
             stack.enter_context(watch_gradients(layer, see))
-        backward([norms])
-    return norms.cpu()
+        backward(gradients)
+    return torch.stack([gradient.norm(dim=(1, 2)) for gradient in gradients]).cpu()
 
 
 def best_heads(

@@ -189,25 +189,26 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             adapter_names: the adapters; the active ones if None.
         """
         base: Any = self.get_base_layer()
-        for adapter in check_adapters_to_merge(self, adapter_names):
-            if adapter not in self.ravan_H:
-                continue
-            old = dense_weight(base)
-            merged = (old.float() + self.get_delta_weight(adapter)).to(old.dtype)
-            if safe_merge and not torch.isfinite(merged).all():
-                raise ValueError(
-                    f"adapter {adapter!r}: the merged weight has values that are not finite, "
-                    "expected finite ones; load an adapter that is not broken"
-                )
-            if not self.merged:
-                # Of a quantised layer, bitsandbytes keeps a part in `state`.
-                state = copy.copy(getattr(base, "state", None))
-                self._unmerged = [base.weight, base.weight.data, state]
-            if base.weight.is_floating_point():
-                base.weight.data = merged
-            else:
-                requantize(base, merged)
-            self.merged_adapters.append(adapter)
+        names = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in names if name in self.ravan_H]
+        if not names:
+            return
+        old = dense_weight(base)
+        merged = (old.float() + sum(map(self.get_delta_weight, names))).to(old.dtype)
+        if safe_merge and not torch.isfinite(merged).all():
+            raise ValueError(
+                f"adapter {', '.join(map(repr, names))}: the merged weight has values that are not "
+                "finite, expected finite ones; load an adapter that is not broken"
+            )
+        if not self.merged:
+            # Of a quantised layer, bitsandbytes keeps a part in `state`.
+            state = copy.copy(getattr(base, "state", None))
+            self._unmerged = [base.weight, base.weight.data, state]
+        if base.weight.is_floating_point():
+            base.weight.data = merged
+        else:
+            requantize(base, merged)
+        self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
         """Give the layer its frozen weight back, to the bit."""

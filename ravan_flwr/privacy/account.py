@@ -69,12 +69,11 @@ def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> 
             f"even with a noise multiplier of {high:g}; raise epsilon or delta, or train fewer "
             "rounds"
         )
-    if epsilon_of(low, rate, delta, releases) <= epsilon:
-        return low
     while high / low > 1 + CLOSE:
         middle = (low * high) ** 0.5
         if epsilon_of(middle, rate, delta, releases) <= epsilon:
             high = middle
         else:
             low = middle
-    return high
+    # The least is tried last: far below the answer, an evaluation takes seconds.
+    return low if low == LEAST and epsilon_of(low, rate, delta, releases) <= epsilon else high

@@ -25,7 +25,7 @@ from ravan_flwr.reports.charts import (
 )
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
-from ravan_flwr.tasks import NO_FRACTIONS
+from ravan_flwr.tasks import is_fraction
 
 _MOST_BARS = 100
 _MOST_KINDS = 40  # of devices
@@ -79,7 +79,7 @@ def courses(
         if len(shown) > _MOST_TOGETHER:
             charts.append(panels(caption, shown, grey, x, metric, ends=ends))
         else:
-            top = None if metric in NO_FRACTIONS else 1.0
+            top = 1.0 if is_fraction(metric) else None
             integers = key == "round"
             charts.append(lines(caption, shown, x, metric, integers=integers, ends=ends, top=top))
     return charts

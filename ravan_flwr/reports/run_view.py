@@ -30,7 +30,7 @@ from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
 from ravan_flwr.runs.status import NodeStatus, RunStatus, read_status
-from ravan_flwr.tasks import LOWER_IS_BETTER
+from ravan_flwr.tasks import lower_is_better
 
 _SIGNS_OF_LIFE = ("config.json", "rounds.jsonl", status.NAME, LOG_FILE, LOCK)
 _WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json")
@@ -231,7 +231,7 @@ def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[s
     summary: Mapping[str, Any] = run.summary or {}
     curve, losses = run.curve(metric), run.train_loss()[1]
     rounds, values = curve.get("round", []), curve.get(metric, [])
-    extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
+    extreme, choose = ("lowest", min) if lower_is_better(metric) else ("highest", max)
     best = choose(range(len(values)), key=values.__getitem__, default=0)
     last: Mapping[str, Any] = run.rounds[-1] if run.rounds else {}
     spent = last.get("privacy") or {}

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ravan_flwr.runs.record import Metrics, RoundRecord
-from ravan_flwr.tasks import LOWER_IS_BETTER, sign_of
+from ravan_flwr.tasks import lower_is_better, sign_of
 from ravan_flwr.tasks.tally import OTHER, Tally
 
 FALL, LEAST_FALL, RISE = 0.5, 0.1, 2.0
@@ -63,7 +63,7 @@ def collapse(
 
 def _fallen(earlier: Sequence[RoundRecord], now: Metrics, metric: str) -> str | None:
     """Say how an evaluation is worse than earlier ones."""
-    if earlier and metric not in LOWER_IS_BETTER:
+    if earlier and not lower_is_better(metric):
         value, most = now[metric], max(r["metrics"][metric] for r in earlier)
         if value < FALL * most and most - value >= LEAST_FALL:
             best = best_round(earlier, metric)

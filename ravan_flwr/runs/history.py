@@ -130,7 +130,7 @@ def common_metric(runs: Sequence[RecordedRun]) -> str:
             f"report: the runs have measured {sorted(set.union(*(r.metrics for r in evaluated)))}, "
             "and none of it in all of them; expected a metric in common; report them apart"
         )
-    return min(common - {"loss"}, default="loss")
+    return min((x for x in common if x.partition("-")[0] != "loss"), default="loss")
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.tasks import LOWER_IS_BETTER
+from ravan_flwr.tasks import lower_is_better
 from ravan_flwr.training.plan import bytes_of_round
 
 _planned = lru_cache(maxsize=1)(bytes_of_round)
@@ -18,7 +18,7 @@ _planned = lru_cache(maxsize=1)(bytes_of_round)
 
 def check_limits(config: Config, metric: str, records: Sequence[RoundRecord]) -> None:
     """Raise ValueError for a value that the metric cannot reach, or room for no round at all."""
-    value, lower = config.until_metric, metric in LOWER_IS_BETTER
+    value, lower = config.until_metric, lower_is_better(metric)
     beyond = metric == "perplexity" and value < 1 if lower else value > 1
     if value and beyond:
         expected = "1 or more, since none is lower" if lower else "a share, 1 at most"

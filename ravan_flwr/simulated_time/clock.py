@@ -118,7 +118,7 @@ class SimulatedClock(Clock):
     def online(self, client: int) -> bool:
         """Return whether a client's device is online now."""
         begin, end = self.devices[client].online
-        return (self.now / HOUR - begin) % DAY < end - begin
+        return (self.now - begin * HOUR) % (DAY * HOUR) < (end - begin) * HOUR
 
     def wait_for_node(self) -> None:
         """Let time pass until another device comes online."""

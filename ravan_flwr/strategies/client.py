@@ -6,14 +6,15 @@
     reply = collect_arrays(model)           what the strategy expects
     restore(model)                          the model as it was built, for the next client
 
-What is not chosen stays in the forward pass as a constant: it has neither a gradient nor an
-optimiser's state, and no weight decay moves it. So make the optimiser after `choose`. For that a
+Heads that are not chosen stay in the forward pass as constants, ranks that are not are left out
+of it until `restore`: both have neither a gradient nor an optimiser's state, and no weight decay
+moves them. So make the optimiser after `choose`. For that a
 chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes. A state dict
 has it whole, so that the model is saved, and loaded, as ever.
 """
 
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,32 +59,49 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
-    adapted = _layers(model, "lora_A")
-    for name, layer in adapted:
-        if not any(f"{name}.{part}" in added for part in RESIDUAL):
-            continue  # its base layer may have no weight of that name
-        weight = layer.get_base_layer().weight
-        if not weight.is_floating_point():
-            raise ValueError(
-                f"arrays: got what FedEx-LoRA adds to a weight, and a weight of {weight.dtype}, "
-                "expected floating point; load the backbone without quantisation"
-            )
+    changes = _changes(model, added)
     with torch.no_grad():
         for name, tensor in own.items():
             if name in tensors:
                 tensor.copy_(tensors[name])
             elif _part(name) == "ravan_s":
                 tensor.fill_(1.0)
-        for name, layer in adapted:
-            B, A, residual = (added.get(f"{name}.{part}") for part in RESIDUAL)
-            residual = B @ A if B is not None and A is not None else residual
-            if residual is None:
-                continue
-            base = layer.get_base_layer()
+        for base, change in changes:
             setattr(base, _KEPT, base.weight.data)
-            change = residual.mT if layer.fan_in_fan_out else residual
-            change = layer.scaling[_active(model)] * change
             base.weight.data = base.weight.data + change.to(base.weight)
+
+
+def _changes(model: nn.Module, added: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+    """Compute what FedEx-LoRA adds to each weight; ValueError where it does not fit there."""
+    changes, known = [], set()
+    for name, layer in _layers(model, "lora_A"):
+        parts = [f"{name}.{part}" for part in RESIDUAL]
+        B, A, residual = map(added.get, parts)
+        if B is A is residual is None:
+            continue  # its base layer may have no weight of that name
+        known |= {*parts}
+        base, sides = layer.get_base_layer(), (layer.out_features, layer.in_features)
+        if not base.weight.is_floating_point():
+            raise ValueError(
+                f"arrays: got what FedEx-LoRA adds to a weight, and a weight of "
+                f"{base.weight.dtype}, expected floating point; load the backbone without "
+                "quantisation"
+            )
+        if B is not None and A is not None and B.ndim == A.ndim == 2 and B.shape[1] == len(A):
+            residual = B @ A
+        if residual is None or tuple(residual.shape) != sides:
+            raise ValueError(
+                f"arrays: what FedEx-LoRA adds to {name} has another shape than the layer, or a "
+                f"part of it is missing, expected {sides}; build the model as the server does"
+            )
+        change = layer.scaling[_active(model)] * residual
+        changes.append((base, change.mT if layer.fan_in_fan_out else change))
+    if unknown := sorted(added.keys() - known):
+        raise ValueError(
+            f"array {unknown[0]!r}: the model has no such layer; build the model as the server "
+            "does, with the same configuration of PEFT"
+        )
+    return changes
 
 
 def choose(
@@ -129,7 +147,7 @@ def choose(
             f"model: adapter {adapter!r} has neither heads nor a LoRA to choose from, expected "
             "one of RavanConfig or LoraConfig; make the model with it, or leave choose out"
         )
-    restore(model)
+    _undo_choice(model)
     chosen: dict[str, list[int]] = {}
     if with_heads:
         number = affordable(fraction, len(with_heads[0][1].ravan_H[adapter]))
@@ -175,15 +193,21 @@ def restore(model: nn.Module) -> None:
 
     The adapter keeps its values, and all of it is trained again that was before `choose`.
     """
-    for module, name in list(_chosen(model)):
-        for hook in module.parametrizations[name][0].hooks:  # type: ignore[index,union-attr]
-            hook.remove()
-        parametrize.remove_parametrizations(module, name)
-        getattr(module, name).grad = None  # it had the shape of what was chosen
+    _undo_choice(model)
     for module in model.modules():
         if hasattr(module, _KEPT):
             module.weight.data = getattr(module, _KEPT)
             delattr(module, _KEPT)
+
+
+def _undo_choice(model: nn.Module) -> None:
+    for module, name in list(_chosen(model)):
+        rows: Any = module.parametrizations[name][0]  # type: ignore[index]
+        rows.others.copy_(rows.unchosen)
+        for hook in module.parametrizations[name][0].hooks:  # type: ignore[index,union-attr]
+            hook.remove()
+        parametrize.remove_parametrizations(module, name)
+        getattr(module, name).grad = None  # it had the shape of what was chosen
 
 
 class _Rows(nn.Module):
@@ -191,15 +215,18 @@ class _Rows(nn.Module):
 
     index: Tensor
     others: Tensor
+    unchosen: Tensor
     hooks: tuple[RemovableHandle, ...]  # of the module whose tensor it is
 
     def __init__(self, tensor: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
-        constants = tensor.detach().clone() if keep else torch.zeros_like(tensor)
+        values = tensor.detach().clone()
         index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
-        self.register_buffer("others", constants, persistent=False)
+        self.register_buffer("unchosen", values, persistent=False)  # what `restore` brings back
+        others = values if keep else torch.zeros_like(values)
+        self.register_buffer("others", others, persistent=False)
         self.register_buffer("index", index, persistent=False)
-        self.dim = dim
+        self.dim, self.keep = dim, keep
 
     def forward(self, trained: Tensor) -> Tensor:
         return self.others.index_copy(self.dim, self.index, trained)
@@ -222,8 +249,9 @@ def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, di
 
 def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Put the whole tensor into a state dict, in the place of the rows that are trained."""
-    del state[f"{prefix}parametrizations.{name}.original"]
-    state[prefix + name] = getattr(module, name).detach()
+    rows: Any = module.parametrizations[name][0]  # type: ignore[index]
+    trained = state.pop(f"{prefix}parametrizations.{name}.original")
+    state[prefix + name] = rows.unchosen.index_copy(rows.dim, rows.index, trained.detach())
 
 
 def _load_whole(
@@ -232,7 +260,9 @@ def _load_whole(
     """Load a whole tensor as the rows that are trained, and the others."""
     if prefix + name in state:
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.others.copy_(tensor := state.pop(prefix + name))
+        rows.unchosen.copy_(tensor := state.pop(prefix + name))
+        if rows.keep:
+            rows.others.copy_(tensor)
         state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(tensor)
 
 

@@ -190,9 +190,12 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
     # Were the rows run with all rates that are as good, and have some such?
     run = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
     if not texts and len(lines) > 1:
-        least = min(len(line.values) for line in lines)
-        seeds = "one seed" if least == 1 else f"{least} seeds"
-        texts = [f"With {seeds} there is no interval, so no row is called better than another."]
+        reference = next((x.values for x in lines if x.row == table.against), None)
+        texts = [f"Row {table.against} is not done, so that there are no differences."]
+        if reference is not None:
+            least = min(len(x.values.keys() & reference.keys()) for x in lines)
+            seeds = "one seed" if least == 1 else f"{least} seeds"
+            texts = [f"With {seeds} there is no interval, so no row is called better than another."]
     elif (named["better"] or named["worse"]) and run and all(run):
         steady = ", ".join(line.row for line in lines if line.steady) or "none"
         texts.append(

@@ -28,7 +28,7 @@ from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
-from ravan_flwr.tasks import NO_FRACTIONS, TIME
+from ravan_flwr.tasks import TIME, is_fraction
 
 
 def charts(table: Table, results: Results) -> list[Chart]:
@@ -83,7 +83,7 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
     if not table.contrasts or not rows:
         return []
     metric, against = rows[0].metric, table.against
-    scale, in_points, unit = (1, metric, metric) if metric in NO_FRACTIONS else (100, "points", "%")
+    scale, in_points, unit = (100, "points", "%") if is_fraction(metric) else (1, metric, metric)
     values = {
         row.row: (scale * row.difference.mean, scale * row.difference.half)
         for row in rows

@@ -71,7 +71,8 @@ def run_study(
     if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
         run_missing(study, results, RunOptions(engine, jobs, clients_per_gpu))
-    runs = [*candidates(study, results), *planned(study, results)]
+    found = (*candidates(study, results), *planned(study, results))
+    runs = list({run.name: run for run in found}.values())
     lacking = [run for run in runs if results.of(run) is None]
     nothing = "; nothing is run" * tables_only
     log.info("%s: %d runs of %d are not done%s", study.title, len(lacking), len(runs), nothing)

@@ -47,7 +47,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +118,8 @@ class PlannedRun:
     def resolved(self) -> dict[str, Any]:
         """Resolve the settings with preset and defaults, without those that change no result."""
         config = read_config(own_preset(dict(self.settings))).as_dict()
+        if config["rank"] is not None and "rank" not in dict(self.settings):  # the preset's
+            return {key: value for key, value in config.items() if key not in NOT_OF_RESULT}
         return {key: value for key, value in config.items() if key not in _NO_MATTER}
 
     @cached_property
@@ -189,7 +191,7 @@ class Row:
         changes: dict[str, Scalar] = {self.grid.key: rate}
         if self.grid.validation_share is not None:
             changes |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
-            changes["eval-every"] = rung.rounds or self._num_rounds
+            changes["eval-every"] = rung.rounds or self._run(changes, 0).num_rounds
         if rung.rounds is not None:
             changes["num-rounds"] = rung.rounds
         return [self._run(changes, seed) for seed in rung.seeds]
@@ -201,10 +203,6 @@ class Row:
         assert self.grid is not None
         by_seed = rates if isinstance(rates, Mapping) else dict.fromkeys(self.seeds, rates)
         return [self._run({self.grid.key: by_seed[seed]}, seed) for seed in self.seeds]
-
-    @cached_property
-    def _num_rounds(self) -> int:
-        return read_config(own_preset(self.settings)).num_rounds
 
     def _run(self, changes: dict[str, Scalar], seed: int) -> PlannedRun:
         settings = self.settings | changes | {"seed": seed}
@@ -379,8 +377,8 @@ class _TableReader:
             self._require(not unknown, problem)
         self._check_choices(rows)
         self._check_measured_alike()
-        for option in ("compare_last", "mean_of_last"):
-            self._check_last(option.replace("_", "-"), getattr(table, option))
+        self._check_last("compare-last", table.compare_last, max)
+        self._check_last("mean-of-last", table.mean_of_last, min)
         if table.equal_parameters:
             self._check_equal()
         if lender:
@@ -533,10 +531,10 @@ class _TableReader:
             "lora-rank, heads or rank, name references, or take equal-parameters away",
         )
 
-    def _check_last(self, key: str, last: int | None) -> None:
-        """Refuse a mean of more evaluations than any row has."""
-        times = [math.ceil(x.num_rounds / x.eval_every) for x in self.configs.values()]
-        most = max(times, default=0)
+    def _check_last(self, key: str, last: int | None, choose: Callable[..., int]) -> None:
+        """Refuse a mean of more evaluations than a row has: the row with most, or with least."""
+        times = (math.ceil(x.num_rounds / x.eval_every) for x in self.configs.values())
+        most = choose(times, default=0)
         self._require(
             last is None or 2 <= last <= most,
             f"{key} = {last}, expected 2 evaluations or more, and no more than the {most} of a "

@@ -29,7 +29,7 @@ from ravan_flwr.studies.lines import Line, lines_of, missed, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
-from ravan_flwr.tasks import NO_FRACTIONS, TIME
+from ravan_flwr.tasks import TIME, is_fraction
 
 LEGEND = """\
 Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
@@ -113,7 +113,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     """Write a row for people, by the heads of its columns."""
     paired = any(row.standing for row in lines)
     chosen = any(row.choice for row in lines)
-    unit = ", s" if line.metric == TIME else "" if line.metric in NO_FRACTIONS else ", %"
+    unit = ", s" if line.metric == TIME else ", %" if is_fraction(line.metric) else ""
     metric = line.metric + unit
     metric += f", mean of the last {table.mean_of_last}" if table.mean_of_last else ""
     cells = {"": line.row, metric: _value(line)}
@@ -192,7 +192,7 @@ def with_interval(metric: str, estimate: Interval) -> str:
 
 def as_text(metric: str, value: float) -> str:
     """Write a metric: shares of 1 in percent, others as they are."""
-    return f"{value:.3f}" if metric in NO_FRACTIONS else f"{100 * value:.1f}"
+    return f"{100 * value:.1f}" if is_fraction(metric) else f"{value:.3f}"
 
 
 def overview_lines(study: Study, results: Results) -> list[str]:

@@ -206,7 +206,7 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             write_atomically(place, edited.encode())
             place.chmod(mode)
             return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, LookupError) as error:
         why = str(error)
     return "\n".join(
         [

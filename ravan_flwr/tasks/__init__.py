@@ -88,17 +88,25 @@ TASKS = {
 
 
 TIME = "time"  # in a study: the simulated seconds that a run has taken
-# Metrics of which less is more. Of all others the higher value is the better.
-LOWER_IS_BETTER = {
+_LOWER_IS_BETTER = {
     "loss", TIME, *(name for info in TASKS.values() for name in info.lower_is_better)
 }  # fmt: skip
-# Metrics that are no fractions of 1.
-NO_FRACTIONS = LOWER_IS_BETTER | {name for info in TASKS.values() for name in info.unbounded}
+_NO_FRACTIONS = _LOWER_IS_BETTER | {name for info in TASKS.values() for name in info.unbounded}
+
+
+def lower_is_better(metric: str) -> bool:
+    """Tell whether less of a metric is more; of one test set among several it is `NAME-SET`."""
+    return metric.partition("-")[0] in _LOWER_IS_BETTER
+
+
+def is_fraction(metric: str) -> bool:
+    """Tell whether a metric is a fraction of 1."""
+    return metric.partition("-")[0] not in _NO_FRACTIONS
 
 
 def sign_of(metric: str) -> int:
     """Return -1 for a metric of which less is more, else 1."""
-    return -1 if metric in LOWER_IS_BETTER else 1
+    return -1 if lower_is_better(metric) else 1
 
 
 def get_task(name: str) -> "type[Task]":

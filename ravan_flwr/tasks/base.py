@@ -214,7 +214,13 @@ def mapped(
     They are cached. `settings` has what `function` depends on beside the examples and its code.
     """
     key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
-    code = Path(inspect.getfile(function)).read_bytes()
+    folder = Path(__file__).parent  # with whatever `function` may call
+    files = [
+        inspect.getfile(function),
+        *sorted(folder.glob("*.py")),
+        folder.parent / "data/rows.py",
+    ]
+    code = b"".join(Path(file).read_bytes() for file in files)
     fingerprint = hashlib.sha256(key.encode() + code).hexdigest()[:16]
     with no_bars(), _one_process(examples, fingerprint):
         return examples.map(

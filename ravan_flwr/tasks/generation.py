@@ -22,6 +22,7 @@ from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, enco
 from ravan_flwr.tasks.extensions import ByExample, Predicts
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
+    complete_texts,
     describe,
     fixed_length,
     load_tokenizer,
@@ -85,6 +86,9 @@ class TextToText(Predicts, ByExample):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
+        for role in roles:
+            if f"{{{role}}}" in self.data.prompt:
+                complete_texts(columns[role], self.data.column(role))
         prompts = [self.data.prompt.format(**row) for row in as_rows(columns, roles)]
         read = tokenize(self.reader, self.max_length, prompts)
         return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}

@@ -21,7 +21,8 @@ class QuestionAnswering(TextToText):
     right = "answers"
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
-        column = examples["answers"][:]
+        # SQuAD's own are mappings, whose `text` has them.
+        column = [x["text"] if isinstance(x, dict) else x for x in examples["answers"]]
         if missing := [row for row, answers in enumerate(column) if not answers]:
             raise ValueError(
                 f"answers: examples {missing[:10]} have none, expected at least one each; take "

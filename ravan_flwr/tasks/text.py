@@ -41,7 +41,7 @@ class Text(Classification):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = ["text", "text-pair"] if self.data.column("text-pair") else ["text"]
-        texts = [_complete_texts(columns[role], self.data.column(role)) for role in roles]
+        texts = [complete_texts(columns[role], self.data.column(role)) for role in roles]
         return tokenize(self.reader, self.max_length, *texts)
 
     def adjust(self, network: nn.Module) -> None:
@@ -87,7 +87,7 @@ def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
         )
 
 
-def _complete_texts(texts: Sequence[str | None], column: str) -> Sequence[str]:
+def complete_texts(texts: Sequence[str | None], column: str) -> Sequence[str]:
     """Return the texts; ValueError if one is missing."""
     for text in texts:
         if not isinstance(text, str):

@@ -35,7 +35,7 @@ class TextToLabel(TextToText):
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
         names = self.data.labels
-        return [[names[number]] for number in label_numbers(examples, names, "labels")]
+        return [[names[number].strip()] for number in label_numbers(examples, names, "labels")]
 
     def score(self, answer: str, right: Sequence[str]) -> float:
         return float(answer.strip() in right)
@@ -43,13 +43,13 @@ class TextToLabel(TextToText):
     def count_labels(
         self, texts: Sequence[str], answers: Sequence[Sequence[str]], tally: Tally
     ) -> None:
-        numbers = {name: number for number, name in enumerate(self.data.labels)}
+        numbers = {name.strip(): number for number, name in enumerate(self.data.labels)}
         right = [numbers[names[0]] for names in answers]
         tally.add(right, [numbers.get(text.strip(), OTHER) for text in texts])
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
-        texts, names = self._written(network, batch), set(self.data.labels)
-        return [(text.strip() if text.strip() in names else "", text) for text in texts]
+        names = {name.strip(): name for name in self.data.labels}
+        return [(names.get(x.strip(), ""), x) for x in self._written(network, batch)]
 
 
 TASK = TextToLabel

@@ -96,6 +96,13 @@ class Vision(Classification):
             images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
+        most = 255 if images.dtype.kind in "iu" else 1
+        if images.size and not (images.min() >= 0 and images.max() <= most):
+            raise ValueError(
+                f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
+                "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
+            )
+        images = images.astype(np.uint8) if most > 1 else images
         # Bytes stay bytes, a quarter of the memory, until a batch of them is computed with.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != sides:
