@@ -9,7 +9,7 @@ import torch
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters import multihead
-from ravan_flwr.adapters.stored import BITS, quantizable, quantize, weight_norm
+from ravan_flwr.adapters.stored import BITS, dense_weight, quantizable, quantize, weight_norm
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.export import merged_network
@@ -123,6 +123,19 @@ def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
     quantize(network, how, [])
     small: Any = network["a"]
     assert weight_norm(small) == pytest.approx(float(weight.norm()))
+
+
+@pytest.mark.parametrize("how", BITS)
+def test_a_large_bias_costs_no_bits_of_the_weight(how):
+    """Which is read as what the layer computes of unit vectors."""
+    torch.manual_seed(0)
+    plain, biased = (torch.nn.Linear(64, 64, bias=bias) for bias in (False, True))
+    biased.weight.data.copy_(plain.weight.data)
+    biased.bias.data.fill_(20.0)
+    network = torch.nn.ModuleDict({"plain": plain, "biased": biased})
+    quantize(network, how, [])
+    assert torch.equal(dense_weight(network["biased"]), dense_weight(network["plain"]))
+    assert float(network["biased"].bias[0]) == 20.0
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].frozen_backbone])

@@ -127,6 +127,10 @@ def test_mistakes_are_named(more, told, file):
         ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
         ("{name: a/b, max-length: 0}", "data.max-length = 0: expected a whole number at least 1"),
         ("{name: a/b, splits: {train: x}}", "data.splits.test is missing"),
+        (
+            "{name: a/b, splits: {train: x, test: x}}",
+            "data.splits: got 'x' to train on and as a test, exp",
+        ),
         ("{name: a/b, splits: {train: x, test: 5}}", "data.splits.test = 5: expected the name"),
         ("{name: a/b, splits: {train: x, test: {}}}", "data.splits.test = {}: expected the name"),
         ("{name: a/b, splits: {train: x, test: [a]}}", "data.splits.test = .'a'.: expected"),

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -45,6 +46,23 @@ def test_texts_have_the_sorted_values_of_their_column(folder):
     spec = settled(folder(wines()))
     assert spec.labels == ("grape 0", "grape 1", "grape 2")
     assert settled(spec) is spec
+
+
+@pytest.mark.parametrize("labels", [[1, None, 0], [None, 1, 0], ["b", None, "a"]])
+def test_examples_without_a_label_are_counted(labels):
+    train = datasets.Dataset.from_list([{"text": "x", "label": label} for label in labels])
+    with pytest.raises(ValueError, match="labels: 1 examples have no label, expected one each"):
+        label_numbers(train, ("a", "b"), "labels")
+
+
+def test_of_several_tests_none_may_lack(folder):
+    rows = [(f"text {n}", "ab"[n % 2]) for n in range(40)]
+    folder(rows, "train.jsonl")
+    spec = replace(folder(rows, "validation.jsonl"), labels=("a", "b"), train="train")
+    both = replace(spec, tests=(("val", "validation"), ("final", "test")))
+    with pytest.raises(ValueError, match="got the splits train, validation, expected test"):
+        load_splits(both)
+    assert len(load_splits(replace(spec, tests=(("test", "test"),)))["test"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV

@@ -102,6 +102,29 @@ def free_port():
         return one.getsockname()[1]
 
 
+def test_a_certificate_of_another_authority(tmp_path):
+    """Both authorities have the same name."""
+    for name in ("keys", "other"):
+        make_credentials(tmp_path / name, ["server.example.org"], 1)
+    folder = tmp_path / "keys" / "superlink"
+    shutil.copy(tmp_path / "other" / "superlink" / "ca.crt", folder)
+    check = doctor._check("keys", doctor._superlink_keys, folder)
+    assert not check.ok
+    assert "superlink.crt is not signed by ca.crt, expected both of one folder" in check.result
+
+
+def test_a_node_config_that_cannot_be_read_ends_no_check(tmp_path, capsys):
+    make_credentials(tmp_path / "keys", ["server.example.org"], 1)
+    node = tmp_path / "keys" / "node-0"
+    node.with_name("node-0.env").write_text('NODE_CONFIG="partition-id=0\n')
+    config = "partition-id=0 num-partitions=2 data-path=/srv/data"
+    said, status = told(capsys, node, "--superlink", "127.0.0.1:1", "--node-config", config)
+    assert status == 1
+    assert "expected KEY=VALUE pairs, with texts in quotation marks" in said["node config"][1]
+    assert "cannot be read: No closing quotation" in said["environment"][1]
+    assert "memory" in said
+
+
 def test_many_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
     keys, other = tmp_path / "keys", tmp_path / "other"
     make_credentials(other, ["server.example.org"], 1)

@@ -43,13 +43,16 @@ def test_the_configuration_offers_the_scorings_there_are():
     assert set(KEYS["scoring"].choices) == set(SCORINGS)
 
 
-def test_gradient_scores_are_the_norms_of_the_gradients_of_the_products(tower):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gradient_scores_are_the_norms_of_the_gradients_of_the_products(tower, parts):
+    """Of the whole batch, in however many parts it is computed."""
     x = torch.randn(7, 5, dtype=torch.float64)
 
     def backward(*_):
-        tower(x).square().mean().backward()
+        for part in x.tensor_split(parts):
+            (tower(part).square().sum() / tower(x).numel()).backward()
 
-    backward()
+    tower(x).square().mean().backward()
     expected = torch.stack([layer.H.grad.norm(dim=(1, 2)) for layer in tower.layers])
     tower.zero_grad(set_to_none=True)
     scores = score_heads("gradient", list(tower.layers), generator(0), backward)

@@ -143,7 +143,9 @@ def test_the_best_round_is_kept_beside_the_last(tmp_path):
         save_checkpoint(tmp_path, number, state(number), best=min(number, 2))
     assert checkpoint_rounds(tmp_path) == [2, 5, 6, 7]
     assert torch.equal(load_checkpoint(tmp_path, 2).state["H"], state(2)["H"])
+    (tmp_path / ".round-00006.safetensors.123.tmp").write_bytes(b"half of it")  # killed there
     drop_after(tmp_path, 5)
+    assert not list(tmp_path.glob(".*.tmp"))
     assert checkpoint_rounds(tmp_path) == [2, 5]
 
 

@@ -36,6 +36,15 @@ def test_three_clients_by_hand():
     assert clock.now == pytest.approx(40.2)
 
 
+@pytest.mark.parametrize("begin", [0.07, 0.29, 1.13, 8.01, 22.0])
+def test_after_waiting_for_a_device_it_is_online(begin):
+    device = Device("a", 1e10, 1e6, 5e5, online=(begin, begin + 2))
+    clock = SimulatedClock([device])
+    for _ in range(50):
+        clock.wait_for_node()
+        assert clock.online(0)
+
+
 def test_ten_thousand_clients_cost_little():
     """200 in flight of 10,000: less than 2 ms an update, of this process's time."""
     clock = SimulatedClock(devices_of("edge-gpus", 0, 10_000))

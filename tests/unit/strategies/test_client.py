@@ -245,8 +245,39 @@ def test_what_fedex_lora_adds_is_added_until_restore(dense):
         load_arrays(model, ArrayRecord({**sent, **more, "residual_rank": torch.tensor([2])}))
         torch.testing.assert_close(model.base_model.model.query(x) - plain, 2 * x @ (U @ V).mT)
     assert not any("residual" in name for name in collect_arrays(model))
+    added_to = weight.detach().clone()
+    choose(model, 1.0)
+    assert torch.equal(weight, added_to)
     restore(model)
     assert torch.equal(weight, before)
+
+
+def test_ranks_that_are_not_chosen_come_back():
+    model = lora()
+    load_arrays(model, arrays_of(model))
+    before = copy.deepcopy(model.state_dict())
+    choose(model, 0.5)
+    choose(model, 0.25)
+    restore(model)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ({"query.residual": (1, 12)}, "query has another shape than the layer"),
+        ({"query.residual_B": (16, 2)}, "query has another shape .* or a part of it is missing"),
+        ({"query.residual_B": (16, 2), "query.residual_A": (3, 12)}, r"expected \(16, 12\)"),
+        ({"other.residual": (16, 12)}, "other.residual': the model has no such layer"),
+    ],
+)
+def test_a_residual_that_does_not_fit_changes_nothing(added, told):
+    model = lora()
+    before = copy.deepcopy(model.state_dict())
+    more = {f"{BASE}.{name}": torch.ones(shape) for name, shape in added.items()}
+    with pytest.raises(ValueError, match=told):
+        load_arrays(model, ArrayRecord({**named(arrays_of(model)), **more}))
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():

@@ -166,9 +166,34 @@ def test_of_more_evaluations_than_there_are_no_mean_is_compared(tmp_path, last):
         study_of(tmp_path, **{"compare-last": last})
 
 
-def test_of_a_loss_less_is_ahead(tmp_path):
+def test_a_mean_is_of_as_many_evaluations_as_every_row_has(tmp_path):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 8},
+        "tables": [
+            {"title": "T", "mean-of-last": 5, "rows": {"a": {"eval-every": 4}, "b": {"heads": 2}}}
+        ],
+    }  # fmt: skip
+    (path := tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="mean-of-last = 5, expected 2 .* than the 2 of"):
+        read_study(path)
+
+
+def test_without_the_row_to_compare_with_that_is_said(tmp_path, random_values):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    fill(
+        study, results,
+        lambda s: None if s["method"] == "ravan" else random_values[s["method"]][s["seed"]],
+    )  # fmt: skip
+    lines = lines_of(study.tables[0], results)
+    said = sentence(study.tables[0], lines)
+    assert said == "Row ravan is not done, so that there are no differences."
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "perplexity-code"])
+def test_of_a_loss_less_is_ahead(tmp_path, metric):
+    """Also of one test set among several."""
     values = {"ravan": [1.0, 1.1, 1.2], "fedit": [2.0, 2.1, 2.21], "full": [0.5, 0.6, 0.71]}
-    study, results = filled(tmp_path, values, "perplexity")
+    study, results = filled(tmp_path, values, metric)
     table = study.tables[0]
     assert (
         sentence(table, lines_of(table, results))

@@ -35,6 +35,27 @@ def examples(images, feature):
     return datasets.Dataset.from_dict(columns, features=features)
 
 
+@pytest.mark.parametrize(
+    ("pixels", "dtype", "told"),
+    [
+        ([-1, 255], "int64", "got numbers from -1 to 255, expected whole ones from 0 to 255"),
+        ([0.0, 255.0], "float32", "got numbers from 0 to 255, .* or others from 0 to 1"),
+    ],
+)
+def test_numbers_that_are_no_pixels_are_refused(pixels, dtype, told):
+    images = [[[pixels[(i + j) % 2] for i in range(16)] for j in range(16)]]
+    with pytest.raises(ValueError, match=told):
+        task().encode(examples(images, datasets.Array2D((16, 16), dtype)))
+
+
+def test_whole_numbers_are_bytes_whatever_their_type():
+    whole = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "int64")))
+    byte = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "uint8")))
+    one, other = (x.take(np.array([0]))["pixel_values"] for x in (whole, byte))
+    assert one.dtype == other.dtype == torch.uint8
+    assert torch.equal(one, other)
+
+
 GREYS = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # every byte once
 
 

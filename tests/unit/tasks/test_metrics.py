@@ -4,6 +4,7 @@ import random
 import string
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -87,3 +88,28 @@ def test_several_test_sets_are_told_together_and_apart(monkeypatch):
     )  # fmt: skip
     alone = evaluate_all(model, task(Vision), {"one": sets["one"]}, 8)
     assert alone == {"accuracy": 0.5, "loss": 1.0}
+
+
+def test_answers_may_be_written_as_squad_has_them():
+    """A mapping, of which `text` has the answers."""
+    own = [
+        {"text": ["a cat", "cat"], "answer_start": [0, 2]},
+        {"text": ["mat"], "answer_start": [9]},
+    ]
+    plain = [["a cat", "cat"], ["mat"]]
+    read = [
+        task(QuestionAnswering).answers(datasets.Dataset.from_dict({"answers": answers}))
+        for answers in (own, plain)
+    ]
+    assert [list(answers) for answers in read[0]] == plain == [list(x) for x in read[1]]
+    none = datasets.Dataset.from_dict({"answers": [*own, {"text": [], "answer_start": []}]})
+    with pytest.raises(
+        ValueError, match=r"answers: examples \[2\] have none, expected at least one"
+    ):
+        task(QuestionAnswering).answers(none)
+
+
+def test_a_label_counts_without_the_spaces_around_it():
+    spaced = task(TextToLabel, ("positive ", "negative"))
+    right = spaced.answers(datasets.Dataset.from_dict({"label": ["positive ", "negative"]}))
+    assert [spaced.score(" positive", right[0]), spaced.score("positive ", right[1])] == [1.0, 0.0]
