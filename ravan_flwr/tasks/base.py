@@ -215,12 +215,8 @@ def mapped(
     """
     key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
     folder = Path(__file__).parent  # with whatever `function` may call
-    files = [
-        inspect.getfile(function),
-        *sorted(folder.glob("*.py")),
-        folder.parent / "data/rows.py",
-    ]
-    code = b"".join(Path(file).read_bytes() for file in files)
+    files = [Path(inspect.getfile(function)), *sorted(folder.glob("*.py"))]
+    code = b"".join(path.read_bytes() for path in (*files, folder.parent / "data/rows.py"))
     fingerprint = hashlib.sha256(key.encode() + code).hexdigest()[:16]
     with no_bars(), _one_process(examples, fingerprint):
         return examples.map(
