@@ -582,7 +582,7 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     """Over a network; nodes come one by one. The time-out is longer than any test."""
     members: dict[int, Any] = {}
 
-    def recruit(_):
+    def gather(_):
         number = len(members)
         members[number] = SimpleNamespace(partition_id=number, share=1.0 if number < can else 0.5)
 
@@ -590,11 +590,11 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
         return list(members.values())
 
     client_registry = SimpleNamespace(
-        members=members, partitions=partitions, recruit=recruit, present=present
+        members=members, partitions=partitions, gather=gather, present=present
     )
     method = SimpleNamespace(can_train=lambda share: share == 1.0)
     config = read_config({"clients-per-round": 10} | settings)
-    recruit(None)
+    gather(None)
     sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))
     sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()))
     assert len(members) == came
