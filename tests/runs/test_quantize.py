@@ -134,8 +134,9 @@ def test_a_large_bias_costs_no_bits_of_the_weight(how):
     biased.bias.data.fill_(20.0)
     network = torch.nn.ModuleDict({"plain": plain, "biased": biased})
     quantize(network, how, [])
-    assert torch.equal(dense_weight(network["biased"]), dense_weight(network["plain"]))
-    assert float(network["biased"].bias[0]) == 20.0
+    small: Any = network["biased"]
+    assert torch.equal(dense_weight(small), dense_weight(network["plain"]))
+    assert float(small.bias[0]) == 20.0
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].frozen_backbone])
