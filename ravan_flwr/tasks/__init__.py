@@ -94,14 +94,19 @@ _LOWER_IS_BETTER = {
 _NO_FRACTIONS = _LOWER_IS_BETTER | {name for info in TASKS.values() for name in info.unbounded}
 
 
+def _is_among(metric: str, names: set[str]) -> bool:
+    """Tell whether a metric is one of these, or `NAME-SET`, that of one test set among several."""
+    return any(metric == name or metric.startswith(f"{name}-") for name in names)
+
+
 def lower_is_better(metric: str) -> bool:
-    """Tell whether less of a metric is more; of one test set among several it is `NAME-SET`."""
-    return metric.partition("-")[0] in _LOWER_IS_BETTER
+    """Tell whether less of a metric is more."""
+    return _is_among(metric, _LOWER_IS_BETTER)
 
 
 def is_fraction(metric: str) -> bool:
     """Tell whether a metric is a fraction of 1."""
-    return metric.partition("-")[0] not in _NO_FRACTIONS
+    return not _is_among(metric, _NO_FRACTIONS)
 
 
 def sign_of(metric: str) -> int:
