@@ -255,7 +255,7 @@ def visible_files(place: Path) -> list[Path]:
 
 
 def cache_of(path: Path, files: Sequence[Path]) -> Path:
-    """Choose where `datasets` keeps what it made of a user's folder, with these files, as it is.
+    """Choose the cache of what `datasets` makes of a user's file or folder, by its files' state.
 
     Its own cache takes two folders with the same names in them for one, whatever their content.
     Raise ValueError for files that it has not read yet, and that it had better not.

@@ -189,8 +189,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             adapter_names: the adapters; the active ones if None.
         """
         base: Any = self.get_base_layer()
-        names = check_adapters_to_merge(self, adapter_names)
-        names = [name for name in names if name in self.ravan_H]
+        chosen = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in chosen if name in self.ravan_H]
         if not names:
             return
         old = dense_weight(base)

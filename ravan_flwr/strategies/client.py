@@ -8,9 +8,9 @@
 
 Heads that are not chosen stay in the forward pass as constants, ranks that are not are left out
 of it until `restore`: both have neither a gradient nor an optimiser's state, and no weight decay
-moves them. So make the optimiser after `choose`. For that a
-chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes. A state dict
-has it whole, so that the model is saved, and loaded, as ever.
+moves them. So make the optimiser after `choose`. For that a chosen parameter is parametrised
+(torch.nn.utils.parametrize), which `restore` undoes. A state dict has it whole, so that the model
+is saved, and loaded, as ever.
 """
 
 import numbers
@@ -203,33 +203,30 @@ def restore(model: nn.Module) -> None:
 def _undo_choice(model: nn.Module) -> None:
     for module, name in list(_chosen(model)):
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.others.copy_(rows.unchosen)
-        for hook in module.parametrizations[name][0].hooks:  # type: ignore[index,union-attr]
+        rows.keep = True  # the tensor becomes what this shows now
+        for hook in rows.hooks:
             hook.remove()
         parametrize.remove_parametrizations(module, name)
         getattr(module, name).grad = None  # it had the shape of what was chosen
 
 
 class _Rows(nn.Module):
-    """Show chosen rows of a tensor as its parameter, and the others as constants."""
+    """Show chosen rows of a tensor as its parameter, the others as constants, or as zeros."""
 
     index: Tensor
-    others: Tensor
-    unchosen: Tensor
+    values: Tensor  # of all rows; those of the chosen ones are not shown
     hooks: tuple[RemovableHandle, ...]  # of the module whose tensor it is
 
     def __init__(self, tensor: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
-        values = tensor.detach().clone()
         index = torch.tensor(rows, dtype=torch.long, device=tensor.device)
-        self.register_buffer("unchosen", values, persistent=False)  # what `restore` brings back
-        others = values if keep else torch.zeros_like(values)
-        self.register_buffer("others", others, persistent=False)
+        self.register_buffer("values", tensor.detach().clone(), persistent=False)
         self.register_buffer("index", index, persistent=False)
         self.dim, self.keep = dim, keep
 
     def forward(self, trained: Tensor) -> Tensor:
-        return self.others.index_copy(self.dim, self.index, trained)
+        others = self.values if self.keep else torch.zeros_like(self.values)
+        return others.index_copy(self.dim, self.index, trained)
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
         return tensor.index_select(self.dim, self.index)
@@ -251,7 +248,7 @@ def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str
     """Put the whole tensor into a state dict, in the place of the rows that are trained."""
     rows: Any = module.parametrizations[name][0]  # type: ignore[index]
     trained = state.pop(f"{prefix}parametrizations.{name}.original")
-    state[prefix + name] = rows.unchosen.index_copy(rows.dim, rows.index, trained.detach())
+    state[prefix + name] = rows.values.index_copy(rows.dim, rows.index, trained.detach())
 
 
 def _load_whole(
@@ -260,9 +257,7 @@ def _load_whole(
     """Load a whole tensor as the rows that are trained, and the others."""
     if prefix + name in state:
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.unchosen.copy_(tensor := state.pop(prefix + name))
-        if rows.keep:
-            rows.others.copy_(tensor)
+        rows.values.copy_(tensor := state.pop(prefix + name))
         state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(tensor)
 
 

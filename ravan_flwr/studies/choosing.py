@@ -249,7 +249,7 @@ def runs_as_good(row: Row, results: Results) -> dict[float, list[PlannedRun]]:
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs from which learning rates are chosen, each once, as far as they are known."""
     choices = ((row.chosen_as or row, choose(row, results)) for row in study.rows)
-    return _each_once(
+    return each_once(
         run
         for row, choice in choices
         for measured in (choice.rungs if choice else ())
@@ -262,9 +262,9 @@ def planned(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs of the tables, each once, as far as learning rates are chosen."""
     best = (run for row in study.rows for run in runs_of(row, results))
     alternatives = (runs for row in study.rows for runs in runs_as_good(row, results).values())
-    return _each_once(chain(best, chain.from_iterable(alternatives)))
+    return each_once(chain(best, chain.from_iterable(alternatives)))
 
 
-def _each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Drop runs that mean the same, in whatever order their settings stand."""
     return list({run.name: run for run in runs}.values())

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.choosing import candidates, planned
+from ravan_flwr.studies.choosing import candidates, each_once, planned
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import LEAST, PlannedRun, Study, read_study
 from ravan_flwr.studies.tables import Page, write_tables
@@ -71,8 +71,7 @@ def run_study(
     if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
         run_missing(study, results, RunOptions(engine, jobs, clients_per_gpu))
-    found = (*candidates(study, results), *planned(study, results))
-    runs = list({run.name: run for run in found}.values())
+    runs = each_once([*candidates(study, results), *planned(study, results)])
     lacking = [run for run in runs if results.of(run) is None]
     nothing = "; nothing is run" * tables_only
     log.info("%s: %d runs of %d are not done%s", study.title, len(lacking), len(runs), nothing)
