@@ -168,7 +168,7 @@ def resident() -> float:
 
 def sampling(clients: int = 10_000) -> float:
     """Time the sampling of a round's clients from a large roster."""
-    members = [
+    drawn_from = [
         RegisteredClient(
             node_id=n,
             partition_id=n,
@@ -188,7 +188,7 @@ def sampling(clients: int = 10_000) -> float:
     times = []
     for number in range(9):
         began = time.perf_counter()
-        sample(members, 100, 0, number)
+        sample(drawn_from, 100, 0, number)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 

@@ -200,7 +200,7 @@ def _hold_rounds(
             evaluate_fn=_evaluation_of(bench, config, directory, recorder),
         )
     recorder.drop_later_rounds()  # where there was no further round
-    summary = summary_of(bench, config, strategy.records, len(strategy.registry.members))
+    summary = summary_of(bench, config, strategy.records, len(strategy.registry.clients))
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.as_record()))
     if (processes := processes_of(grid)) is not None:

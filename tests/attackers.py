@@ -189,7 +189,7 @@ class Attacked(Nodes):
         if message is None or not replies:
             return replies
         kind, node = message.metadata.message_type, message.metadata.dst_node_id
-        if kind != self.attacker.kind or self.members[node].partition_id != 2:
+        if kind != self.attacker.kind or self.registered[node].partition_id != 2:
             return replies
         return self.attacker.replies(replies[0], message)
 

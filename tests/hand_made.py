@@ -46,7 +46,7 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def member(node_id=1, partition_id=0, **changes):
+def registered_client(node_id=1, partition_id=0, **changes):
     settings: dict[str, Any] = {
         "num_partitions": 4, "own_data": False, "examples": 10, "share": 1.0,
         "device": "cpu", "free_memory": 0, "versions": "",
@@ -61,25 +61,25 @@ class Nodes(InProcessGrid):
     def __init__(self, number=4, behave=None, method="ravan", **changes):
         super().__init__({}, 1)
         self.method, self.adapters = build(method)
-        self.members = {
-            11 + i: member(11 + i, number - 1 - i, num_partitions=number, **changes)
+        self.registered = {
+            11 + i: registered_client(11 + i, number - 1 - i, num_partitions=number, **changes)
             for i in range(number)
         }
         self.behave = behave or (lambda *_: None)
         self.trained: list[tuple[int, int]] = []
 
     def get_node_ids(self):
-        return list(self.members)
+        return list(self.registered)
 
     def _deliver(self, message):
-        node = self.members[message.metadata.dst_node_id]
+        node = self.registered[message.metadata.dst_node_id]
         reply = self.behave(node.partition_id, message) or self.answer(node, message)
         reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         return reply
 
     def answer(self, node, message):
         if message.metadata.message_type == "query":
-            return Message(RecordDict({"member": ConfigRecord(node.as_config())}), reply_to=message)
+            return Message(RecordDict({"client": ConfigRecord(node.as_config())}), reply_to=message)
         number = message.content["config"]["round"]
         if message.metadata.message_type == "evaluate":
             values = {"round": number, "num-examples": 1 + node.partition_id}
@@ -201,5 +201,5 @@ class Silent(Nodes):
         return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
 
     def is_silent(self, reply):
-        node = self.members[reply.metadata.src_node_id]
+        node = self.registered[reply.metadata.src_node_id]
         return reply.metadata.message_type == "train" and node.partition_id in self.silent

@@ -72,7 +72,7 @@ def _query(client: ClientRequest) -> RecordDict:
     if client.config.privacy == "example":
         check_examples_apart(bench.model, bench.task)
     share = client.share  # "auto" follows from memory, which examples will take a part of
-    member = RegisteredClient(
+    registered = RegisteredClient(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
@@ -89,7 +89,7 @@ def _query(client: ClientRequest) -> RecordDict:
         derived=tuple(bench.model.seed_fingerprint),
         keeps_result=node.result_path is not None,
     )
-    return RecordDict({"member": ConfigRecord(member.as_config())})
+    return RecordDict({"client": ConfigRecord(registered.as_config())})
 
 
 def _train(client: ClientRequest) -> RecordDict:

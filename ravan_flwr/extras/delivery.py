@@ -129,9 +129,9 @@ class DeliverAtEnd(Callback):
         collector = ReplyCollector(self.mail, notes, self.status)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
-            self.mail.message(member, KIND, number, arrays, settings)
-            for member in present
-            if member.keeps_result
+            self.mail.message(client, KIND, number, arrays, settings)
+            for client in present
+            if client.keeps_result
         ]
 
         def deadline(clients: int) -> RoundDeadline:
@@ -139,20 +139,20 @@ class DeliverAtEnd(Callback):
             grace = math.inf if in_process(self.grid) else config.straggler_grace
             return RoundDeadline(config.round_timeout, clients, config.min_replies, grace)
 
-        def check(reply: Message, member: RegisteredClient) -> Delivered:
+        def check(reply: Message, client: RegisteredClient) -> Delivered:
             with as_value_error():
                 folder = read_answer(content_of(reply).config_records["kept"], parcel)
-                return {"partition-id": member.partition_id, "folder": folder}
+                return {"partition-id": client.partition_id, "folder": folder}
 
         have: list[Delivered] = []
         collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {f"partition {m.partition_id}": NO_PLACE for m in present if not m.keeps_result}
-        node_ids = {member.node_id for member in present}
+        node_ids = {client.node_id for client in present}
         for node in registry.nodes.values():
-            if node.node_id not in node_ids and node.member is not None:
-                missed[f"partition {node.member.partition_id}"] = AWAY
-            elif node.member is None:
+            if node.node_id not in node_ids and node.client is not None:
+                missed[f"partition {node.client.partition_id}"] = AWAY
+            elif node.client is None:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
         return {f"partition {entry['partition-id']}": entry for entry in have}, missed
@@ -161,8 +161,8 @@ class DeliverAtEnd(Callback):
 class _Notes(RoundLog):
     """Note who could not keep the result, and why."""
 
-    def reject(self, member: RegisteredClient, reason: object) -> None:
-        name = f"partition {member.partition_id}"
+    def reject(self, client: RegisteredClient, reason: object) -> None:
+        name = f"partition {client.partition_id}"
         self.rejected.append({"client": name, "reason": plain(str(reason))})
 
 

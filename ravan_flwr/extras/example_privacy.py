@@ -69,8 +69,8 @@ class ExampleBudget(PrivacyBudget):
 
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
         self._registry = registry
-        members = list(registry.members.values())
-        least, rate = (choose(map(self.rate, members)) for choose in (min, max))
+        clients = list(registry.clients.values())
+        least, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.is_spent and not self.counts:
             where = f"at {self.config.min_replies} clients"
@@ -82,12 +82,12 @@ class ExampleBudget(PrivacyBudget):
             *(self.multiplier, self.config.clip_norm, self.steps, least, rate, self.epsilon),
             *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
         )
-        most = max(member.examples for member in members)
+        most = max(client.examples for client in clients)
         self.warn_of_delta(most, f"clients of {most} examples: one of these")
 
-    def rate(self, member: RegisteredClient) -> float:
+    def rate(self, client: RegisteredClient) -> float:
         """Return the rate with which a client draws its examples."""
-        return sampling_rate(self.config.batch_size, member.examples)
+        return sampling_rate(self.config.batch_size, client.examples)
 
     @property
     def epsilon(self) -> float:
@@ -103,10 +103,10 @@ class ExampleBudget(PrivacyBudget):
         return largest
 
     def with_room(
-        self, members: Sequence[RegisteredClient], further: int = 1
+        self, clients: Sequence[RegisteredClient], further: int = 1
     ) -> list[RegisteredClient]:
         """List those that stay within epsilon if they train in so many further rounds."""
-        open_ = [member for member in members if member.partition_id not in self._closed]
+        open_ = [client for client in clients if client.partition_id not in self._closed]
         if self._limit is None or not open_:
             return open_
         after = {m.partition_id: self._after(m, further) for m in open_}
@@ -117,28 +117,28 @@ class ExampleBudget(PrivacyBudget):
             return open_
         return [m for m in open_ if not self.exceeds(self._epsilon(after[m.partition_id]))]
 
-    def spend(self, members: Iterable[RegisteredClient]) -> dict[int, int]:
+    def spend(self, clients: Iterable[RegisteredClient]) -> dict[int, int]:
         """Count one round more for these, on disk when this returns; give the rounds before it."""
-        chosen = list(members)
+        chosen = list(clients)
         earlier = {m.partition_id: self.counts.get(m.partition_id, NEVER).rounds for m in chosen}
-        for member in chosen:
-            self.counts[member.partition_id] = self._after(member, 1)
+        for client in chosen:
+            self.counts[client.partition_id] = self._after(client, 1)
         self._write(self.as_record() | {"asked": {str(k): [*v] for k, v in self.counts.items()}})
         return earlier
 
-    def close(self, member: RegisteredClient) -> None:
+    def close(self, client: RegisteredClient) -> None:
         """Note that a client has refused to train further."""
-        self._closed.add(member.partition_id)
+        self._closed.add(client.partition_id)
 
     def as_record(self) -> dict[str, Any]:
         return {"unit": "example", **super().as_record()}
 
     def ends_after(self, rounds: int) -> bool:
         """Tell whether too few clients have room then; unless a round asks all, nobody knows."""
-        members = list(self._registry.members.values()) if self._registry else []
-        if not members or (rounds and self.config.clients_per_round < len(members)):
+        clients = list(self._registry.clients.values()) if self._registry else []
+        if not clients or (rounds and self.config.clients_per_round < len(clients)):
             return False
-        return len(self.with_room(members, rounds + 1)) < self.config.min_replies
+        return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
 
     def why_over(self, number: int) -> str:
         needed = count(self.config.min_replies, "client")
@@ -147,9 +147,9 @@ class ExampleBudget(PrivacyBudget):
             "ends here"
         )
 
-    def _after(self, member: RegisteredClient, further: int) -> TimesAsked:
-        before = self.counts.get(member.partition_id, NEVER)
-        return TimesAsked(max(before.rate, self.rate(member)), before.rounds + further)
+    def _after(self, client: RegisteredClient, further: int) -> TimesAsked:
+        before = self.counts.get(client.partition_id, NEVER)
+        return TimesAsked(max(before.rate, self.rate(client)), before.rounds + further)
 
     def _epsilon(self, times: TimesAsked) -> float:
         return epsilon_of(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
@@ -205,21 +205,21 @@ class Counted(Kind):
         """Sample among those with room, and count the round before anything is sent."""
         round_log = self.round.round_log
 
-        def with_room(members: Sequence[RegisteredClient]) -> list[RegisteredClient]:
-            clients = self.account.with_room(members)
-            partitions = {member.partition_id for member in clients}
-            everyone = (member.partition_id for member in members)
+        def with_room(clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
+            able = self.account.with_room(clients)
+            partitions = {client.partition_id for client in able}
+            everyone = (client.partition_id for client in clients)
             round_log.spent = [number for number in everyone if number not in partitions]
-            return clients
+            return able
 
         chosen = self.run.sampler.sample(grid, round_log, with_room)
         self._earlier = self.account.spend(chosen)
         return chosen
 
-    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:
+    def settings(self, client: RegisteredClient) -> dict[str, Scalar]:
         return {
             "noise-multiplier": self.account.multiplier,
-            "earlier-rounds": self._earlier[member.partition_id],
+            "earlier-rounds": self._earlier[client.partition_id],
         }
 
     @property
@@ -228,14 +228,14 @@ class Counted(Kind):
         all_refused = bool(self._earlier) and self._refused == len(self._earlier)
         return super().has_enough or all_refused
 
-    def check(self, message: Message, member: RegisteredClient) -> Update:
+    def check(self, message: Message, client: RegisteredClient) -> Update:
         if reason := refusal_in(message, self.round.number):
             self._refused += 1
-            self.account.close(member)
+            self.account.close(client)
             raise ValueError(f"it trains no further: {plain(reason)}")
-        update = super().check(message, member)
+        update = super().check(message, client)
         if within(message.content.metric_records["metrics"], "recounted", 0, 1):
-            self.round.round_log.recounted.append(member.partition_id)
+            self.round.round_log.recounted.append(client.partition_id)
         return update
 
     def close(self) -> None:

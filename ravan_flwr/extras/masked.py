@@ -97,36 +97,36 @@ class Masked(Kind):
             announcements[partition] = announcement
 
         self._ask("keys", cohort, {}, ("keys", "node"), announce_key)
-        ready = [member for member in cohort if member.partition_id in announcements]
+        ready = [client for client in cohort if client.partition_id in announcements]
         secure = self.secure = SecureServer(self._schedule(ready), announcements)
         threshold = secure.schedule.threshold
         self.record = {"clients": len(ready), "threshold": threshold}
         self._needed = max(threshold, self._needed)
         names = ("sealed", "marks", "seeds")
         self._ask("shares", ready, secure.announce(), names, secure.take_dealt)
-        for member in ready:
-            votes = self._accused[member.partition_id]
+        for client in ready:
+            votes = self._accused[client.partition_id]
             if votes > len(ready) - threshold:
-                self._skip(member.partition_id)
+                self._skip(client.partition_id)
                 log.warning(
                     "partition %d is skipped: %d of %d clients do not know its key",
-                    member.partition_id, votes, len(ready),
+                    client.partition_id, votes, len(ready),
                 )  # fmt: skip
         secure.close_dealing()
-        return [member for member in ready if secure.dealers[secure.place(member.partition_id)]]
+        return [client for client in ready if secure.dealers[secure.place(client.partition_id)]]
 
-    def _schedule(self, members: Sequence[RegisteredClient]) -> Schedule:
+    def _schedule(self, clients: Sequence[RegisteredClient]) -> Schedule:
         """Say who trains what: as each would have chosen, less what too few have chosen."""
         config, method, state = self.run.config, self.round.method, self.run.state.tensors
         run, number = self.round.grid.run.run_id, self.round.number
-        check_cohort(config, len(members), self.run.registry.partitions)
+        check_cohort(config, len(clients), self.run.registry.partitions)
 
-        def client_rows(member: RegisteredClient) -> Bits:
-            random = generator(config.seed, "heads", number, member.partition_id)
-            return selected_rows(method, state, member.share, random)
+        def client_rows(client: RegisteredClient) -> Bits:
+            random = generator(config.seed, "heads", number, client.partition_id)
+            return selected_rows(method, state, client.share, random)
 
-        steps = config.learning_rate * max(map(self.run.steps, members), default=0)
-        rows = {member.partition_id: client_rows(member) for member in members}
+        steps = config.learning_rate * max(map(self.run.steps, clients), default=0)
+        rows = {client.partition_id: client_rows(client) for client in clients}
         parts = parts_of(method, state, steps)
         return make_schedule(run, number, config.secure_minimum, parts, rows, self._common_hash())
 
@@ -138,23 +138,23 @@ class Masked(Kind):
     def _skip(self, partition: int) -> None:
         """Skip a client for many rounds: with it they would have no effect either."""
         for node in self.run.registry.nodes.values():
-            if node.member is not None and node.member.partition_id == partition:
+            if node.client is not None and node.client.partition_id == partition:
                 node.skipped_until[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
 
     # Training.
 
-    def address(self, message: Message, member: RegisteredClient) -> Message:
+    def address(self, message: Message, client: RegisteredClient) -> Message:
         """Add what a client needs to mask: who is here, and their shares for it."""
-        message.content[PIECES] = to_pieces(self.secure.to_mask(member.partition_id))
+        message.content[PIECES] = to_pieces(self.secure.to_mask(client.partition_id))
         return message
 
-    def check(self, message: Message, member: RegisteredClient) -> Update:
-        data, seconds = read_masked(message, member, self.round.number, self.run.state.derived)
-        steps = self.run.steps(member)
-        return Update(member, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)
+    def check(self, message: Message, client: RegisteredClient) -> Update:
+        data, seconds = read_masked(message, client, self.round.number, self.run.state.derived)
+        steps = self.run.steps(client)
+        return Update(client, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)
 
     def add(self, update: Update) -> list[list[int]]:
-        secure, partition = self.secure, update.member.partition_id
+        secure, partition = self.secure, update.client.partition_id
         secure.take_masked(partition, update.masked)
         rows = by_tensor(secure.schedule.parts, secure.rows_of(partition))
         return sums_changes(self.round.method).heads_of(rows)
@@ -184,7 +184,7 @@ class Masked(Kind):
         if not error.deniers:
             return [error.partition]
         nodes = self.run.registry.nodes.values()
-        disputes = {n.member.partition_id: n.disputes for n in nodes if n.member is not None}
+        disputes = {n.client.partition_id: n.disputes for n in nodes if n.client is not None}
         for first, second in self.secure.denied:
             disputes[first].add(second)
             disputes[second].add(first)
@@ -201,7 +201,7 @@ class Masked(Kind):
         if len(partitions) < least:
             raise ValueError(round_log.why_too_few_came(least))
         self._needed = secure.schedule.threshold
-        alive = [m for m in self.run.registry.members.values() if m.partition_id in partitions]
+        alive = [m for m in self.run.registry.clients.values() if m.partition_id in partitions]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if secure.place(m.partition_id) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
@@ -231,24 +231,24 @@ class Masked(Kind):
     def _ask(
         self,
         kind: str,
-        members: Sequence[RegisteredClient],
+        clients: Sequence[RegisteredClient],
         parts: Parts,
         names: Sequence[str],
         take: Callable[[int, Parts], None],
     ) -> None:
         """Ask clients the same, and take what each answers; what is no good costs its client."""
         number, pieces, messages = self.round.number, to_pieces(parts), []
-        for member in members:
+        for client in clients:
             content = RecordDict({PIECES: pieces, "config": ConfigRecord({"round": number})})
-            messages.append(Message(content, member.node_id, f"train.{kind}", group_id=str(number)))
+            messages.append(Message(content, client.node_id, f"train.{kind}", group_id=str(number)))
 
-        def check(message: Message, member: RegisteredClient) -> None:
+        def check(message: Message, client: RegisteredClient) -> None:
             answer = read_phase(message, number, names)
             if DISTRUSTS in answer:
                 if kind == "shares":  # one vote of each client
                     self._accused.update(_partitions(answer[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
-            take(member.partition_id, answer)
+            take(client.partition_id, answer)
 
         replies = self.round.send(messages)
         self.round.collector.take(replies, check, lambda _: None)

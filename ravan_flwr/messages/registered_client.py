@@ -50,7 +50,7 @@ def _on_the_wire() -> Iterator[tuple[str, str, type]]:
 def read_registered_client(
     node_id: int, answer: Mapping[str, Any], length: int | None = None
 ) -> RegisteredClient:
-    """Check an answer of unknown origin and make a member of it; ValueError if it is not sound.
+    """Check an answer of unknown origin and make a client of it; ValueError if it is not sound.
 
     `length` is how many numbers its fingerprint must have.
     """
@@ -89,21 +89,21 @@ def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
 
 
 def check_same_app(
-    member: RegisteredClient, code: str, backbone: str, derived: Sequence[float]
+    client: RegisteredClient, code: str, backbone: str, derived: Sequence[float]
 ) -> None:
-    """Raise ValueError unless a member has the server's code, backbone and bases."""
-    if member.code != code:
+    """Raise ValueError unless a client has the server's code, backbone and bases."""
+    if client.code != code:
         raise ValueError(
-            f"its ravan_flwr has fingerprint {member.code}, expected {code}: other files than the "
+            f"its ravan_flwr has fingerprint {client.code}, expected {code}: other files than the "
             "server's; in a simulation the SuperLink was started in another checkout, so end it "
             "and run again"
         )
-    if member.backbone != backbone:
+    if client.backbone != backbone:
         raise ValueError(
-            f"its backbone has fingerprint {member.backbone}, expected {backbone}: another model, "
-            f"revision or library (it has {member.versions}); give it the server's"
+            f"its backbone has fingerprint {client.backbone}, expected {backbone}: another model, "
+            f"revision or library (it has {client.versions}); give it the server's"
         )
-    check_derived(member.derived, derived, member.versions)
+    check_derived(client.derived, derived, client.versions)
 
 
 def check_derived(derived: object, expected: Sequence[float], versions: str = "") -> None:

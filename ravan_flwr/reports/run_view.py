@@ -126,9 +126,9 @@ def _under_way(snapshot: RunSnapshot, progress: float) -> State:
         )
     requests = len(status["asked"])
     answers = f", {len(status['answered'])} of {requests} clients have answered" if requests else ""
-    members = status.get("members", len(status["nodes"]))
+    clients = status.get("clients", len(status["nodes"]))
     text = {
-        "recruiting": f"Waiting for clients, {members} {'is' if members == 1 else 'are'} here",
+        "recruiting": f"Waiting for clients, {clients} {'is' if clients == 1 else 'are'} here",
         "calibrating": f"Calibrating before the first round{answers}",
     }.get(
         status["doing"], f"Round {status['round']} of {snapshot.rounds}: {status['doing']}{answers}"
@@ -343,7 +343,7 @@ def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             client["partition"],
         ),
     )[:MOST]
-    total = max(len(people), snapshot.status.get("members", 0) if snapshot.status else 0)
+    total = max(len(people), snapshot.status.get("clients", 0) if snapshot.status else 0)
     partitions = max((record["partitions"] for record in snapshot.run.rounds), default=0)
     if snapshot.status:
         partitions = snapshot.status["partitions"] if nodes else 0

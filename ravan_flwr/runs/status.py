@@ -48,7 +48,7 @@ class RunStatus(TypedDict):
     asked: list[int]  # partitions that were sent a message in this step
     answered: list[int]  # those of them that replied
     partitions: int  # in how many the data is shared
-    members: NotRequired[int]  # how many clients are there; earlier versions list them all
+    clients: NotRequired[int]  # how many clients are there; earlier versions list them all
     nodes: list[NodeStatus]  # those of this step, and some of the others
     refused: list[RefusedNode]
 

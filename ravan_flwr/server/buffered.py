@@ -85,7 +85,7 @@ class Flight:
         """Return what a simulated run needs to go on; devices that are real start anew."""
         if not isinstance(clock, SimulatedClock) or not self.sent:
             return {}
-        out = [(sent.member.partition_id, sent.number) for sent in self.sent.values()]
+        out = [(sent.client.partition_id, sent.number) for sent in self.sent.values()]
         times = [(sent.time, clock.times[key]) for key, sent in self.sent.items()]
         needed = {sent.number for sent in self.sent.values()} & self.versions.keys()
         return {
@@ -107,14 +107,14 @@ class Flight:
             if name.startswith(VERSION):
                 number, _, key = name.removeprefix(VERSION).partition("/")
                 self.versions.setdefault(int(number), {})[key] = tensor
-        members = {member.partition_id: member for member in run.registry.members.values()}
+        clients = {client.partition_id: client for client in run.registry.clients.values()}
         free, now = list(clock.free), run.state.tensors
         arrivals: dict[str, float] = {}
         rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
         for (partition, number), (time, arrives) in rows:
             # One that is too old to count is kept no longer, and the reply is rejected unread.
             run.state.tensors = self.versions.get(number, now)
-            (message,) = run.open_round(number).write([members[partition]])
+            (message,) = run.open_round(number).write([clients[partition]])
             round_.collector.send(grid, [message])
             key = message.metadata.message_id
             self.sent[key] = replace(round_.collector.outstanding[key], number=number, time=time)
@@ -147,11 +147,11 @@ class Buffered(Kind):
         self.flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
         self._pool = run.sampler.available(able, round_.round_log)
-        busy = {sent.member.node_id for sent in self.flight.sent.values()}
-        free = [member for member in self._pool if member.node_id not in busy]
+        busy = {sent.client.node_id for sent in self.flight.sent.values()}
+        free = [client for client in self._pool if client.node_id not in busy]
         places = min(max(0, self.concurrency - len(busy)), len(free))
         cohort = sample(free, places, self.config.seed, number)
-        self._recipients = {member.node_id for member in cohort}
+        self._recipients = {client.node_id for client in cohort}
         return cohort
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
@@ -162,8 +162,8 @@ class Buffered(Kind):
         round_, run = self.round, self.run
         collector, grid = round_.collector, round_.grid
         collector.send(grid, messages)
-        out = [sent.member for sent in self.flight.sent.values()]
-        run.status.begin("training", round_.number, members=out)
+        out = [sent.client for sent in self.flight.sent.values()]
+        run.status.begin("training", round_.number, clients=out)
         deadline = RoundDeadline(
             self.config.round_timeout, len(out), enough=self.buffer, clock=run.clock
         )
@@ -183,7 +183,7 @@ class Buffered(Kind):
                 collector.send(grid, round_.write(self._another()))
         self.flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
 
-    def check(self, message: Message, member: RegisteredClient) -> Update:
+    def check(self, message: Message, client: RegisteredClient) -> Update:
         """Read the reply to the version that its client was sent, and bring it to this one."""
         sent, most = self.round.collector.answered, self.config.max_staleness
         staleness = self.round.number - sent.number
@@ -191,37 +191,37 @@ class Buffered(Kind):
             raise ValueError(
                 f"its update is {staleness} versions old, expected at most max-staleness = {most}"
             )
-        update = super().check(message, member)
+        update = super().check(message, client)
         if not staleness:
             return update
         upload = rebased(
-            self.round.method, update.upload, member.share, self.flight.versions[sent.number],
+            self.round.method, update.upload, client.share, self.flight.versions[sent.number],
             self.run.state.tensors, weight_of_staleness(staleness),
         )  # fmt: skip
         return replace(update, upload=upload, staleness=staleness)
 
     def _another(self) -> list[RegisteredClient]:
         """Draw a client that is not out, and has not trained this version; none if none is left."""
-        busy = self._recipients | {sent.member.node_id for sent in self.flight.sent.values()}
+        busy = self._recipients | {sent.client.node_id for sent in self.flight.sent.values()}
         self._draws += 1
         random = generator(self.config.seed, "another", self.round.number, self._draws)
 
-        def pick(members: list[RegisteredClient]) -> RegisteredClient:
-            return members[int(torch.randint(len(members), (), generator=random))]
+        def pick(clients: list[RegisteredClient]) -> RegisteredClient:
+            return clients[int(torch.randint(len(clients), (), generator=random))]
 
         if not self._pool or len(self.flight.sent) >= self.concurrency:
             return []
-        client = next(
+        drawn = next(
             (m for m in (pick(self._pool) for _ in range(TRIES)) if m.node_id not in busy),
             None,
         )
-        if client is None:
-            free = [member for member in self._pool if member.node_id not in busy]
+        if drawn is None:
+            free = [client for client in self._pool if client.node_id not in busy]
             if not free:
                 return []
-            client = pick(free)
-        self._recipients.add(client.node_id)
-        return [client]
+            drawn = pick(free)
+        self._recipients.add(drawn.node_id)
+        return [drawn]
 
     def _give_up(self) -> None:
         """Stop waiting for replies that have not come within the timeout."""
@@ -230,6 +230,6 @@ class Buffered(Kind):
             if now - sent.time >= timeout:
                 del self.flight.sent[key]
                 self.round.round_log.count(0, sent.size)
-                self.round.collector.reject(sent.member, f"no reply within {timeout:g} s")
-                node = self.run.registry.nodes[sent.member.node_id]
+                self.round.collector.reject(sent.client, f"no reply within {timeout:g} s")
+                node = self.run.registry.nodes[sent.client.node_id]
                 node.note_missed_reply(MessageType.TRAIN, self.round.number)

@@ -1,4 +1,4 @@
-"""Query each node once when it connects, or comes back; valid nodes become members.
+"""Query each node once when it connects, or comes back; valid nodes become clients.
 
 The run begins when the nodes have answered. Nobody waits for a node that comes later, or comes
 back: it takes part from the round after its answer.
@@ -60,7 +60,7 @@ class Node:
     until: float = 0.0  # for how long
     last: str = ""  # the message that it was asked by the last time
     times: int = 0  # how often it was asked
-    member: RegisteredClient | None = None
+    client: RegisteredClient | None = None
     refused: str = ""  # why
     # By kind of message, since who answers one kind alone would be asked for the other for ever:
     missed_replies: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
@@ -89,11 +89,11 @@ class Node:
         self.skipped_until.pop(kind, None)
         self.faults = 0
 
-    def expect_late(self, message_id: str, member: RegisteredClient, why: str) -> None:
+    def expect_late(self, message_id: str, client: RegisteredClient, why: str) -> None:
         """Look for a late reply in the rounds that follow; for the last few only."""
         if len(self.late) == MOST_LATE:
             del self.late[next(iter(self.late))]
-        self.late[message_id] = member, why
+        self.late[message_id] = client, why
 
     def is_skipped(self, kind: str, round_number: int) -> bool:
         """Return whether it is skipped in a round; a node that does not train does not evaluate."""
@@ -105,11 +105,11 @@ class Node:
 
 
 class ClientRegistry:
-    """Keep a record of every node, by node id: the members so far, and those that were refused.
+    """Keep a record of every node, by node id: the clients so far, and those that were refused.
 
-    Every member has this server's code, and the fingerprints of the server's `bench`. `parts` is in
+    Every client has this server's code, and the fingerprints of the server's `bench`. `parts` is in
     how many a resumed run shared its data. A run does not begin with fewer than `min-replies`
-    members while others may still come. Without `for_training` one is enough, and it does not
+    clients while others may still come. Without `for_training` one is enough, and it does not
     matter into how many parts a node divides the data.
     """
 
@@ -138,20 +138,20 @@ class ClientRegistry:
         self._refused_now: list[str] = []  # the reasons of this recruiting
         self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
-    # Kept until a member changes, so that a round costs next to nothing for who is not in it.
+    # Kept until a client changes, so that a round costs next to nothing for who is not in it.
 
     @cached_property
-    def members(self) -> Mapping[int, RegisteredClient]:
+    def clients(self) -> Mapping[int, RegisteredClient]:
         """Return the nodes that can take part, by node id; another mapping when one has changed."""
-        return {n.node_id: n.member for n in self.nodes.values() if n.member is not None}
+        return {n.node_id: n.client for n in self.nodes.values() if n.client is not None}
 
     @cached_property
     def _by_partition(self) -> list[RegisteredClient]:
-        return sorted(self.members.values(), key=lambda member: member.partition_id)
+        return sorted(self.clients.values(), key=lambda client: client.partition_id)
 
     @cached_property
     def _most_examples(self) -> int:
-        return self._parts.most_examples(self.members.values())
+        return self._parts.most_examples(self.clients.values())
 
     @property
     def refused(self) -> dict[int, str]:
@@ -166,41 +166,41 @@ class ClientRegistry:
     @property
     def partitions(self) -> int:
         """Return in how many parts the data is shared."""
-        return self._parts.number(self.members.values())
+        return self._parts.number(self.clients.values())
 
-    def examples(self, member: RegisteredClient) -> int:
-        """Return by how many examples a member is weighted."""
-        return self._parts.examples(member, self._most_examples)
+    def examples(self, client: RegisteredClient) -> int:
+        """Return by how many examples a client is weighted."""
+        return self._parts.examples(client, self._most_examples)
 
     def present(self, grid: Grid) -> list[RegisteredClient]:
-        """Return the members that are connected now and have no open question, by partition."""
+        """Return the clients that are connected now and have no open question, by partition."""
         present, nodes = set(grid.get_node_ids()), self.nodes
         return [
-            member
-            for member in self._by_partition
-            if member.node_id in present and not nodes[member.node_id].question
+            client
+            for client in self._by_partition
+            if client.node_id in present and not nodes[client.node_id].question
         ]
 
     def without_skipped(
-        self, members: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
+        self, clients: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
     ) -> list[RegisteredClient]:
-        """Drop the members that are skipped in this round; keep all where too few are left."""
-        available = [m for m in members if not self.nodes[m.node_id].is_skipped(kind, round_number)]
-        return available if len(available) >= max(least, self.least) else list(members)
+        """Drop the clients that are skipped in this round; keep all where too few are left."""
+        available = [m for m in clients if not self.nodes[m.node_id].is_skipped(kind, round_number)]
+        return available if len(available) >= max(least, self.least) else list(clients)
 
     @property
     def memory(self) -> Tensors:
         """Return what a simulated run needs to skip whom it would have skipped."""
         rows = [
-            (node.member.partition_id, KINDS.index(kind), missed, node.skipped_until[kind])
-            for node in self.nodes.values() if node.member is not None
+            (node.client.partition_id, KINDS.index(kind), missed, node.skipped_until[kind])
+            for node in self.nodes.values() if node.client is not None
             for kind, missed in node.missed_replies.items()
         ]  # fmt: skip
         return {MISSED: torch.tensor(rows)} if rows else {}
 
     def restore(self, memory: Mapping[str, torch.Tensor]) -> None:
         """Take back what `memory` returned before the run was stopped."""
-        nodes = {member.partition_id: self.nodes[member.node_id] for member in self._by_partition}
+        nodes = {client.partition_id: self.nodes[client.node_id] for client in self._by_partition}
         for partition, number, missed, until in memory.get(MISSED, torch.empty(0)).tolist():
             nodes[partition].missed_replies[KINDS[number]] = missed
             nodes[partition].skipped_until[KINDS[number]] = until
@@ -210,7 +210,7 @@ class ClientRegistry:
     def recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Query the nodes that are new, take the answers that came; at the start, wait for both."""
         self.gather(grid, wait=wait)
-        if not self.members:
+        if not self.clients:
             why, number = "none is connected", len(self.refused)
             if number:
                 all_were = "the one that is connected was" if number == 1 else f"all {number} were"
@@ -221,7 +221,7 @@ class ClientRegistry:
         if wait:
             chosen = in_process(grid) or NODES_CHOSEN in os.environ
             self._introduce(advise=simulating(grid) and not chosen)
-            self._parts.check(self.members.values(), self.least)
+            self._parts.check(self.clients.values(), self.least)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Do as `recruit` does, and leave it to the caller whether there is anybody."""
@@ -255,8 +255,8 @@ class ClientRegistry:
             # A node that dies whenever it is asked, and comes back, is not waited for again.
             waiting = any(n.question and n.times == 1 for n in self.nodes.values())
             waiting = wait and (waiting or self._unasked > 0)
-            awaited = max(self._parts.awaited(self.members.values()), self.least)
-            all_here = len(self.members) + len(self.refused) >= awaited
+            awaited = max(self._parts.awaited(self.clients.values()), self.least)
+            all_here = len(self.clients) + len(self.refused) >= awaited
             if not waiting and (all_here or time.monotonic() >= deadline):
                 open_ones = self._unasked or any(node.question for node in self.nodes.values())
                 self._settled = None if open_ones else nodes
@@ -315,38 +315,38 @@ class ClientRegistry:
         return first
 
     def _take_answer(self, node: Node, reply: Message) -> None:
-        """Make a node a member if its answer is valid and it runs the same app; else refuse it."""
+        """Make a node a client if its answer is valid and it runs the same app; else refuse it."""
         node.heard = time.time()
         try:
             with as_value_error():
                 answers = content_of(reply).config_records
-                answer = answers.get("member", ConfigRecord())
-                member = read_registered_client(node.node_id, answer, len(self.derived))
-                check_same_app(member, self.code, self.backbone, self.derived)
+                answer = answers.get("client", ConfigRecord())
+                client = read_registered_client(node.node_id, answer, len(self.derived))
+                check_same_app(client, self.code, self.backbone, self.derived)
         except ValueError as error:
             self._refuse(node, str(error))
         else:
             # Put it last in the dict: the order of nodes is that of their answers.
             self.nodes[node.node_id] = self.nodes.pop(node.node_id)
-            share = min(member.share, self.config.max_share)
-            self._note(node, replace(member, share=share), "")
+            share = min(client.share, self.config.max_share)
+            self._note(node, replace(client, share=share), "")
 
-    # Checks that compare members.
+    # Checks that compare clients.
 
     def _check_all(self) -> None:
-        """Refuse members that do not fit to the others, or claim what they do not have."""
-        members = self.members
-        if self._checked is members:
+        """Refuse clients that do not fit to the others, or claim what they do not have."""
+        clients = self.clients
+        if self._checked is clients:
             return  # nobody has come or gone since
         if self._for_training:
-            self._refuse_all(self._parts.misfits(self.members.values()))
-            self._refuse_all(self._parts.miscounts(self.members.values()))
+            self._refuse_all(self._parts.misfits(self.clients.values()))
+            self._refuse_all(self._parts.miscounts(self.clients.values()))
         # At last: a node that was refused before this holds no part of the data.
         keys = self._keys
-        self._parts.forget_strangers([keys[k] for k in self.members if k in keys])
-        claims = {k: self._parts.claim(m, keys.get(k, "")) for k, m in self.members.items()}
+        self._parts.forget_strangers([keys[k] for k in self.clients if k in keys])
+        claims = {k: self._parts.claim(m, keys.get(k, "")) for k, m in self.clients.items()}
         self._refuse_all(claims)
-        self._checked = members
+        self._checked = clients
 
     def _refuse_all(self, reasons: Mapping[int, str]) -> None:
         for node_id, reason in reasons.items():
@@ -359,10 +359,10 @@ class ClientRegistry:
         if len(self._refused_now) <= REFUSALS_TOLD:
             log.warning("refused node %d: %s", node.node_id, reason)
 
-    def _note(self, node: Node, member: RegisteredClient | None, refused: str) -> None:
-        """Note that a node is a member now, or why it is none."""
-        node.member, node.refused = member, refused
-        for name in ("members", "_by_partition", "_most_examples"):
+    def _note(self, node: Node, client: RegisteredClient | None, refused: str) -> None:
+        """Note that a node is a client now, or why it is none."""
+        node.client, node.refused = client, refused
+        for name in ("clients", "_by_partition", "_most_examples"):
             vars(self).pop(name, None)
 
     def _introduce(self, *, advise: bool) -> None:
@@ -370,19 +370,19 @@ class ClientRegistry:
 
         And how to simulate as many clients as the preset is made for, if Flower chose fewer.
         """
-        members = self.members.values()
-        shares = sorted({m.share for m in members})
+        clients = self.clients.values()
+        shares = sorted({m.share for m in clients})
         log.info(
             "%s with %s, budgets %s, on %s",
-            count(len(members), "node"), count(sum(m.examples for m in members), "example"),
+            count(len(clients), "node"), count(sum(m.examples for m in clients), "example"),
             listed((f"{s:g}" for s in shares), 20, ", "),
-            listed(sorted({m.device for m in members}), 20, ", "),
+            listed(sorted({m.device for m in clients}), 20, ", "),
         )  # fmt: skip
-        if (missing := self.partitions - len(members)) > 0:
+        if (missing := self.partitions - len(clients)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))
-        shared = [member for member in members if not member.own_data]
+        shared = [client for client in clients if not client.own_data]
         meant = self.config.num_clients or 0
-        if advise and len(shared) == len(self.members) == FLOWERS_NODES < meant:
+        if advise and len(shared) == len(self.clients) == FLOWERS_NODES < meant:
             log.info(
                 "the preset is made for %d clients; to simulate as many: flwr run . --stream "
                 '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',

@@ -86,11 +86,11 @@ class Kind:
         """Return what a client with that share of the budget is sent."""
         return outgoing(self.round.method, self.run.state.tensors, share)
 
-    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
+    def settings(self, client: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
         """Return what a client's message says beside what all messages say."""
         return {}
 
-    def address(self, message: Message, member: RegisteredClient) -> Message:  # noqa: ARG002
+    def address(self, message: Message, client: RegisteredClient) -> Message:  # noqa: ARG002
         """Add to a message what only this client is sent."""
         return message
 
@@ -114,43 +114,43 @@ class Kind:
         """Send the messages, and yield the replies that the round waits for."""
         return self.round.send(messages, training=True)
 
-    def steps(self, member: RegisteredClient) -> int:
+    def steps(self, client: RegisteredClient) -> int:
         """Count the steps that a client takes in this round."""
-        return self.run.steps(member)
+        return self.run.steps(client)
 
-    def check(self, message: Message, member: RegisteredClient) -> Update:
+    def check(self, message: Message, client: RegisteredClient) -> Update:
         """Read the reply of a client; ValueError with the reason why it is rejected."""
         run, number = self.run, self.round.collector.answered.number
         sparsity = sparsity_of_round(run.config.shares_sent, number)
         classifier = run.state.tensors.get(CLASSIFIER)
-        shapes = self.round.method.upload_shapes(member.share).values()
+        shapes = self.round.method.upload_shapes(client.share).values()
         most = sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
         trained = read_trained(
-            message, member, number, run.state.derived, wire_of_round(run.config.wire, number),
+            message, client, number, run.state.derived, wire_of_round(run.config.wire, number),
             most, sparsity[1], personal=run.method.personal is not None,
             with_loss=run.config.privacy == "none",
             with_seconds=run.config.privacy != "example",
         )  # fmt: skip
         if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
             state = run.flight.versions.get(number, run.state.tensors)
-            upload = moved(self.round.method, trained.upload, member.share, state)
+            upload = moved(self.round.method, trained.upload, client.share, state)
             trained = replace(trained, upload=upload)
         if METHODS[run.config.method].pools:
-            everyone = run.registry.members.values()
-            member = replace(member, examples=sum(client.examples for client in everyone))
+            everyone = run.registry.clients.values()
+            client = replace(client, examples=sum(each.examples for each in everyone))
         bytes_up = num_bytes(message.content.array_records["arrays"])
-        return replace(trained, member=member, bytes_up=bytes_up, steps=self.steps(member))
+        return replace(trained, client=client, bytes_up=bytes_up, steps=self.steps(client))
 
     def accumulate(self, update: Update) -> None:
         """Add an update to the sums, and note that it was used. ValueError if it is not sound."""
         heads = self.add(update)
-        run, member, sent = self.run, update.member, self.round.collector.answered
+        run, client, sent = self.run, update.client, self.round.collector.answered
         span = run.since(sent.time), run.time
-        device = run.clock.device_of(member.partition_id)
+        device = run.clock.device_of(client.partition_id)
         self.round.round_log.use(update, heads, sent.size, span, device)
-        if update.anew and member.partition_id in run.trained:
-            self.round.round_log.lost(member)
-        run.trained.add(member.partition_id)
+        if update.anew and client.partition_id in run.trained:
+            self.round.round_log.lost(client)
+        run.trained.add(client.partition_id)
 
     # Sums, where updates are read one by one.
 
@@ -159,15 +159,15 @@ class Kind:
         """Return the sums, which open empty when the first reply is there."""
         return self.run.state.open_sums(self.round.method)
 
-    def weight(self, member: RegisteredClient) -> float:
+    def weight(self, client: RegisteredClient) -> float:
         """Return an update's weight in a mean."""
         by_examples = self.run.config.weighting == "examples"
-        return float(self.run.registry.examples(member)) if by_examples else 1.0
+        return float(self.run.registry.examples(client)) if by_examples else 1.0
 
     def add(self, update: Update) -> list[list[int]]:
         """Add an update to the sums; return the heads in it, by layer."""
-        member, step = update.member, self.run.config.learning_rate * update.steps
-        self.sums.offer(update.upload, member.share, self.weight(member), step)
+        client, step = update.client, self.run.config.learning_rate * update.steps
+        self.sums.offer(update.upload, client.share, self.weight(client), step)
         return self.round.method.heads_in(update.upload)
 
     def mean(self) -> Tensors:
@@ -198,7 +198,7 @@ class Calibrated(Kind):
         config, calibration = self.run.config, self.run.method.calibration
         assert calibration is not None
         self.everyone, self.by_steps = calibration.everyone, calibration.by_steps
-        most = max(map(self.run.steps, self.run.registry.members.values()), default=0)
+        most = max(map(self.run.steps, self.run.registry.clients.values()), default=0)
         step = config.calibration_learning_rate * most
         self.calibration_sums = CalibrationSums(
             calibration, config.max_update_norm, step, config.robust
@@ -217,11 +217,11 @@ class Calibrated(Kind):
     def broadcast(self, share: float) -> Tensors:  # noqa: ARG002
         return self.run.state.tensors
 
-    def steps(self, member: RegisteredClient) -> int:
-        return super().steps(member) if self.by_steps else self.run.config.calibration_steps
+    def steps(self, client: RegisteredClient) -> int:
+        return super().steps(client) if self.by_steps else self.run.config.calibration_steps
 
     def add(self, update: Update) -> list[list[int]]:
-        self.calibration_sums.add(update.upload, self.weight(update.member))
+        self.calibration_sums.add(update.upload, self.weight(update.client))
         return []
 
     def close(self) -> None:

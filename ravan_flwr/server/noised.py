@@ -1,6 +1,6 @@
 """Release a round with `privacy=client`: a drawn cohort, clipped changes, noise, the account first.
 
-Which clients train is drawn from the system's entropy, one by one, from all members: those that
+Which clients train is drawn from the system's entropy, one by one, from all clients: those that
 are away or unresponsive are drawn as well and count as zero, and nothing is divided by fewer. The
 round waits for each client as long as for any other, so that none decides whether another counts.
 """
@@ -60,32 +60,32 @@ class Noised(Kind):
         self.norm = self.next_norm = self.account.norm
         round_.least = 0  # a cohort may be empty; then noise alone is released
         # All that may be drawn, connected or not.
-        everyone = self.run.registry.members.values()
-        able = (member for member in everyone if round_.method.can_train(member.share))
-        self.members = sorted(able, key=lambda member: member.partition_id)
-        self.noise = self.account.noise(len(self.members))
+        everyone = self.run.registry.clients.values()
+        able = (client for client in everyone if round_.method.can_train(client.share))
+        self.clients = sorted(able, key=lambda client: client.partition_id)
+        self.noise = self.account.noise(len(self.clients))
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
-        """Draw each member by itself, and return those that can be asked; the log has the others.
+        """Draw each client by itself, and return those that can be asked; the log has the others.
 
         Who is here is found out before anybody is drawn.
         """
         round_log, registry = self.round.round_log, self.run.registry
         self.run.sampler.able(grid, round_log)  # notes who cannot afford to train
-        present = {member.node_id for member in registry.present(grid)}
+        present = {client.node_id for client in registry.present(grid)}
         resting = {
             node_id
             for node_id in present
             if registry.nodes[node_id].is_skipped(MessageType.TRAIN, self.round.number)
         }
         cohort = []
-        for member in (self.members[i] for i in subsample(len(self.members), self.account.rate)):
-            if member.node_id not in present:
-                round_log.reject(member, "it is not connected; its change counts as zero")
-            elif member.node_id in resting:
-                round_log.resting.append(member.partition_id)
+        for client in (self.clients[i] for i in subsample(len(self.clients), self.account.rate)):
+            if client.node_id not in present:
+                round_log.reject(client, "it is not connected; its change counts as zero")
+            elif client.node_id in resting:
+                round_log.resting.append(client.partition_id)
             else:
-                cohort.append(member)
+                cohort.append(client)
         return cohort
 
     @staticmethod
@@ -96,7 +96,7 @@ class Noised(Kind):
     @property
     def expected(self) -> dict[str, Tensor]:
         """Count how many clients are expected to train each number of the state."""
-        shares, state = Counter(member.share for member in self.members), self.run.state.tensors
+        shares, state = Counter(client.share for client in self.clients), self.run.state.tensors
         return expected_clients(self.round.method, state, shares, self.account.rate)
 
     @cached_property
@@ -106,7 +106,7 @@ class Noised(Kind):
 
     def add(self, update: Update) -> list[list[int]]:
         method, state, upload = self.round.method, self.run.state.tensors, update.upload
-        self.private_sums.add(checked(method, state, upload, update.member.share))
+        self.private_sums.add(checked(method, state, upload, update.client.share))
         return method.heads_in(upload)
 
     def mean(self) -> Tensors:

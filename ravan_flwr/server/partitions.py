@@ -44,8 +44,8 @@ class Partitions:
         self._sizes: Sequence[int] | None = None
         self._checked: set[int] = set()  # nodes whose number of examples the server knows
 
-    def number(self, members: Members) -> int:
-        """Return in how many parts the data is shared, as far as these members tell.
+    def number(self, clients: Members) -> int:
+        """Return in how many parts the data is shared, as far as these clients tell.
 
         Nodes that share the data decide: the number is what it was before if one of them says so,
         or else what most of them say. Where every node has data of its own it is what most of them
@@ -53,47 +53,47 @@ class Partitions:
         """
         if self._settled is not None:
             return self._settled
-        if sharing := _sharing(members):
-            numbers = {member.num_partitions for member in sharing}
+        if sharing := _sharing(clients):
+            numbers = {client.num_partitions for client in sharing}
             return self._before if self._before in numbers else _agreed(sharing)
-        return max(_agreed(members), len(members)) if members else 1
+        return max(_agreed(clients), len(clients)) if clients else 1
 
-    def awaited(self, members: Members) -> int:
+    def awaited(self, clients: Members) -> int:
         """Return how many nodes to wait for: in a resumed run, as many as before."""
-        if self._settled is None and self._before is not None and _sharing(members):
+        if self._settled is None and self._before is not None and _sharing(clients):
             return self._before
-        return self.number(members)
+        return self.number(clients)
 
-    def misfits(self, members: Members) -> dict[int, str]:
-        """Fix the number for the run; say which members, by node, have another one, and why."""
-        sharing = _sharing(members)
+    def misfits(self, clients: Members) -> dict[int, str]:
+        """Fix the number for the run; say which clients, by node, have another one, and why."""
+        sharing = _sharing(clients)
         if sharing:
-            self._settled = self.number(members)
+            self._settled = self.number(clients)
         return {
-            member.node_id: f"num-partitions is {member.num_partitions}, expected {self._settled} "
+            client.node_id: f"num-partitions is {client.num_partitions}, expected {self._settled} "
             "as the others have, since the data is partitioned by it; give every SuperNode the same"
-            for member in sharing
-            if member.num_partitions != self._settled
+            for client in sharing
+            if client.num_partitions != self._settled
         }
 
-    def miscounts(self, members: Members) -> dict[int, str]:
+    def miscounts(self, clients: Members) -> dict[int, str]:
         """Say which nodes claim another number of examples than their part has."""
-        sharing, sizes = _sharing(members), None
+        sharing, sizes = _sharing(clients), None
         if sharing and self._sizes_of is not None:
             try:
-                if self._sizes is None or len(self._sizes) != self.number(members):
-                    self._sizes = self._sizes_of(self.number(members))
+                if self._sizes is None or len(self._sizes) != self.number(clients):
+                    self._sizes = self._sizes_of(self.number(clients))
                 sizes = self._sizes
             except (ValueError, OSError, RuntimeError) as error:
                 log.warning("the nodes' numbers of examples are not checked: %s", error)
                 self._sizes_of = None
-        self._checked = set() if sizes is None else {member.node_id for member in sharing}
+        self._checked = set() if sizes is None else {client.node_id for client in sharing}
         return {
-            member.node_id: f"examples is {member.examples}, expected {sizes[member.partition_id]} "
-            f"as partition {member.partition_id} of {member.num_partitions} has; give it the "
+            client.node_id: f"examples is {client.examples}, expected {sizes[client.partition_id]} "
+            f"as partition {client.partition_id} of {client.num_partitions} has; give it the "
             "server's data"
-            for member in sharing
-            if sizes is not None and member.examples != sizes[member.partition_id]
+            for client in sharing
+            if sizes is not None and client.examples != sizes[client.partition_id]
         }
 
     def forget_strangers(self, keys: Collection[str]) -> None:
@@ -103,33 +103,33 @@ class Partitions:
             log.warning("no node has its key of before: partitions are bound to the new keys")
             self.owners.clear()
 
-    def claim(self, member: RegisteredClient, key: str = "") -> str:
-        """Give a member its part, by the key of its node; say why not, if another node holds it."""
-        if key and self.owners.get(member.partition_id, key) != key:
+    def claim(self, client: RegisteredClient, key: str = "") -> str:
+        """Give a client its part, by the key of its node; say why not, if another node holds it."""
+        if key and self.owners.get(client.partition_id, key) != key:
             return (
-                f"partition-id {member.partition_id} belongs to a node with another key since the "
+                f"partition-id {client.partition_id} belongs to a node with another key since the "
                 "run began; give every SuperNode its own. If that one's key was replaced, remove "
-                f"{member.partition_id} from node-keys.json in the run directory, and resume"
+                f"{client.partition_id} from node-keys.json in the run directory, and resume"
             )
-        holder = self._holders.setdefault(member.partition_id, member.node_id)
-        if holder != member.node_id:
+        holder = self._holders.setdefault(client.partition_id, client.node_id)
+        if holder != client.node_id:
             return (
-                f"partition-id {member.partition_id} is taken by node {holder}; give every "
+                f"partition-id {client.partition_id} is taken by node {holder}; give every "
                 "SuperNode its own"
             )
-        before = self._partition_of.get(holder, member.partition_id)
-        if before != member.partition_id:  # it moved
+        before = self._partition_of.get(holder, client.partition_id)
+        if before != client.partition_id:  # it moved
             del self._holders[before]
             self.owners.pop(before, None)
-        self._partition_of[holder] = member.partition_id
+        self._partition_of[holder] = client.partition_id
         if key:
-            self.owners[member.partition_id] = key
+            self.owners[client.partition_id] = key
         return ""
 
-    def check(self, members: Members, least: int) -> None:
+    def check(self, clients: Members, least: int) -> None:
         """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
-        now = self.number(members)
-        if _sharing(members) and self._before not in (None, now):
+        now = self.number(clients)
+        if _sharing(clients) and self._before not in (None, now):
             raise ValueError(
                 f"resume: the nodes have num-partitions = {now}, expected {self._before} as "
                 "before, since the data is partitioned by it; start as many clients again"
@@ -141,27 +141,27 @@ class Partitions:
                 "secure-aggregation=true it is secure-minimum at least)"
             )
 
-    def most_examples(self, members: Members) -> int:
+    def most_examples(self, clients: Members) -> int:
         """Return by how many examples one of these is weighted at most, where nobody knows better.
 
         That is what the operator says, or ten times the median of all: a node that alone has data
         of its own is no measure of itself.
         """
-        claimed = [member.examples for member in members] or [MOST_EXAMPLES]
+        claimed = [client.examples for client in clients] or [MOST_EXAMPLES]
         return MOST_TIMES * median_low(claimed) if self._most is None else self._most
 
-    def examples(self, member: RegisteredClient, most: int) -> int:
-        """Return by how many examples a member is weighted; `most` where they are not known."""
-        return member.examples if member.node_id in self._checked else min(member.examples, most)
+    def examples(self, client: RegisteredClient, most: int) -> int:
+        """Return by how many examples a client is weighted; `most` where they are not known."""
+        return client.examples if client.node_id in self._checked else min(client.examples, most)
 
 
-def _sharing(members: Members) -> list[RegisteredClient]:
-    """List the members that share the data."""
-    return [member for member in members if not member.own_data]
+def _sharing(clients: Members) -> list[RegisteredClient]:
+    """List the clients that share the data."""
+    return [client for client in clients if not client.own_data]
 
 
-def _agreed(members: Members) -> int:
+def _agreed(clients: Members) -> int:
     """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
-    counts = Counter(member.num_partitions for member in members)
+    counts = Counter(client.num_partitions for client in clients)
     nodes = counts.total()
     return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))

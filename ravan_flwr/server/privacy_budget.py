@@ -224,7 +224,7 @@ class ClientBudget(PrivacyBudget):
         return {CLIP_NORM: torch.tensor([self.norm], dtype=torch.float64)}
 
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        clients = max(registry.partitions, len(registry.members))
+        clients = max(registry.partitions, len(registry.clients))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
         if self.is_spent and not self.releases:
@@ -254,10 +254,10 @@ class ClientBudget(PrivacyBudget):
     def why_over(self, number: int) -> str:
         return f"epsilon: no room for round {number}; the run ends here"
 
-    def noise(self, members: int) -> Noise:
-        """Say how much noise a round needs that draws from so many members."""
+    def noise(self, clients: int) -> Noise:
+        """Say how much noise a round needs that draws from so many clients."""
         adaptive, cohort = self.config.clip_norm is None, self.config.noise_cohort
-        return Noise(self.multiplier, self.rate * members, adaptive, cohort)
+        return Noise(self.multiplier, self.rate * clients, adaptive, cohort)
 
     def spend(self) -> None:
         """Count one release more, on disk when this returns."""

@@ -38,7 +38,7 @@ SHARES = ("accuracy", "f1")  # metrics from 0 to 1
 class Update:
     """Hold what a client has trained, as its reply says, which was checked."""
 
-    member: RegisteredClient
+    client: RegisteredClient
     upload: Tensors  # over the message's own bytes: to be read only
     loss: float | None  # None: of a private run
     seconds: float | None  # None: of a run that devices noise
@@ -60,7 +60,7 @@ class Evaluated:
 
 def read_trained(
     reply: Message,
-    member: RegisteredClient,
+    client: RegisteredClient,
     round_number: int,
     derived: Sequence[float],
     wire: str = "float32",
@@ -81,14 +81,14 @@ def read_trained(
     """
     with as_value_error():
         metrics, content = _opened(reply, round_number)
-        check_derived(metrics.get("derived"), derived, member.versions)
+        check_derived(metrics.get("derived"), derived, client.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
         tensors = decode(view_record(content.array_records["arrays"]), wire, most)
-        return Update(member, densify(tensors, share, most), loss, seconds, anew, skipped)
+        return Update(client, densify(tensors, share, most), loss, seconds, anew, skipped)
 
 
 def refusal_in(reply: Message, round_number: int) -> str:
@@ -110,7 +110,7 @@ def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Map
 
 
 def read_masked(
-    reply: Message, member: RegisteredClient, round_number: int, derived: Sequence[float]
+    reply: Message, client: RegisteredClient, round_number: int, derived: Sequence[float]
 ) -> tuple[bytes, float | None]:
     """Read a client's masked numbers, and its seconds if it tells them.
 
@@ -118,7 +118,7 @@ def read_masked(
     """
     with as_value_error():
         metrics, content = _opened(reply, round_number)
-        check_derived(metrics.get("derived"), derived, member.versions)
+        check_derived(metrics.get("derived"), derived, client.versions)
         has_seconds = "seconds" in metrics
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if has_seconds else None
         return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds

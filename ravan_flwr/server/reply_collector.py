@@ -49,27 +49,27 @@ class MessageBuilder:
 
     def message(
         self,
-        member: RegisteredClient,
+        client: RegisteredClient,
         kind: str,
         number: int,
         arrays: ArrayRecord,
         config: Mapping[str, Scalar],
     ) -> Message:
         """Write a message to one client; add the fixed tensors, unless it has them."""
-        settings = ConfigRecord({**config, "round": number, "share": member.share})
+        settings = ConfigRecord({**config, "round": number, "share": client.share})
         content = RecordDict({"arrays": arrays, "config": settings})
         if self.fixed is not None:
             settings["fixed-hash"] = self._fixed_hash
-            if not self.nodes[member.node_id].has_fixed:
+            if not self.nodes[client.node_id].has_fixed:
                 content[FIXED] = self.fixed
-        return Message(content, member.node_id, kind, group_id=str(number))
+        return Message(content, client.node_id, kind, group_id=str(number))
 
 
 @dataclass(frozen=True)
 class Sent:
     """Hold what is known of a message whose reply is waited for."""
 
-    member: RegisteredClient
+    client: RegisteredClient
     number: int  # of the round
     size: int  # bytes
     time: float  # when it was sent
@@ -100,11 +100,11 @@ class ReplyCollector:
         # A calibration is training, too.
         self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(grid, messages)
-        members = [sent.member for sent in self.outstanding.values()]
+        clients = [sent.client for sent in self.outstanding.values()]
         number = self._round_log.number
         training = "training" if number else "calibrating"
         doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
-        self._status.begin(doing.get(self._kind, "delivering"), number, members=members)
+        self._status.begin(doing.get(self._kind, "delivering"), number, clients=clients)
         self.deadline = deadline(len(self.outstanding))
         failed = failures_of(grid).count
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}
@@ -131,47 +131,47 @@ class ReplyCollector:
         """Check and accumulate replies one by one; a ValueError of either rejects the reply."""
         for message in replies:
             sent = self.answered = self.outstanding.pop(message.metadata.reply_to_message_id)
-            member = sent.member
-            node = self._nodes[member.node_id]
+            client = sent.client
+            node = self._nodes[client.node_id]
             self._round_log.count(array_bytes(message), sent.size)
-            self._status.answered(node, member)
+            self._status.answered(node, client)
             try:
-                accumulate(check(message, member))
+                accumulate(check(message, client))
             except ValueError as error:
-                self.reject(member, error)
+                self.reject(client, error)
             else:  # its node is there, and has the fixed tensors
                 self.deadline.use()
                 node.answered(self._kind)
                 node.has_fixed = self._mail.fixed is not None
 
-    def expect(self, message: Message, member: RegisteredClient, now: float = 0.0) -> None:
+    def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
         """Wait for the reply to a message that was sent."""
-        sent = Sent(member, self._round_log.number, array_bytes(message), now)
+        sent = Sent(client, self._round_log.number, array_bytes(message), now)
         self.outstanding[message.metadata.message_id] = sent
 
-    def reject(self, member: RegisteredClient, reason: object) -> None:
+    def reject(self, client: RegisteredClient, reason: object) -> None:
         """Note that a reply is not used, and why."""
-        node = self._nodes[member.node_id]
+        node = self._nodes[client.node_id]
         node.has_fixed = False  # it may have forgotten what it was sent
         node.faults += 1
-        self._round_log.reject(member, reason)
+        self._round_log.reject(client, reason)
 
     def send(self, grid: Grid, messages: list[Message]) -> None:
-        """Push the messages; a member whose message is not taken is rejected."""
+        """Push the messages; a client whose message is not taken is rejected."""
         pushed = {id(message) for message in push(grid, messages)}
         for message in messages:
-            member = self._nodes[message.metadata.dst_node_id].member
-            assert member is not None  # a message is written to members alone
+            client = self._nodes[message.metadata.dst_node_id].client
+            assert client is not None  # a message is written to clients alone
             if id(message) in pushed:
-                self.expect(message, member, clock_of(grid).now)
+                self.expect(message, client, clock_of(grid).now)
             else:
-                self.reject(member, "the message could not be sent")
+                self.reject(client, "the message could not be sent")
 
     def _in_order(self) -> list[str]:
         """Sort the outstanding messages: nodes that were silent or refused before come last."""
 
         def failures(message_id: str) -> int:
-            return self._nodes[self.outstanding[message_id].member.node_id].failures
+            return self._nodes[self.outstanding[message_id].client.node_id].failures
 
         return sorted(self.outstanding, key=failures)
 
@@ -182,28 +182,28 @@ class ReplyCollector:
         """
         seconds, number = f"{self.deadline.seconds:.4g}", self._round_log.number
         for message_id, sent in self.outstanding.items():
-            member = sent.member
+            client = sent.client
             self._round_log.count(0, sent.size)
             if self.deadline.satisfied:
                 why = ""
-                self._round_log.spare.append(member.partition_id)
+                self._round_log.spare.append(client.partition_id)
             elif failure:
                 why = ""
-                self._nodes[member.node_id].has_fixed = False  # it may not have got the message
+                self._nodes[client.node_id].has_fixed = False  # it may not have got the message
                 self._round_log.reject(
-                    member, f"no reply within {seconds} s, since the SuperLink failed ({failure})"
+                    client, f"no reply within {seconds} s, since the SuperLink failed ({failure})"
                 )
             else:
-                self.reject(member, f"no reply within {seconds} s")
-                self._nodes[member.node_id].note_missed_reply(self._kind, number)
+                self.reject(client, f"no reply within {seconds} s")
+                self._nodes[client.node_id].note_missed_reply(self._kind, number)
                 why = f"late: a reply to round {number}, which closed after {seconds} s"
             if look_for_late:
-                self._nodes[member.node_id].expect_late(message_id, member, why)
+                self._nodes[client.node_id].expect_late(message_id, client, why)
 
     def _refuse_late(self, reply: Message, node: Node) -> None:
         """Count a late reply, and reject it unless it was spare."""
-        member, why = node.late.pop(reply.metadata.reply_to_message_id)
+        client, why = node.late.pop(reply.metadata.reply_to_message_id)
         self._round_log.count(array_bytes(reply), 0)
         node.heard = time.time()
         if why:
-            self.reject(member, why)
+            self.reject(client, why)

@@ -98,32 +98,32 @@ class Round:
         if self.kind.has_enough or not self.kind.asks_more:
             return []
         resting = self.round_log.resting
-        members = self.run.sampler.sample(
+        clients = self.run.sampler.sample(
             self.grid,
             self.round_log,
-            lambda able: [member for member in able if member.node_id not in self.recipients],
+            lambda able: [client for client in able if client.node_id not in self.recipients],
         )
         self.round_log.resting = resting
-        if members:
+        if clients:
             log.warning(
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
-                self.number, len(self.round_log.clients), self.least, count(len(members), "client"),
+                self.number, len(self.round_log.clients), self.least, count(len(clients), "client"),
             )  # fmt: skip
-        return self.write(members)
+        return self.write(clients)
 
-    def write(self, members: Iterable[RegisteredClient]) -> list[Message]:
+    def write(self, clients: Iterable[RegisteredClient]) -> list[Message]:
         """Write each of these clients a message with what the method sends it."""
         broadcasts, messages = self._broadcasts, []
-        for member in members:
-            self.recipients.add(member.node_id)
-            share = member.share if self.method.parts else 1.0
+        for client in clients:
+            self.recipients.add(client.node_id)
+            share = client.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self._encoded(self.kind.broadcast(share))
             message = self.run.mail.message(
-                member, self.kind.message_type, self.number, broadcasts[share],
-                self.kind.settings(member),
+                client, self.kind.message_type, self.number, broadcasts[share],
+                self.kind.settings(client),
             )  # fmt: skip
-            messages.append(self.kind.address(message, member))
+            messages.append(self.kind.address(message, client))
         return messages
 
     def send(self, messages: list[Message], *, training: bool = False) -> Iterator[Message]:
@@ -143,8 +143,8 @@ class Round:
         """Write all clients that may be asked a message to evaluate the state."""
         run, kind = self.run, MessageType.EVALUATE
         arrays = self._encoded(run.state.tensors)
-        members = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
-        return [run.mail.message(member, kind, self.number, arrays, {}) for member in members]
+        clients = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
+        return [run.mail.message(client, kind, self.number, arrays, {}) for client in clients]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
         """Return the means of what clients measured, weighted by what they are means over.
@@ -154,9 +154,9 @@ class Round:
         run, measures = self.run, self.run.bench.task.measures
         answers: dict[int, Evaluated] = {}
 
-        def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
-            most = most_validation_size(run.registry.examples(member), run.config.validation_share)
-            return member.partition_id, read_evaluated(message, self.number, measures, most)
+        def check(message: Message, client: RegisteredClient) -> tuple[int, Evaluated]:
+            most = most_validation_size(run.registry.examples(client), run.config.validation_share)
+            return client.partition_id, read_evaluated(message, self.number, measures, most)
 
         self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:

@@ -101,19 +101,19 @@ class RoundLog:
 
         The client has worked on it during this span of the run's time.
         """
-        member, mean = update.member, sum(map(len, heads)) / max(1, len(heads))
-        client: ClientRecord = {
-            "partition-id": member.partition_id,
-            "share": member.share,
+        client, mean = update.client, sum(map(len, heads)) / max(1, len(heads))
+        record: ClientRecord = {
+            "partition-id": client.partition_id,
+            "share": client.share,
             "heads": int(mean) if mean.is_integer() else mean,
             "selected": heads,
-            "examples": member.examples,
+            "examples": client.examples,
             "steps": update.steps,
             "bytes-up": update.bytes_up,
             "bytes-down": bytes_down,
         }
         if update.seconds is not None or device is not None:  # else how long it took is private
-            client["span"] = list(span)
+            record["span"] = list(span)
         optional = {
             "staleness": update.staleness or None,
             "device": device,
@@ -122,23 +122,23 @@ class RoundLog:
             "skipped-steps": update.skipped or None,
         }
         values = {key: value for key, value in optional.items() if value is not None}
-        self.clients.append(cast(ClientRecord, client | values))
+        self.clients.append(cast(ClientRecord, record | values))
 
-    def lost(self, member: RegisteredClient) -> None:
+    def lost(self, client: RegisteredClient) -> None:
         """Note that a client had lost its part of the model, and began with a new one."""
-        self.began_anew.append(member.partition_id)
+        self.began_anew.append(client.partition_id)
         log.warning(
             "partition %d has lost its personal parameters, as a node does that is started "
             "again, and began with new ones",
-            member.partition_id,
+            client.partition_id,
         )
 
-    def reject(self, member: RegisteredClient, reason: object) -> None:
+    def reject(self, client: RegisteredClient, reason: object) -> None:
         """Note that a reply was not used, or did not come, and why."""
         text = plain(str(reason))
-        self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
+        self.rejected.append({"client": f"partition {client.partition_id}", "reason": text})
         if len(self.rejected) <= REJECTIONS_TOLD:
-            log.warning("rejected partition %d: %s", member.partition_id, text)
+            log.warning("rejected partition %d: %s", client.partition_id, text)
         if len(self.rejected) == REJECTIONS_TOLD + 1:
             log.warning("more are rejected: the record of round %d lists them all", self.number)
 

@@ -1,7 +1,7 @@
 """Choose the clients of a round.
 
 Simulated node ids are random, so nothing may depend on them: a round's clients are a function of
-(seed, round) and the members, sorted by partition id.
+(seed, round) and the clients, sorted by partition id.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ log = getLogger(__name__)
 
 
 def sample(
-    members: Sequence[RegisteredClient], number: int, seed: int, round_number: int, spare: int = 0
+    clients: Sequence[RegisteredClient], number: int, seed: int, round_number: int, spare: int = 0
 ) -> list[RegisteredClient]:
     """Draw the clients of a round as a function of its number, sorted by partition id.
 
     So many `spare` ones follow, sorted likewise: the first are the same with or without them.
     """
-    order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
-    pool = sorted(members, key=lambda member: member.partition_id)
+    order = torch.randperm(len(clients), generator=generator(seed, "sample", round_number))
+    pool = sorted(clients, key=lambda client: client.partition_id)
     cohort, reserve = order[:number], order[number : number + spare]
     return [pool[i] for part in (cohort, reserve) for i in sorted(part.tolist())]
 
@@ -57,16 +57,16 @@ class Sampler:
         `among` picks those that may be drawn.
         """
         config, able = self.config, self.able(grid, round_log)
-        members = self.available(able if among is None else among(able), round_log, self._least)
-        number = min(config.clients_per_round, len(members))
-        spare = config.asked_of(len(members)) - number
-        return sample(members, number, config.seed, round_log.number, spare)
+        clients = self.available(able if among is None else among(able), round_log, self._least)
+        number = min(config.clients_per_round, len(clients))
+        spare = config.asked_of(len(clients)) - number
+        return sample(clients, number, config.seed, round_log.number, spare)
 
     def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
-        """List the connected members that can afford to train; the others are left out."""
-        members = self.registry.present(grid)
-        able = {share for share in {m.share for m in members} if self.method.can_train(share)}
-        round_log.left_out = [m.partition_id for m in members if m.share not in able]
+        """List the connected clients that can afford to train; the others are left out."""
+        clients = self.registry.present(grid)
+        able = {share for share in {m.share for m in clients} if self.method.can_train(share)}
+        round_log.left_out = [m.partition_id for m in clients if m.share not in able]
         if round_log.left_out != self._left_out:
             self._left_out = round_log.left_out
             log.info(
@@ -74,34 +74,34 @@ class Sampler:
                 count(len(round_log.left_out), "client"), self.config.method,
                 listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
-        everybody = () if able else self.registry.members.values()
-        shares = sorted({member.share for member in everybody})
-        if shares and not any(map(self.method.can_train, shares)):  # no member, connected or not
+        everybody = () if able else self.registry.clients.values()
+        shares = sorted({client.share for client in everybody})
+        if shares and not any(map(self.method.can_train, shares)):  # no client, connected or not
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "
                 "expected one of 1; use a method that can be trained in part, or budgets=full"
             )
-        return [member for member in members if member.share in able]
+        return [client for client in clients if client.share in able]
 
     def available(
         self, able: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
     ) -> list[RegisteredClient]:
         """List those of these that do not sit the round out; the log has the others."""
         available = self.registry.without_skipped(able, MessageType.TRAIN, round_log.number, least)
-        ids = {member.node_id for member in available}
+        ids = {client.node_id for client in available}
         round_log.resting = [m.partition_id for m in able if m.node_id not in ids]
         return available
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:
-        """Wait until as many members can train as a round needs, or the time is up."""
+        """Wait until as many clients can train as a round needs, or the time is up."""
         clock = clock_of(grid)
         deadline = clock.now + self.config.round_timeout
         while len(self.able(grid, round_log)) < self._least:
-            members = len(self.registry.members)
+            clients = len(self.registry.clients)
             # Nobody comes later who is not away, in one process or where each part has its node.
-            complete = in_process(grid) or members >= self.registry.partitions
-            all_here = complete and len(self.registry.present(grid)) == members
+            complete = in_process(grid) or clients >= self.registry.partitions
+            all_here = complete and len(self.registry.present(grid)) == clients
             if all_here or clock.now >= deadline:
                 break
             clock.wait_for_node()

@@ -32,7 +32,7 @@ class Status:
     def __init__(self, registry: ClientRegistry, tell: Callable[[RunStatus], None] | None) -> None:
         self._registry, self._tell = registry, tell
         self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
-        self._members_asked: Sequence[RegisteredClient] = ()
+        self._asked: Sequence[RegisteredClient] = ()
         self._answered: list[int] = []
         self._not_before = 0.0
         registry.on_answer = self._write_if_quick
@@ -42,19 +42,19 @@ class Status:
         doing: str,
         number: int,
         rounds: int | None = None,
-        members: Collection[RegisteredClient] = (),
+        clients: Collection[RegisteredClient] = (),
     ) -> None:
-        """Note that a step of a round begins, and which members were sent a message in it."""
+        """Note that a step of a round begins, and which clients were sent a message in it."""
         self._doing, self._since, self._round = doing, time.time(), number
         self._rounds = self._rounds if rounds is None else rounds
-        self._members_asked = sorted(members, key=lambda member: member.partition_id)
+        self._asked = sorted(clients, key=lambda client: client.partition_id)
         self._answered = []
         self._write()
 
-    def answered(self, node: Node, member: RegisteredClient) -> None:
+    def answered(self, node: Node, client: RegisteredClient) -> None:
         """Note that a node replied to what it was sent."""
         node.heard = time.time()
-        self._answered.append(member.partition_id)
+        self._answered.append(client.partition_id)
         self._write_if_quick()
 
     def _write_if_quick(self) -> None:
@@ -70,38 +70,38 @@ class Status:
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / SHARE
 
-    def _described(self, members: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
+    def _described(self, clients: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
         """Choose whom to describe: of too many those of this step, then who was heard of last."""
-        if len(members) <= DESCRIBED:
-            return members
-        chosen = {member.node_id: member for member in self._members_asked[:DESCRIBED]}
-        pool = (member for member in members if member.node_id not in chosen)
+        if len(clients) <= DESCRIBED:
+            return clients
+        chosen = {client.node_id: client for client in self._asked[:DESCRIBED]}
+        pool = (client for client in clients if client.node_id not in chosen)
         nodes = self._registry.nodes
-        last = nlargest(DESCRIBED - len(chosen), pool, lambda member: nodes[member.node_id].heard)
+        last = nlargest(DESCRIBED - len(chosen), pool, lambda client: nodes[client.node_id].heard)
         return [*chosen.values(), *last]
 
     def _now(self) -> RunStatus:
-        members = self._registry.members
+        clients = self._registry.clients
         return {
             "doing": self._doing,
             "since": self._since,
             "round": self._round,
             "rounds": self._rounds,
-            "asked": [member.partition_id for member in self._members_asked],
+            "asked": [client.partition_id for client in self._asked],
             "answered": sorted(self._answered),
             "partitions": self._registry.partitions,
-            "members": len(members),
+            "clients": len(clients),
             "nodes": [
                 {
-                    "partition-id": member.partition_id,
-                    "share": member.share,
-                    "device": member.device,
-                    "examples": member.examples,
-                    "own-data": member.own_data,
-                    "versions": member.versions,
-                    "heard": self._registry.nodes[member.node_id].heard,
+                    "partition-id": client.partition_id,
+                    "share": client.share,
+                    "device": client.device,
+                    "examples": client.examples,
+                    "own-data": client.own_data,
+                    "versions": client.versions,
+                    "heard": self._registry.nodes[client.node_id].heard,
                 }
-                for member in self._described(members.values())
+                for client in self._described(clients.values())
             ],
             "refused": [
                 {"node": str(node_id), "reason": reason}

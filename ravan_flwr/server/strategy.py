@@ -74,11 +74,11 @@ class FederatedTuning(Strategy):
         self.flight = Flight(start.memory)
         self.sampler = Sampler(config, self.method, self.registry)
 
-    def steps(self, member: RegisteredClient) -> int:
+    def steps(self, client: RegisteredClient) -> int:
         """Count the steps of a client with as many examples: none where nothing is trained."""
         if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
             return 0
-        return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
+        return self.config.local_steps or self.config.steps_of(self.registry.examples(client))
 
     def start(
         self,
@@ -145,9 +145,9 @@ class FederatedTuning(Strategy):
 
     def summary(self) -> None:
         """Log what is about to run."""
-        steps = sorted(map(self.steps, self.registry.members.values())) or [0]
+        steps = sorted(map(self.steps, self.registry.clients.values())) or [0]
         low, high = steps[0], steps[-1]
-        able = sum(self.method.can_train(m.share) for m in self.registry.members.values())
+        able = sum(self.method.can_train(m.share) for m in self.registry.clients.values())
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
@@ -210,7 +210,7 @@ class FederatedTuning(Strategy):
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Make the round's record, and show it to callbacks."""
         if not simulating(self.round.grid):
-            nodes = self.registry.members.keys()
+            nodes = self.registry.clients.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
         record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)

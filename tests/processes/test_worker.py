@@ -254,7 +254,7 @@ def test_a_new_run_reads_everything_anew(owner, tmp_path):
         datasets.Dataset.from_dict(table).to_parquet(tmp_path / "digits.parquet")
         asked = context(**own)
         asked.run_id = run_id
-        return worker.ask("query", RecordDict(), asked).config_records["member"]["examples"]
+        return worker.ask("query", RecordDict(), asked).config_records["client"]["examples"]
 
     assert [answered(10, 2), answered(20, 2), answered(30, 3)] == [10, 10, 30]
     assert len(workers(owner.pid)) == 1

@@ -359,7 +359,7 @@ def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
     assert NAME not in seen["text"]
     assert not seen["log"]
     if kind == "query":
-        assert json.loads(seen["metrics"])["member"]["examples"] == NUMBER
+        assert json.loads(seen["metrics"])["client"]["examples"] == NUMBER
     if name != "ordinary":
         assert f"1 of {NUMBER} examples cannot be used, and count as zero: example" in caplog.text
 

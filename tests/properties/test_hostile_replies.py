@@ -18,7 +18,7 @@ from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import read_trained
-from tests.hand_made import DERIVED, Nodes, member, strategy_of
+from tests.hand_made import DERIVED, Nodes, registered_client, strategy_of
 from tests.methods import build, calibration_sums
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
@@ -143,7 +143,7 @@ class Server:
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
         self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))  # to each, each time
         self.round = None
-        first, *_ = self.nodes.members.values()
+        first, *_ = self.nodes.registered.values()
         # What an honest client sends, made once.
         self.honest = self.nodes.answer(first, self.message(first)).content
 
@@ -167,8 +167,8 @@ class Server:
         """The state after a round of these replies, and the ledger."""
         self.round = self.strategy.open_round(1)
         self.strategy.state.tensors = self.state
-        members = self.nodes.members.values()
-        replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]
+        clients = self.nodes.registered.values()
+        replies = [self.reply(node, one) for node, one in zip(clients, what, strict=False)]
         kind = self.round.kind
         self.round.collector.take(replies, kind.check, kind.accumulate)
         assert kind.has_enough
@@ -242,7 +242,7 @@ def test_what_is_honest_is_used(method):
 def test_no_hostile_reply_reaches_the_calibration(method, changes, replies):
     made, _ = build(method, **changes)
     sums = calibration_sums(made)
-    node = member()
+    node = registered_client()
     for what in replies:
         if not isinstance(what, RecordDict):
             continue

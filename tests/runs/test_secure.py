@@ -312,8 +312,8 @@ def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch)
     class Lower(masked_round.Masked):
         """A server that makes its schedules with a lower minimum than the settings have."""
 
-        def _schedule(self, members):
-            return replace(super()._schedule(members), minimum=4)
+        def _schedule(self, clients):
+            return replace(super()._schedule(clients), minimum=4)
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Lower)
     run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
@@ -332,10 +332,10 @@ class Hostile(masked_round.Masked):
     def prepare(self, cohort):
         return super().prepare(cohort[: self.clients])
 
-    def _schedule(self, members):
+    def _schedule(self, clients):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(masked_round, "check_cohort", lambda *_: None, raising=False)
-            return self.changed(super()._schedule(members))
+            return self.changed(super()._schedule(clients))
 
     def changed(self, schedule):
         return schedule
@@ -630,8 +630,11 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
     ],
 )
 def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped):
-    members = [SimpleNamespace(partition_id=partition) for partition in range(6)]
-    nodes = {10 + m.partition_id: Node(10 + m.partition_id, member=cast(Any, m)) for m in members}
+    clients = [SimpleNamespace(partition_id=partition) for partition in range(6)]
+    nodes = {
+        10 + m.partition_id: Node(10 + m.partition_id, client=cast(Any, m))
+        for m in clients
+    }
     for denied in rounds:
         round_: Any = object.__new__(masked_round.Masked)
         round_.run = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))

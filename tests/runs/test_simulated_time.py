@@ -88,10 +88,10 @@ def test_a_run_killed_in_the_middle_of_a_buffer_has_the_same_bits(tmp_path, monk
     whole = simulate(settings, num_clients=8)
     check, seen = Buffered.check, itertools.count(1)
 
-    def die(self, message, member):
+    def die(self, message, registered_client):
         if next(seen) == 3 + 3:
             raise KeyboardInterrupt
-        return check(self, message, member)
+        return check(self, message, registered_client)
 
     monkeypatch.setattr(Buffered, "check", die)
     folder = tmp_path / "killed"

@@ -20,7 +20,7 @@ from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker
-from tests.hand_made import SUMMARY, Nodes, bench_of, impatient, member
+from tests.hand_made import SUMMARY, Nodes, bench_of, impatient, registered_client
 
 __all__ = ["impatient"]
 
@@ -85,7 +85,7 @@ def having(*partitions):
 
 def test_everybody_gets_all_of_it_whatever_the_budget(directory):
     nodes = Keepers()
-    nodes.members[11] = member(11, 3, share=0.01, keeps_result=True)
+    nodes.registered[11] = registered_client(11, 3, share=0.01, keeps_result=True)
     assert hand_to(nodes, directory, method="fedit") == (having(0, 1, 2, 3), [])
     assert nodes.trained == []
     for parcel, state in nodes.shelves.values():
@@ -110,10 +110,10 @@ def test_a_run_is_told_from_another_of_the_same_name(directory):
 def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplog):
     caplog.set_level("INFO")
     nodes = Keepers()
-    nodes.members[12] = member(12, 2, keeps_result=False)
-    nodes.members[14] = member(14, 0, backbone="another", keeps_result=True)
+    nodes.registered[12] = registered_client(12, 2, keeps_result=False)
+    nodes.registered[14] = registered_client(14, 0, backbone="another", keeps_result=True)
     delivery = delivery_of(nodes)
-    away = nodes.members.pop(11)
+    away = nodes.registered.pop(11)
     summary = directory.read_summary()
     hand_out(delivery, directory, summary)
     assert summary["delivered"] == having(1)
@@ -142,7 +142,7 @@ def test_a_silent_node_is_waited_for_so_long_and_no_longer(directory):
             return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
 
         def is_silent(self, reply):
-            node = self.members[reply.metadata.src_node_id]
+            node = self.registered[reply.metadata.src_node_id]
             return reply.metadata.message_type == KIND and node.partition_id == 2
 
     delivered, missed = hand_to(Sleepers(), directory)
@@ -154,8 +154,8 @@ def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 100.0)
     nodes = Keepers()
     delivery = delivery_of(nodes)
-    late = member(15, 7, num_partitions=9, keeps_result=True)
-    nodes.members[15] = late
+    late = registered_client(15, 7, num_partitions=9, keeps_result=True)
+    nodes.registered[15] = late
     looks = []
 
     class Slow(type(delivery.registry._inbox)):  # type: ignore[misc]
@@ -312,7 +312,7 @@ def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, ca
 def test_later_deliveries_add_to_the_earlier_ones(directory):
     def offer(*numbers, **named):
         nodes = Keepers(**named)
-        nodes.members = {k: m for k, m in nodes.members.items() if m.partition_id in numbers}
+        nodes.registered = {k: m for k, m in nodes.registered.items() if m.partition_id in numbers}
         return hand_to_again(nodes, directory)
 
     assert offer(0, 1) == (having(0, 1), [])
@@ -331,7 +331,7 @@ def test_who_had_it_and_is_away_has_it_still(directory):
     nodes = Keepers()
     delivery = delivery_of(nodes)
     hand_out(delivery, directory, summary)
-    del nodes.members[11], nodes.members[14]
+    del nodes.registered[11], nodes.registered[14]
     hand_out(delivery, directory, summary)
     assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
@@ -345,5 +345,5 @@ def hand_to_again(nodes, directory):
 def test_nodes_that_share_the_data_otherwise_get_it_as_well(directory):
     """A device that came when the run had ended was told of other numbers of partitions."""
     nodes = Keepers()
-    nodes.members[15] = member(15, 7, num_partitions=9, keeps_result=True)
+    nodes.registered[15] = registered_client(15, 7, num_partitions=9, keeps_result=True)
     assert hand_to(nodes, directory) == (having(0, 1, 2, 3, 7), [])

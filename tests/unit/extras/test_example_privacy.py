@@ -37,9 +37,9 @@ class Devices(Nodes):
 
     def __init__(self, behave=None, examples=(10, 20, 30, 40), **changes):
         super().__init__(behave=behave, **changes)
-        for node_id, node in self.members.items():
+        for node_id, node in self.registered.items():
             more = {**vars(node), "examples": examples[node.partition_id]}
-            self.members[node_id] = type(node)(**more)
+            self.registered[node_id] = type(node)(**more)
         self.asked: list[tuple[int, int, dict[str, Any]]] = []
         self.recounted: set[int] = set()
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ravan_flwr.messages.registered_client import RegisteredClient, read_registered_client
-from tests.hand_made import member
+from tests.hand_made import registered_client
 
 # What older nodes and servers send and read: no key may go.
 KEYS = {
@@ -16,15 +16,15 @@ KEYS = {
 
 
 def test_every_field_travels_as_its_type():
-    answer = member().as_config()
+    answer = registered_client().as_config()
     assert {key: type(value) for key, value in answer.items()} == KEYS
     assert len(KEYS) == len(dataclasses.fields(RegisteredClient)) - 1
-    assert read_registered_client(1, answer) == member()
+    assert read_registered_client(1, answer) == registered_client()
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_value_of_another_type_is_refused(key):
-    answer = member().as_config()
+    answer = registered_client().as_config()
     other = "x" if KEYS[key] is not str else 1
     with pytest.raises(ValueError, match=f"{key} is {other!r}, expected {KEYS[key].__name__}"):
         read_registered_client(1, answer | {key: other})

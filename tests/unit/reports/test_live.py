@@ -357,7 +357,7 @@ def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
     folder = run_in(
         tmp_path,
         status=status(
-            nodes=described, members=10_000, partitions=10_001, asked=[7, last], answered=[7]
+            nodes=described, clients=10_000, partitions=10_001, asked=[7, last], answered=[7]
         ),
     )
     rejected = [{"client": "partition 5000", "reason": "late"}]
@@ -382,12 +382,12 @@ def test_a_run_that_recruits_says_how_many_are_here(tmp_path):
     folder = run_in(
         tmp_path,
         rounds=0,
-        status=status(doing="recruiting", nodes=[node(0)], members=10_000, asked=[], answered=[]),
+        status=status(doing="recruiting", nodes=[node(0)], clients=10_000, asked=[], answered=[]),
     )
     assert "10000 are here" in page_of(folder).words
 
 
-@pytest.mark.parametrize("members", ["many", -1.5, True, None, [1], 1e400])
-def test_a_number_of_clients_that_is_none_makes_no_status(tmp_path, members):
-    folder = run_in(tmp_path, status=status(members=members))
+@pytest.mark.parametrize("clients", ["many", -1.5, True, None, [1], 1e400])
+def test_a_number_of_clients_that_is_none_makes_no_status(tmp_path, clients):
+    folder = run_in(tmp_path, status=status(clients=clients))
     assert FollowedRun(folder).read().status is None

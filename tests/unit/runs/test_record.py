@@ -15,7 +15,7 @@ from ravan_flwr.runs.record import (
 from ravan_flwr.runs.tracking import numbers_of
 from ravan_flwr.server.replies import Update
 from ravan_flwr.server.round_log import RoundLog
-from tests.hand_made import member
+from tests.hand_made import registered_client
 
 OPTIONAL = {
     "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
@@ -27,9 +27,9 @@ SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-no
 @pytest.fixture
 def round_log():
     round_log = RoundLog(1, 4)
-    update = Update(member(), {}, 1.0, 0.5, skipped=2, bytes_up=7, steps=3, staleness=1)
+    update = Update(registered_client(), {}, 1.0, 0.5, skipped=2, bytes_up=7, steps=3, staleness=1)
     round_log.use(update, [[0, 1], [0, 2]], 8, (0.0, 2.5), "phone-entry")
-    round_log.reject(member(2, 1), "late")
+    round_log.reject(registered_client(2, 1), "late")
     return round_log
 
 
@@ -56,7 +56,7 @@ def test_a_run_can_go_on_from_what_the_ledger_writes(round_log):
 
 def test_a_private_round_has_its_account_and_no_loss():
     round_log = RoundLog(1, 4, private=SPENT)
-    round_log.use(Update(member(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
+    round_log.use(Update(registered_client(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
     assert record["privacy"] == SPENT
     assert "train-loss" not in record
@@ -68,7 +68,7 @@ def test_a_private_round_has_its_account_and_no_loss():
 def test_a_secure_round_tells_how_it_went_and_no_loss():
     told: Masked = {"clients": 5, "threshold": 4, "dropped": [2], "untrained": 0, "cut-off": 0.0}
     round_log = RoundLog(1, 4, secure=told)
-    round_log.use(Update(member(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
+    round_log.use(Update(registered_client(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
     assert record["secure"] == told
     assert "train-loss" not in record

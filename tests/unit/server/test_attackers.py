@@ -39,7 +39,7 @@ from tests.attackers import (
     objects_of,
     with_body,
 )
-from tests.hand_made import DERIVED, Nodes, impatient, member, run
+from tests.hand_made import DERIVED, Nodes, impatient, registered_client, run
 
 __all__ = ["impatient"]
 
@@ -55,7 +55,7 @@ def test_a_hostile_reply_costs_itself_and_nothing_else(behaviour, caplog):
     assert time.monotonic() - began < 20
     honest = Nodes()
     if attacker.kind == "train" and attacker.told:
-        del honest.members[12]  # partition 2
+        del honest.registered[12]  # partition 2
     expected, _, _ = run(honest, validation_share=0.5, **settings)
     for record, state, alone in zip(notes.records, notes.states, expected.states, strict=True):
         assert all(torch.equal(state[name], alone[name]) for name in alone)
@@ -86,7 +86,7 @@ def test_who_answers_the_question_badly_is_refused_and_the_others_are_not_lost()
     _, strategy, _ = run(
         Attacked(BadAnswer()), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None
     )
-    assert strategy.registry.members.keys() == {11, 13, 14}
+    assert strategy.registry.clients.keys() == {11, 13, 14}
     assert "cannot be read: KeyError" in strategy.registry.refused[12]
 
 
@@ -229,7 +229,7 @@ def test_the_others_of_one_look_are_not_lost(uploads):
 
 @pytest.mark.timeout(1800)
 def test_no_envelope_ends_anything(uploads, one_thread):
-    draw, honest, sender = random.Random(0), objects_of(honest_reply()), member()
+    draw, honest, sender = random.Random(0), objects_of(honest_reply()), registered_client()
     used = failed = longest = 0
     began = time.process_time()
     for _ in range(ENVELOPES):

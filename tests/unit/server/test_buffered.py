@@ -86,14 +86,14 @@ class Timed(TimedGrid, Nodes):
         self._work: Any = Plenty()
 
     def get_node_ids(self):
-        return list(self.members)
+        return list(self.registered)
 
     def get_nodes(self):
-        return self._listed(self.members)
+        return self._listed(self.registered)
 
     def _begin(self, message_id, message):
         if message.metadata.message_type == "train":
-            partition = self.members[message.metadata.dst_node_id].partition_id
+            partition = self.registered[message.metadata.dst_node_id].partition_id
             self.clock.send(message_id, partition, 0, 1.0, 0)
 
 
@@ -139,7 +139,7 @@ def test_an_update_that_is_too_old_is_rejected():
 def test_a_lying_version_costs_its_own_reply():
     class Liar(Timed):
         def reply(self, message, upload, number):
-            lies = self.members[message.metadata.dst_node_id].partition_id == 1
+            lies = self.registered[message.metadata.dst_node_id].partition_id == 1
             return super().reply(message, upload, number + lies)
 
     nodes = Liar([1.0, 1.5, 2.0])
@@ -194,7 +194,7 @@ class Broken:
         if message.metadata.message_type != "train":
             return None
         nodes = Nodes()
-        reply = nodes.answer(nodes.members[11], message)
+        reply = nodes.answer(nodes.registered[11], message)
         del reply.content["arrays"]
         return reply
 

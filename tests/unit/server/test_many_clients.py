@@ -17,7 +17,7 @@ from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
-from tests.hand_made import Nodes, bench_of, impatient, member, run
+from tests.hand_made import Nodes, bench_of, impatient, registered_client, run
 
 __all__ = ["impatient"]
 
@@ -123,7 +123,7 @@ def test_flowers_simulation_is_asked_so_many_questions_at_once():
     nodes = Simulated(3 * AT_ONCE + 5)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert Simulated.most == AT_ONCE
-    assert len(strategy.registry.members) == 3 * AT_ONCE + 5
+    assert len(strategy.registry.clients) == 3 * AT_ONCE + 5
 
 
 def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
@@ -132,10 +132,10 @@ def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
 
     nodes = Simulated(2 * AT_ONCE)
     for number in range(11, 11 + AT_ONCE):
-        other = member(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
-        nodes.members[number] = other
+        other = registered_client(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
+        nodes.registered[number] = other
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert len(strategy.registry.members) == len(strategy.registry.refused) == AT_ONCE
+    assert len(strategy.registry.clients) == len(strategy.registry.refused) == AT_ONCE
 
 
 def test_a_message_that_waits_is_found_without_looking_at_the_others():
@@ -149,7 +149,7 @@ def test_a_message_that_waits_is_found_without_looking_at_the_others():
 
     nodes = Nodes(300)
     nodes._waiting = Watched()
-    ids = list(nodes.push_messages(Message(RecordDict(), node, "query") for node in nodes.members))
+    ids = list(nodes.push_messages(Message(RecordDict(), node, "query") for node in nodes.registered))
     for message_id in reversed(ids):
         (reply,) = nodes.pull_messages([message_id])
         assert reply.metadata.reply_to_message_id == message_id
@@ -178,7 +178,7 @@ def test_all_at_once_get_their_replies_in_the_order_of_the_messages():
     assert [reply.metadata.src_node_id for reply in replies] == [14, 11, 13, 12]
 
 
-def test_members_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
+def test_clients_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
     checked: Counter[str] = Counter()
     claim = Partitions.claim
 
@@ -193,33 +193,35 @@ def test_members_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
 
 def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
     parts = Partitions()
-    assert parts.claim(member(1, 0)) == ""
-    assert "taken by node 1" in parts.claim(member(2, 0))
-    assert parts.claim(member(1, 3)) == ""
-    assert parts.claim(member(2, 0)) == ""
-    assert "taken by node 2" in parts.claim(member(1, 0))
-    assert parts.claim(member(1, 3)) == ""
+    assert parts.claim(registered_client(1, 0)) == ""
+    assert "taken by node 1" in parts.claim(registered_client(2, 0))
+    assert parts.claim(registered_client(1, 3)) == ""
+    assert parts.claim(registered_client(2, 0)) == ""
+    assert "taken by node 2" in parts.claim(registered_client(1, 0))
+    assert parts.claim(registered_client(1, 3)) == ""
 
 
 def test_the_bound_on_examples_follows_who_is_there():
     registry = ClientRegistry(read_config({}), bench_of())
     for number, examples in enumerate((1, 1, 100), start=1):
         registry.nodes[number] = Node(number)
-        registry._note(registry.nodes[number], member(number, own_data=True, examples=examples), "")
-    last = registry.members[3]
+        registry._note(
+            registry.nodes[number], registered_client(number, own_data=True, examples=examples), ""
+        )
+    last = registry.clients[3]
     assert registry.examples(last) == 10
     registry._refuse(registry.nodes[1], "it has gone")
     registry._refuse(registry.nodes[2], "it has gone, too")
-    assert registry.members.keys() == {3}
+    assert registry.clients.keys() == {3}
     assert registry.examples(last) == 100
 
 
 def test_the_last_late_replies_of_a_node_are_looked_for():
     node = Node(1)
     for number in range(3):
-        node.expect_late(str(number), member(1), f"late {number}")
+        node.expect_late(str(number), registered_client(1), f"late {number}")
     assert list(node.late) == [str(number) for number in range(3 - MOST_LATE, 3)]
-    assert node.late["2"] == (member(1), "late 2")
+    assert node.late["2"] == (registered_client(1), "late 2")
 
 
 def sizes_of_records(clients):
@@ -251,7 +253,7 @@ def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
 def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
     round_log = RoundLog(3, 200)
     for number in range(200):
-        round_log.reject(member(number, number), "no disk")
+        round_log.reject(registered_client(number, number), "no disk")
     told = [one.getMessage() for one in caplog.records if one.name == RoundLog.__module__]
     assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_TOLD)]
     assert told[-1] == "more are rejected: the record of round 3 lists them all"
@@ -262,8 +264,8 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
     caplog.set_level(logging.INFO, "ravan_flwr")
     nodes = Nodes(200, method="fedit")
     for number in range(11, 111):
-        nodes.members[number] = member(
-            number, nodes.members[number].partition_id, num_partitions=200, share=0.5
+        nodes.registered[number] = registered_client(
+            number, nodes.registered[number].partition_id, num_partitions=200, share=0.5
         )
     notes, _, _ = run(
         nodes, rounds=2, method="fedit", clients_per_round=4, evaluate_fn=lambda *_: None
@@ -279,14 +281,14 @@ def test_the_status_describes_those_of_this_step_and_counts_the_others():
     told: list[Any] = []
     for number in range(1, DESCRIBED + 501):
         registry.nodes[number] = Node(number)
-        registry._note(registry.nodes[number], member(number, number - 1), "")
+        registry._note(registry.nodes[number], registered_client(number, number - 1), "")
     for number in (3, DESCRIBED + 499):
         registry.nodes[number].heard = 2e9
     status = Status(registry, told.append)
-    asked = [registry.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
+    asked = [registry.clients[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
     status.begin("training", 1, 5, asked)
     described = [one["partition-id"] for one in told[-1]["nodes"]]
-    assert told[-1]["members"] == DESCRIBED + 500
+    assert told[-1]["clients"] == DESCRIBED + 500
     assert told[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
     assert described[:5] == [*told[-1]["asked"], 2, DESCRIBED + 498]
     assert len(described) == len(set(described)) == DESCRIBED

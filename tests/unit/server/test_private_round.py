@@ -147,7 +147,7 @@ def test_a_silent_client_counts_as_zero_and_shuts_nobody_out():
     assert [client["partition-id"] for client in notes.records[0]["clients"]] == [0, 1, 3]
     others = Nodes(behave=lambda p, m: None)
     assert 0 < float(notes.states[0]["H"].norm()) <= 3 * 0.5 / 2 + 1e-6
-    assert others.members
+    assert others.registered
 
 
 @pytest.mark.usefixtures("everyone")

@@ -28,7 +28,7 @@ from tests.hand_made import (
     Silent,
     bench_of,
     impatient,
-    member,
+    registered_client,
     run,
     settings_from,
     strategy_of,
@@ -131,7 +131,7 @@ class Mute(Nodes):
         message = self._waiting.get(next(iter(message_ids)))
         if message is None or message.metadata.message_type != self.kind:
             return super().pull_messages(message_ids)
-        node = self.members[message.metadata.dst_node_id]
+        node = self.registered[message.metadata.dst_node_id]
         return [] if node.partition_id == 1 else super().pull_messages(message_ids)
 
 
@@ -216,9 +216,9 @@ def test_spare_clients_take_the_place_of_silent_ones():
 
 
 def test_spare_ones_do_not_change_who_is_sampled():
-    members = [member(i, i, num_partitions=10) for i in range(10)]
+    clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     for number in range(50):
-        alone, more = sample(members, 3, 0, number), sample(members, 3, 0, number, spare=4)
+        alone, more = sample(clients, 3, 0, number), sample(clients, 3, 0, number, spare=4)
         assert more[:3] == alone
         assert len({m.partition_id for m in more}) == 7
 
@@ -242,7 +242,7 @@ def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
     nodes = Comes()
 
     def evaluate(number, _):
-        nodes.members[11] = member(11, 0)
+        nodes.registered[11] = registered_client(11, 0)
         nodes.since = {11: str(number)}
         if number == 3:  # the holder was away, and comes back, too
             nodes.since[14] = "later"
@@ -250,7 +250,7 @@ def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
     notes, strategy, _ = run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
     trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
     assert trained == [[0, 1, 2, 3]] + [[0, 1, 2]] * 5
-    assert strategy.registry.members.keys() == {12, 13, 14}
+    assert strategy.registry.clients.keys() == {12, 13, 14}
     assert "partition-id 0 is taken by node 14" in strategy.registry.refused[11]
 
 
@@ -284,7 +284,7 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     )
     assert "partition-id 0 belongs to a node with another key" in again.registry.refused[14]
     assert "node-keys.json" in again.registry.refused[14]
-    assert again.registry.members.keys() == {11, 12, 13}
+    assert again.registry.clients.keys() == {11, 12, 13}
     assert again.registry.owners == owners
 
     class AllNew(Keyed):  # SuperNodes without keys of their own have new ones after a restart
@@ -299,13 +299,13 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
 
 def test_who_moves_to_a_free_part_leaves_the_old_one():
     nodes = Comes()
-    del nodes.members[14]  # partition 0
+    del nodes.registered[14]  # partition 0
 
     def evaluate(number, _):
         if number == 1:
-            nodes.members[11], nodes.since = member(11, 0), {11: "again"}
+            nodes.registered[11], nodes.since = registered_client(11, 0), {11: "again"}
         if number == 2:
-            nodes.members[15] = member(15, 3)
+            nodes.registered[15] = registered_client(15, 3)
 
     notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
     assert [c["partition-id"] for c in notes.records[-1]["clients"]] == [0, 1, 2, 3]
@@ -363,23 +363,23 @@ def test_one_node_that_is_silent_does_not_end_a_run(number, caplog):
 )
 def test_one_liar_does_not_decide_how_the_data_is_dealt_out(liar, parts):
     nodes = Nodes()
-    nodes.members[11] = member(11, 3, **liar)
+    nodes.registered[11] = registered_client(11, 3, **liar)
     notes, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert strategy.registry.partitions == notes.records[0]["partitions"] == parts
-    assert {12, 13, 14} <= strategy.registry.members.keys()
+    assert {12, 13, 14} <= strategy.registry.clients.keys()
 
 
 def test_of_two_that_differ_the_one_is_believed_that_fits_what_is_there():
     nodes = Nodes(2)
-    nodes.members[11] = member(11, 1, num_partitions=10_000)
+    nodes.registered[11] = registered_client(11, 1, num_partitions=10_000)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=2, evaluate_fn=lambda *_: None)
-    assert strategy.registry.members.keys() == {12}
+    assert strategy.registry.clients.keys() == {12}
     assert strategy.registry.partitions == 2
 
 
 def test_a_liar_that_is_gone_does_not_block_a_resume():
     nodes = Nodes(3, own_data=True)
-    nodes.members[11] = member(11, 2, own_data=True, num_partitions=1000)
+    nodes.registered[11] = registered_client(11, 2, own_data=True, num_partitions=1000)
     notes, _, _ = run(nodes, rounds=1, clients_per_round=3, evaluate_fn=lambda *_: None)
     assert notes.records[0]["partitions"] == 3
 
@@ -398,20 +398,20 @@ class Joins(Comes):
 def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeypatch):
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
     nodes = Joins()
-    nodes.members[11] = member(11, 0, num_partitions=1)
+    nodes.registered[11] = registered_client(11, 0, num_partitions=1)
     config = read_config(settings_from({"min_replies": least}))
     client_registry = recruiting.ClientRegistry(config, bench_of(), before)
     client_registry.recruit(nodes, wait=True)
     assert client_registry.partitions == 4
-    assert client_registry.members.keys() == {12, 13, 14}
+    assert client_registry.clients.keys() == {12, 13, 14}
 
 
 def test_who_is_refused_for_its_examples_has_nobodys_part():
     nodes = Nodes()
-    nodes.members[11] = member(11, 0, examples=2**40)  # asked first, with node 14's part
+    nodes.registered[11] = registered_client(11, 0, examples=2**40)  # asked first, with node 14's part
     strategy = strategy_with(nodes, lambda number: [10] * number, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
-    assert strategy.registry.members.keys() == {12, 13, 14}
+    assert strategy.registry.clients.keys() == {12, 13, 14}
     assert "expected 10" in strategy.registry.refused[11]
 
 
@@ -430,10 +430,10 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
             return super().pull_messages(message_ids)
 
     nodes = Held()
-    late = nodes.members.pop(12)
+    late = nodes.registered.pop(12)
 
     def evaluate(number, _):
-        nodes.members[12], nodes.since = late, {12: str(number)}
+        nodes.registered[12], nodes.since = late, {12: str(number)}
         threads.append(threading.active_count())
 
     run(nodes, rounds=8, clients_per_round=3, evaluate_fn=evaluate)
@@ -455,11 +455,11 @@ def weight(strategy, one):
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
 def test_what_the_server_dealt_out_is_what_a_node_has(setting):
     nodes = Nodes()
-    nodes.members[12] = member(12, 2, examples=2**40)
+    nodes.registered[12] = registered_client(12, 2, examples=2**40)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_with(nodes, lambda number: [10] * number, **given)
     strategy.registry.recruit(nodes, wait=True)
-    assert strategy.registry.members.keys() == {11, 13, 14}
+    assert strategy.registry.clients.keys() == {11, 13, 14}
     assert "examples is 1099511627776, expected 10" in strategy.registry.refused[12]
 
 
@@ -471,40 +471,40 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
     strategy = strategy_with(nodes, missing, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
     strategy.registry.recruit(nodes)
-    assert len(strategy.registry.members) == 4
+    assert len(strategy.registry.clients) == 4
     assert caplog.text.count("are not checked: no such data set") == 1
-    (first, *_) = strategy.registry.members.values()
+    (first, *_) = strategy.registry.clients.values()
     liar = replace(first, examples=2**40)
     assert weight(strategy, liar) == 100.0  # ten times what the others say
 
 
 def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
     nodes = Nodes(own_data=True)
-    nodes.members[12] = member(12, 2, own_data=True, examples=2**40)
+    nodes.registered[12] = registered_client(12, 2, own_data=True, examples=2**40)
     strategy = strategy_with(nodes, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
-    weights = {m.partition_id: weight(strategy, m) for m in strategy.registry.members.values()}
+    weights = {m.partition_id: weight(strategy, m) for m in strategy.registry.clients.values()}
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
     capped = strategy_with(nodes, weighting="examples", max_examples=7)
     capped.registry.recruit(nodes, wait=True)
-    assert {weight(capped, m) for m in capped.registry.members.values()} == {7.0}
+    assert {weight(capped, m) for m in capped.registry.clients.values()} == {7.0}
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
 def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
     nodes = Nodes()
-    nodes.members[12] = member(12, 2, own_data=True, examples=2**48)
+    nodes.registered[12] = registered_client(12, 2, own_data=True, examples=2**48)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_with(nodes, lambda number: [10] * number, **given)
     strategy.registry.recruit(nodes, wait=True)
     counted = {
-        m.partition_id: strategy.registry.examples(m) for m in strategy.registry.members.values()
+        m.partition_id: strategy.registry.examples(m) for m in strategy.registry.clients.values()
     }
     assert counted == {0: 10, 1: 10, 2: 100, 3: 10}
 
 
 def test_no_claim_is_beyond_all_bounds():
-    answer = member().as_config()
+    answer = registered_client().as_config()
     for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
         with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
             read_registered_client(1, answer | {key: value})
@@ -580,21 +580,21 @@ def test_the_seconds_of_a_grace_may_be_any():
 )
 def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, can, came):
     """Over a network; nodes come one by one. The time-out is longer than any test."""
-    members: dict[int, Any] = {}
+    clients: dict[int, Any] = {}
 
     def gather(_):
-        number = len(members)
-        members[number] = SimpleNamespace(partition_id=number, share=1.0 if number < can else 0.5)
+        number = len(clients)
+        clients[number] = SimpleNamespace(partition_id=number, share=1.0 if number < can else 0.5)
 
     def present(_):
-        return list(members.values())
+        return list(clients.values())
 
     client_registry = SimpleNamespace(
-        members=members, partitions=partitions, gather=gather, present=present
+        clients=clients, partitions=partitions, gather=gather, present=present
     )
     method = SimpleNamespace(can_train=lambda share: share == 1.0)
     config = read_config({"clients-per-round": 10} | settings)
     gather(None)
     sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))
     sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()))
-    assert len(members) == came
+    assert len(clients) == came

@@ -16,7 +16,7 @@ from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.replies import most_validation_size
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
-from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
+from tests.hand_made import DERIVED, Nodes, Silent, impatient, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean
 
@@ -41,9 +41,9 @@ def test_a_round_is_recorded_with_who_did_what():
 
 def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
     one, other = Nodes(), Nodes()
-    other.members = {node_id + 1000: m for node_id, m in reversed(one.members.items())}
-    other.members = {
-        node_id: member(node_id, m.partition_id) for node_id, m in other.members.items()
+    other.registered = {node_id + 1000: m for node_id, m in reversed(one.registered.items())}
+    other.registered = {
+        node_id: registered_client(node_id, m.partition_id) for node_id, m in other.registered.items()
     }
     for nodes in (one, other):
         run(nodes, rounds=5, clients_per_round=2, evaluate_fn=lambda *_: None)
@@ -57,7 +57,7 @@ def reply_of(change, kind="train"):
     def behave(nodes, partition_id, message):
         if partition_id != 2 or message.metadata.message_type != kind:
             return None
-        honest = nodes.answer(nodes.members[message.metadata.dst_node_id], message)
+        honest = nodes.answer(nodes.registered[message.metadata.dst_node_id], message)
         return change(honest, message)
 
     return behave
@@ -124,7 +124,7 @@ def test_a_bad_reply_is_rejected_with_its_reason_and_the_round_goes_on(fault):
         raise AssertionError(rejected["reason"])
 
     honest = Nodes()
-    del honest.members[12]  # partition 2
+    del honest.registered[12]  # partition 2
     expected, _, _ = run(honest, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert torch.equal(notes.states[0]["H"], expected.states[0]["H"])
 
@@ -171,9 +171,11 @@ def test_replies_weigh_the_same_or_by_their_examples():
     states = {}
     for weighting in ("uniform", "examples"):
         nodes = Nodes(3, method="fedit")
-        nodes.members = {
-            node_id: member(node_id, m.partition_id, num_partitions=3, examples=1 + 5 * node_id)
-            for node_id, m in nodes.members.items()
+        nodes.registered = {
+            node_id: registered_client(
+                node_id, m.partition_id, num_partitions=3, examples=1 + 5 * node_id
+            )
+            for node_id, m in nodes.registered.items()
         }
         settings = {"rounds": 1, "clients_per_round": 3, "method": "fedit", "weighting": weighting}
         notes, _, _ = run(nodes, evaluate_fn=lambda *_: None, **settings)
@@ -190,14 +192,16 @@ def test_replies_weigh_the_same_or_by_their_examples():
 
 def test_clients_that_can_afford_the_method_may_be_away_for_a_round():
     nodes = Nodes(3, method="fedit")
-    nodes.members[11] = member(11, 2, num_partitions=3)
+    nodes.registered[11] = registered_client(11, 2, num_partitions=3)
     for node_id, partition_id in ((12, 1), (13, 0)):
-        nodes.members[node_id] = member(node_id, partition_id, num_partitions=3, share=0.5)
+        nodes.registered[node_id] = registered_client(
+            node_id, partition_id, num_partitions=3, share=0.5
+        )
 
     def leave(_, message):
         if message.metadata.message_type == "train":
-            reply = nodes.answer(nodes.members[11], message)
-            del nodes.members[11]
+            reply = nodes.answer(nodes.registered[11], message)
+            del nodes.registered[11]
             return reply
         return None
 
@@ -247,7 +251,7 @@ class Slow(Nodes):
         return any(number == 2 for number, _ in self.trained)
 
     def is_slow(self, reply):
-        node = self.members[reply.metadata.src_node_id]
+        node = self.registered[reply.metadata.src_node_id]
         kind = reply.metadata.message_type == "train"
         return kind and node.partition_id == 1 and not self.later
 
@@ -291,7 +295,7 @@ def test_a_round_waits_for_nodes_that_are_away():
 
         def get_node_ids(self):
             self.asked += bool(self.trained)  # after the first round
-            return [11] if 0 < self.asked < 6 else list(self.members)
+            return [11] if 0 < self.asked < 6 else list(self.registered)
 
     nodes = Away()
     notes, _, _ = run(
@@ -357,7 +361,7 @@ def test_a_message_that_cannot_be_sent_is_told():
 def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     nodes = Nodes()
     changed = {"partition_id": 3} | change
-    nodes.members[11] = member(11, **changed)
+    nodes.registered[11] = registered_client(11, **changed)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     if reason is None:
         assert not strategy.registry.refused
@@ -366,7 +370,7 @@ def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     assert node_id in {11, 14}
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(told)
-    assert len(strategy.registry.members) == 3
+    assert len(strategy.registry.clients) == 3
 
 
 def test_many_refusals_are_not_told_one_by_one(caplog):
@@ -393,20 +397,20 @@ def test_no_node_that_can_train_stops_the_run_and_says_why_once():
     with pytest.raises(RuntimeError, match=told):
         run(Nodes(backbone="other"))
     empty = Nodes()
-    empty.members = {}
+    empty.registered = {}
     with pytest.raises(RuntimeError, match="no node to train on: none is connected"):
         run(empty)
 
 
 def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled():
     nodes = Nodes()
-    late = nodes.members.pop(13)
+    late = nodes.registered.pop(13)
 
     def evaluate(number, _):
         if number == 2:
-            nodes.members[13] = late
+            nodes.registered[13] = late
         if number == 4:
-            del nodes.members[11]
+            del nodes.registered[11]
 
     run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
     by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 7)]
@@ -432,16 +436,16 @@ def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
 
         def pull_messages(self, message_ids):
             wanted = set(message_ids)
-            if self.members.get(13) and self.trained[-1][0] < 3:
+            if self.registered.get(13) and self.trained[-1][0] < 3:
                 wanted -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
             return super().pull_messages(wanted)
 
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
     nodes = Thinks()
-    late = nodes.members.pop(13)
+    late = nodes.registered.pop(13)
     run(
         nodes, rounds=5, clients_per_round=4,
-        evaluate_fn=lambda number, _: nodes.members.update({13: late}) if number == 1 else None,
+        evaluate_fn=lambda number, _: nodes.registered.update({13: late}) if number == 1 else None,
     )  # fmt: skip
     by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 6)]
     assert by_round == [{0, 2, 3}] * 3 + [{0, 1, 2, 3}] * 2
@@ -453,7 +457,7 @@ def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypat
 
         def get_nodes(self):
             self.looks = getattr(self, "looks", 0) + 1
-            nodes = [NodeInfo(node_id=node_id) for node_id in self.members]
+            nodes = [NodeInfo(node_id=node_id) for node_id in self.registered]
             for node in nodes:
                 node.last_activated_at = str(self.looks) if node.node_id == 13 else "then"
             return nodes
@@ -466,7 +470,7 @@ def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypat
     nodes = Dies()
     notes, strategy, _ = run(nodes, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
-    assert 13 not in strategy.registry.members
+    assert 13 not in strategy.registry.clients
 
 
 class Restarted(Nodes):
@@ -483,11 +487,11 @@ class Restarted(Nodes):
 @pytest.mark.parametrize("after", [{}, {"num_partitions": 5}, {"share": 0.5}])
 def test_a_restarted_node_is_asked_again(before, after):
     nodes = Restarted()
-    nodes.members[11] = member(11, 3, **before)
+    nodes.registered[11] = registered_client(11, 3, **before)
 
     def evaluate(number, _):
         if number == 1:
-            nodes.members[11], nodes.since = member(11, 3, **after), "noon"
+            nodes.registered[11], nodes.since = registered_client(11, 3, **after), "noon"
 
     notes, strategy, _ = run(nodes, rounds=3, clients_per_round=4, evaluate_fn=evaluate)
     there = [[c["share"] for c in r["clients"] if c["partition-id"] == 3] for r in notes.records]
@@ -506,24 +510,24 @@ def test_a_restarted_node_is_asked_again(before, after):
 )
 def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
     nodes = Nodes()
-    nodes.members = {
-        11 + i: member(11 + i, partition, num_partitions=number)
+    nodes.registered = {
+        11 + i: registered_client(11 + i, partition, num_partitions=number)
         for i, (partition, number) in enumerate(numbers)
     }
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert strategy.registry.members.keys() == stay
+    assert strategy.registry.clients.keys() == stay
     assert len(strategy.registry.refused) == len(numbers) - len(stay)
 
 
 def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
     nodes = Nodes()
-    good, nodes.members[11] = nodes.members[11], member(11, 3, share=7.0)
+    good, nodes.registered[11] = nodes.registered[11], registered_client(11, 3, share=7.0)
 
     def evaluate(number, _):
         if number == 1:
-            del nodes.members[11]
+            del nodes.registered[11]
         if number == 2:
-            nodes.members[11] = good
+            nodes.registered[11] = good
 
     notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
     assert [len(record["clients"]) for record in notes.records] == [3, 3, 4, 4]
@@ -549,10 +553,10 @@ def test_evaluation_on_the_clients_weighs_by_examples():
 
 
 def test_sampling_is_even():
-    members = [member(i, i, num_partitions=10) for i in range(10)]
+    clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     counts = dict.fromkeys(range(10), 0)
     for number in range(1000):
-        chosen = sample(members, 3, 0, number)
+        chosen = sample(clients, 3, 0, number)
         assert len({m.partition_id for m in chosen}) == 3
         for one in chosen:
             counts[one.partition_id] += 1
@@ -561,8 +565,8 @@ def test_sampling_is_even():
 
 
 def test_answers_round_trip_and_missing_fields_are_named():
-    answer = ConfigRecord(member().as_config())
-    assert read_registered_client(1, answer) == member()
+    answer = ConfigRecord(registered_client().as_config())
+    assert read_registered_client(1, answer) == registered_client()
     for key in list(answer):
         with pytest.raises(ValueError, match=f"{key} is None, expected"):
             read_registered_client(1, {k: v for k, v in answer.items() if k != key})
@@ -619,7 +623,7 @@ def test_a_reason_is_given_once_with_those_who_gave_it():
     round_log = RoundLog(1, 12)
     for number in range(12):
         reason = "out of memory" if number == 3 else "no such column 'text'"
-        round_log.reject(member(partition_id=number), reason)
+        round_log.reject(registered_client(partition_id=number), reason)
     told = round_log.why_too_few_came(1)
     assert told.count("no such column") == 1
     assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in told

@@ -106,9 +106,9 @@ class Lost(Failing):
     def fail(self, call, about, kind=""):
         if call == "pull" and kind == "train":
             message = self._waiting[about]
-            member = self.members[message.metadata.dst_node_id]
+            registered_client = self.registered[message.metadata.dst_node_id]
             if (
-                member.partition_id in self.partitions
+                registered_client.partition_id in self.partitions
                 and int(str(message.content.config_records["config"]["round"])) < 3
             ):
                 super().fail(call, about, kind)
