@@ -12,7 +12,7 @@ NOW = 1_795_000_000.0
 
 def client(partition: int, **changes: Any) -> dict[str, Any]:
     return {
-        "partition-id": partition, "share": 0.5, "heads": 2, "selected": [[0, 2], [1, 3]],
+        "partition-id": partition, "budget-fraction": 0.5, "heads": 2, "selected": [[0, 2], [1, 3]],
         "examples": 72, "steps": 5, "train-loss": 1.0, "seconds": 3.25, "bytes-up": 25_000,
         "bytes-down": 51_000,
     } | changes  # fmt: skip
@@ -30,7 +30,7 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
 
 def node(partition: int, **changes: Any) -> dict[str, Any]:
     return {
-        "partition-id": partition, "share": 0.5, "device": "cuda:0", "examples": 72,
+        "partition-id": partition, "budget-fraction": 0.5, "device": "cuda:0", "examples": 72,
         "own-data": False, "versions": "flwr 1.41.0", "heard": NOW - 60 * partition,
     } | changes  # fmt: skip
 

@@ -27,8 +27,8 @@ DERIVED = [1.0, 2.0]
 
 # A round's record and that of one of its clients, with every key that each run writes.
 CLIENT = {
-    "partition-id": 0, "share": 1.0, "heads": 4.0, "selected": [[0]], "examples": 10, "steps": 1,
-    "bytes-up": 1, "bytes-down": 1,
+    "partition-id": 0, "budget-fraction": 1.0, "heads": 4.0, "selected": [[0]], "examples": 10,
+    "steps": 1, "bytes-up": 1, "bytes-down": 1,
 }  # fmt: skip
 ROUND = {
     "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
@@ -48,7 +48,7 @@ SUMMARY = {
 
 def registered_client(node_id=1, partition_id=0, **changes):
     settings: dict[str, Any] = {
-        "num_partitions": 4, "own_data": False, "examples": 10, "share": 1.0,
+        "num_partitions": 4, "own_data": False, "examples": 10, "budget_fraction": 1.0,
         "device": "cpu", "free_memory": 0, "versions": "",
         "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
     }  # fmt: skip
@@ -91,7 +91,7 @@ class Nodes(InProcessGrid):
             upload = self.method.calibration.run(self.adapters, Shifts(1 + node.partition_id))
             return self.reply(message, upload, number)
         method = self.method.in_round(number)
-        upload = train_client(method, self.adapters, state, node.share, node.partition_id)
+        upload = train_client(method, self.adapters, state, node.budget_fraction, node.partition_id)
         return self.reply(message, upload, number)
 
     def reply(self, message, upload, number):

@@ -25,11 +25,11 @@ def saved_for_backward(network):
         yield kept
 
 
-def kept_for_backward(bench, share, batch_size, dtype=None):
+def kept_for_backward(bench, fraction, batch_size, dtype=None):
     """Bytes kept, each storage once, and bytes trained, of a client with that share."""
     model = bench.model
     with model.holding(model.initial_state()):
-        model.method.choose(model.adapters, share, torch.Generator(), lambda: None)
+        model.method.choose(model.adapters, fraction, torch.Generator(), lambda: None)
         batch = bench.test_sets["test"].take(np.arange(batch_size))
         model.network.train()
         with (

@@ -57,14 +57,14 @@ def calibration_sums(method):
     return CalibrationSums(method.calibration, None, math.inf)
 
 
-def train_client(method, adapters, state, share, seed, own=None):
+def train_client(method, adapters, state, fraction, seed, own=None):
     """What one client sends, after some arbitrary movement of what it may train."""
-    share = share if method.can_train(share) else 1.0
+    fraction = fraction if method.can_train(fraction) else 1.0
     random = generator(seed, "client")
-    method.load(adapters, method.broadcast(state, share))
+    method.load(adapters, method.broadcast(state, fraction))
     if own is not None:
         method.personal.put(adapters, own)
-    method.choose(adapters, share, random, lambda: None)
+    method.choose(adapters, fraction, random, lambda: None)
     with torch.no_grad():
         for parameter in method.parameters(adapters):
             parameter.add_(torch.randn(parameter.shape, generator=random))
@@ -86,8 +86,8 @@ class FakeTraining:
 def aggregate(method, state, uploads):
     """The next state; uploads are (tensors, share) or (tensors, share, weight)."""
     pot = Aggregate(method, state, UpdateNormCheck(1e9))
-    for upload, share, *weight in uploads:
-        pot.offer(upload, share if method.can_train(share) else 1.0, *weight)
+    for upload, fraction, *weight in uploads:
+        pot.offer(upload, fraction if method.can_train(fraction) else 1.0, *weight)
     return pot.close()
 
 

@@ -3,7 +3,7 @@
 import torch
 
 
-def by_hand(tensors, share, names):
+def by_hand(tensors, density, names):
     """Keep floor(share n) of each head's n numbers, at least one, and of all others together."""
     rows = []  # of (tensor, position) of each number
     made = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -17,7 +17,7 @@ def by_hand(tensors, share, names):
         else:
             together += places
     for row in [*rows, together]:
-        kept = max(1, len(row) * share.numerator // share.denominator)
+        kept = max(1, len(row) * density.numerator // density.denominator)
         order = sorted(range(len(row)), key=lambda n: (-abs(float(row[n][0][row[n][1]])), n))
         for flat, at in (row[n] for n in order[kept:]):
             flat[at] = 0.0

@@ -36,10 +36,10 @@ class SpawnStarter(Ravan):
     def trainable_parameters(self) -> int:
         return super().trainable_parameters() // 2
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
         return {"H": (len(self.layers) * self.each, self.rank, self.rank)}
 
-    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
+    def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
         """Check nothing: all clients of the study are our own."""
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
@@ -58,7 +58,7 @@ class SpawnStarter(Ravan):
     def choose(
         self,
         adapters: Sequence[MultiHeadLinear],
-        share: float,  # noqa: ARG002
+        fraction: float,  # noqa: ARG002
         random: torch.Generator,  # noqa: ARG002
         backward: Callable[[], object],  # noqa: ARG002
     ) -> None:

@@ -71,14 +71,16 @@ def _query(client: ClientRequest) -> RecordDict:
         node_keys(node).public()
     if client.config.privacy == "example":
         check_examples_apart(bench.model, bench.task)
-    share = client.share  # "auto" follows from memory, which examples will take a part of
+    fraction = (
+        client.budget_fraction
+    )  # "auto" follows from memory, which examples will take a part of
     registered = RegisteredClient(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
         own_data=node.data_path is not None,
         examples=len(client.examples.train),
-        share=share,
+        budget_fraction=fraction,
         device=str(bench.model.device),
         # How much examples take is not told where the server is not trusted.
         free_memory=0 if client.config.privacy == "example" else client.free_memory,

@@ -19,12 +19,12 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.sparsity import Sparsity, densify, sparsity_of_round
 from ravan_flwr.messages.wire import decode, wire_of_round
-from ravan_flwr.methods import METHODS, budget_share
+from ravan_flwr.methods import METHODS, budget_fraction
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.cost import largest_share
+from ravan_flwr.training.cost import largest_fraction
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.local_steps import LocalSteps, steps_of
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
@@ -96,13 +96,13 @@ class ClientRequest:
         return self.examples.train
 
     @property
-    def share(self) -> float:
+    def budget_fraction(self) -> float:
         """Find the node's own budget if it has one, or its draw from the run's distribution."""
         budget, config = self.node.budget, self.config
         if budget is None:
-            return budget_share(config.budgets, config.seed, self.node.partition_id)
+            return budget_fraction(config.budgets, config.seed, self.node.partition_id)
         if budget == AUTO:
-            return largest_share(config, self.free_memory)
+            return largest_fraction(config, self.free_memory)
         return float(budget)
 
     @property
@@ -111,8 +111,8 @@ class ClientRequest:
 
     @property
     def granted(self) -> float:
-        """Read the share that this node named when it was asked: free memory may have changed."""
-        return cast(float, self.content.config_records["config"]["share"])
+        """Return the fraction that this node named when asked: free memory may have changed."""
+        return cast(float, self.content.config_records["config"]["budget-fraction"])
 
     @property
     def steps(self) -> LocalSteps:
@@ -139,7 +139,7 @@ class ClientRequest:
 
     @property
     def sparsity(self) -> Sparsity:
-        return sparsity_of_round(self.config.shares_sent, self.round)
+        return sparsity_of_round(self.config.densities, self.round)
 
     @property
     def turn(self) -> ClientRound:

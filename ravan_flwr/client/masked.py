@@ -53,6 +53,8 @@ def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) ->
     check_cohort(config, len(schedule.partitions), node.num_partitions)
     check_parts(parts_of(method, sent, config.learning_rate * client.steps.number), schedule)
     # What a node with budget = auto has named depends on memory that was free then.
-    share = client.granted if node.budget == AUTO else min(client.share, config.max_share)
+    fraction = (
+        client.granted if node.budget == AUTO else min(client.budget_fraction, config.max_share)
+    )
     random = generator(config.seed, "heads", client.round, node.partition_id)
-    check_rows(selected_rows(method, sent, share, random), schedule, node.partition_id)
+    check_rows(selected_rows(method, sent, fraction, random), schedule, node.partition_id)

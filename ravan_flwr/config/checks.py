@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.keys import KEYS, ROBUST, shares_sent
+from ravan_flwr.config.keys import KEYS, ROBUST, densities
 from ravan_flwr.methods import METHODS, MIXES, MethodInfo
 from ravan_flwr.specs import Scalar
 
@@ -138,21 +138,21 @@ def _check_replies(values: Values) -> None:
 
 
 def _check_sparsity(values: Values) -> None:
-    """Refuse shares out of range, and what needs all numbers of the state or of a change."""
-    shares = shares_sent(str(values["sparsity"]))
-    if not all(0 < share <= 1 for share in shares):
+    """Refuse parts out of range, and what needs all numbers of the state or of a change."""
+    sent = densities(str(values["sparsity"]))
+    if not all(0 < density <= 1 for density in sent):
         expected = KEYS["sparsity"].allowed
-        raise _refusal(values, "sparsity", "a share out of range", expected, "correct it")
+        raise _refusal(values, "sparsity", "a part out of range", expected, "correct it")
     name = str(values["method"])
     method = METHODS[name]
-    for share, able, why, form in (
-        (shares[0], method.sparse_down, "clients need all numbers of its state", "1:UP"),
-        (shares[1], method.sparse_up, "clients count on all of their change in its state", "1:1"),
+    for density, able, why, form in (
+        (sent[0], method.sparse_down, "clients need all numbers of its state", "1:UP"),
+        (sent[1], method.sparse_up, "clients count on all of their change in its state", "1:1"),
     ):
-        if share < 1 and not able:
+        if density < 1 and not able:
             conflict = f"method {name!r}, whose {why}"
             raise _refusal(values, "sparsity", conflict, repr(form), "set that, or another method")
-    if shares[1] < 1 and values["weighting"] in ROBUST:
+    if sent[1] < 1 and values["weighting"] in ROBUST:
         raise _refusal(
             values, "sparsity", f"weighting = {values['weighting']!r}", "'DOWN:1', since a number "
             "that most clients do not send would stay as it is", "leave one of them out",

@@ -53,7 +53,7 @@ _SHARE = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
 
 
-def shares_sent(sparsity: str) -> tuple[Fraction, Fraction]:
+def densities(sparsity: str) -> tuple[Fraction, Fraction]:
     """Read `DOWN:UP`."""
     down, up = map(Fraction, sparsity.split(":"))
     return down, up
@@ -205,7 +205,7 @@ class Config:
     # messages and aggregation
     wire: str = key("float32", "numbers in which tensors travel, both ways",
         choices=("float32", "float16", "bfloat16", "int8"))
-    sparsity: str = key("1:1", "shares of the numbers that travel down and up, those of largest "
+    sparsity: str = key("1:1", "parts of the numbers that travel down and up, those of largest "
         "magnitude, with their places (FLASC); clients train all", pattern=f"{_SHARE}:{_SHARE}",
         in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16, as a text")
     weighting: str = key("uniform", "how replies are combined: by a mean that weights them alike, "
@@ -269,9 +269,9 @@ class Config:
         return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
 
     @property
-    def shares_sent(self) -> tuple[Fraction, Fraction]:
-        """Return the shares of the numbers that travel down and up."""
-        return shares_sent(self.sparsity)
+    def densities(self) -> tuple[Fraction, Fraction]:
+        """Return the parts of the numbers that travel down and up."""
+        return densities(self.sparsity)
 
     @property
     def packing(self) -> bool:

@@ -123,7 +123,7 @@ class Masked(Kind):
 
         def client_rows(client: RegisteredClient) -> Bits:
             random = generator(config.seed, "heads", number, client.partition_id)
-            return selected_rows(method, state, client.share, random)
+            return selected_rows(method, state, client.budget_fraction, random)
 
         steps = config.learning_rate * max(map(self.run.steps, clients), default=0)
         rows = {client.partition_id: client_rows(client) for client in clients}

@@ -29,9 +29,9 @@ class TimedGrid(InProcessGrid):
         self.clock = SimulatedClock(devices)
         self._work = Workload(config, num_clients, devices)
         if config.parts("budgets")[""] == "by-speed":
-            shares = self._work.shares_by_speed()
-            for context, share in zip(self._contexts.values(), shares, strict=True):
-                context.node_config["budget"] = share
+            fractions = self._work.fractions_by_speed()
+            for context, fraction in zip(self._contexts.values(), fractions, strict=True):
+                context.node_config["budget"] = fraction
 
     def get_node_ids(self) -> Iterable[int]:
         """List the clients that are online."""
@@ -51,12 +51,12 @@ class TimedGrid(InProcessGrid):
     def _begin(self, message_id: str, message: Message) -> None:
         """Let the client's device work on a message."""
         node, kind = node_and_kind(message)
-        share = _share(message)
+        fraction = _fraction(message)
         self.clock.send(
             message_id, node - 1,
             array_bytes(message),
-            self._work.operations(kind, share, node - 1),
-            0 if kind == MessageType.EVALUATE else self._work.bytes_up(share),
+            self._work.operations(kind, fraction, node - 1),
+            0 if kind == MessageType.EVALUATE else self._work.bytes_up(fraction),
         )  # fmt: skip
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -75,11 +75,11 @@ class TimedGrid(InProcessGrid):
         """Return a client's reply, or that its device lacks memory."""
         self.clock.take(message.metadata.message_id)
         node, kind = node_and_kind(message)
-        if kind in TRAINING and (why := self._work.lacks(_share(message), node - 1)):
+        if kind in TRAINING and (why := self._work.lacks(_fraction(message), node - 1)):
             return Message(Error(2, why), reply_to=message)
         return super()._deliver(message)
 
 
-def _share(message: Message) -> float:
+def _fraction(message: Message) -> float:
     """Return the part of the adapters that its client is to train."""
-    return cast(float, message.content.config_records["config"]["share"])
+    return cast(float, message.content.config_records["config"]["budget-fraction"])

@@ -21,9 +21,9 @@ class RegisteredClient:
     node_id: int
     partition_id: int
     num_partitions: int
-    own_data: bool  # not a share of the data that all know
+    own_data: bool  # not a part of the data that all know
     examples: int
-    share: float  # of the largest budget
+    budget_fraction: float  # of the adapter
     device: str
     free_memory: int  # bytes
     versions: str
@@ -84,8 +84,10 @@ def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
         raise ValueError(
             f"examples is {answer['examples']}, expected at least 1 and at most {MOST_EXAMPLES}"
         )
-    if not 0 < answer["share"] <= 1:
-        raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
+    if not 0 < answer["budget-fraction"] <= 1:
+        raise ValueError(
+            f"budget-fraction is {answer['budget-fraction']}, expected above 0 and at most 1"
+        )
 
 
 def check_same_app(

@@ -8,7 +8,7 @@ The server's state is dense, and a client's change counts from what that client 
 tensor of heads each head sends as many numbers as any other. All other tensors count together, as
 in the paper. Tensors that no client trains (a sum of earlier products, counts) travel whole.
 
-A head, or all other tensors together, is one row of n numbers: max(1, floor(share n)) of them
+A head, or all other tensors together, is one row of n numbers: max(1, floor(density n)) of them
 travel. Their places are bits, one for each number of the row, or indices of 1, 2 or 4 bytes,
 whichever is smaller. A dense tensor's shape travels as that of an array without bytes.
 """
@@ -28,12 +28,12 @@ from ravan_flwr.methods.extensions import norm_limits
 FLAT = "largest"  # the numbers of all tensors that have no heads
 PLACES, FORM = "/places", "/form"
 
-Sparsity = tuple[Fraction, Fraction]  # the shares that travel down and up
+Sparsity = tuple[Fraction, Fraction]  # the parts of the numbers that travel down and up
 WHOLE: Sparsity = (Fraction(1), Fraction(1))
 
 
 def sparsity_of_round(sparsity: Sparsity, number: int) -> Sparsity:
-    """Return the shares of a round: all of a calibration, which is round 0."""
+    """Return the densities of a round: all of a calibration, which is round 0."""
     return sparsity if number else WHOLE
 
 
@@ -68,9 +68,9 @@ def changed(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tens
 # Rows of numbers.
 
 
-def top_k(numbers: int, share: Fraction) -> int:
+def top_k(numbers: int, density: Fraction) -> int:
     """Count the numbers of a row that travel."""
-    return max(1, math.floor(share * numbers))
+    return max(1, math.floor(density * numbers))
 
 
 def _index_width(numbers: int) -> int:
@@ -123,13 +123,13 @@ def _read_places(name: str, places: Tensor, numbers: int, k: int) -> Tensor:
 # Messages.
 
 
-def sparsify(tensors: Mapping[str, Tensor], share: Fraction, names: Set[str]) -> Tensors:
+def sparsify(tensors: Mapping[str, Tensor], density: Fraction, names: Set[str]) -> Tensors:
     """Replace the named float32 tensors by their largest numbers, the numbers' places and shapes.
 
     What `wire.encode` makes of the result is what travels.
     """
     coded, rows = dict(tensors), dict[str, Tensor]()
-    if share == 1:
+    if density == 1:
         return coded
     chosen = [n for n in sorted(names & tensors.keys()) if tensors[n].dtype == torch.float32]
     chosen = [name for name in chosen if tensors[name].numel()]
@@ -143,7 +143,7 @@ def sparsify(tensors: Mapping[str, Tensor], share: Fraction, names: Set[str]) ->
         rows[FLAT] = torch.cat([tensors[name].detach().cpu().flatten() for name in plain])
     for name, row in rows.items():
         table = row.reshape(-1, row.shape[-1])
-        k = top_k(table.shape[1], share)
+        k = top_k(table.shape[1], density)
         marks, lead = largest(table, k), row.shape[:-1]
         # A head's numbers keep three sides, so that int8 has a scale for each head.
         coded[name] = table[marks].view(*lead, k, 1) if lead else table[marks]
@@ -151,13 +151,13 @@ def sparsify(tensors: Mapping[str, Tensor], share: Fraction, names: Set[str]) ->
     return coded
 
 
-def densify(coded: Mapping[str, Tensor], share: Fraction, most: int | None = None) -> Tensors:
+def densify(coded: Mapping[str, Tensor], density: Fraction, most: int | None = None) -> Tensors:
     """Fill up with zeros what `sparsify` made; ValueError for what it never makes.
 
     With `most`, as of an upload, tensors of more numbers are refused before any is filled up, and
     so is a tensor of numbers that was not sparsified.
     """
-    if share == 1:
+    if density == 1:
         return dict(coded)
     forms = _forms(coded)
     numbers = sum(map(math.prod, forms.values()))
@@ -167,11 +167,11 @@ def densify(coded: Mapping[str, Tensor], share: Fraction, most: int | None = Non
     dense: Tensors = {}
     if plain:
         sizes = [math.prod(form) for form in plain.values()]
-        parts = _filled(coded, FLAT, (), sum(sizes), share).split(sizes)
+        parts = _filled(coded, FLAT, (), sum(sizes), density).split(sizes)
         dense |= {n: p.view(plain[n]) for n, p in zip(plain, parts, strict=True)}
     for name, form in forms.items():
         if name not in plain:
-            filled = _filled(coded, name, form[:-2], math.prod(form[-2:]), share)
+            filled = _filled(coded, name, form[:-2], math.prod(form[-2:]), density)
             dense[name] = filled.view(form)
     used = {name + FORM for name in forms} | {FLAT, FLAT + PLACES} | dense.keys()
     used |= {name + PLACES for name in dense}
@@ -198,10 +198,10 @@ def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _filled(
-    coded: Mapping[str, Tensor], name: str, lead: Sequence[int], numbers: int, share: Fraction
+    coded: Mapping[str, Tensor], name: str, lead: Sequence[int], numbers: int, density: Fraction
 ) -> Tensor:
     """Read one tensor's rows, (rows, numbers), or (numbers) of all that have no heads."""
-    k = top_k(numbers, share)
+    k = top_k(numbers, density)
     for key, dtype, shape in (
         (name, torch.float32, (*lead, k, 1) if lead else (k,)),
         (name + PLACES, torch.uint8, (*lead, _place_bytes(numbers, k)[0])),
@@ -217,15 +217,15 @@ def _filled(
     return dense if lead else dense[0]
 
 
-def num_bytes(shapes: Iterable[Sequence[int]], share: Fraction, numbers_in: str) -> int:
+def num_bytes(shapes: Iterable[Sequence[int]], density: Fraction, numbers_in: str) -> int:
     """Return the bytes that float32 tensors of these shapes take, in numbers of that wire."""
     shapes = [tuple(shape) for shape in shapes if math.prod(shape)]
-    if share == 1:
+    if density == 1:
         return wire.num_bytes(shapes, numbers_in)
     total, plain = 0, sum(math.prod(shape) for shape in shapes if len(shape) <= 2)
     tables = [(shape[:-2], math.prod(shape[-2:])) for shape in shapes if len(shape) > 2]
     for lead, numbers in [*tables, *([((), plain)] if plain else [])]:
-        k = top_k(numbers, share)
+        k = top_k(numbers, density)
         values = (*lead, k, 1) if lead else (k,)
         total += wire.num_bytes([values], numbers_in)
         total += math.prod(lead) * _place_bytes(numbers, k)[0]

@@ -3,10 +3,10 @@
 The global state is a dict of few tensors, and so is what travels. A round is
 
     server                                  client
-    broadcast(state, share)  ------------>  load(adapters, tensors)
+    broadcast(state, fraction) --------->  load(adapters, tensors)
                                             choose(adapters, ...)      what to train
                                             ... local steps ...
-    check(upload, share)     <------------  upload(adapters)
+    check(upload, fraction)  <------------  upload(adapters)
     open_round(state).add(upload, weight), .close() -> the next state
 
 Where a method says nothing else, a client trains all that its adapters have to train, and the
@@ -20,7 +20,7 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def trainable_parameters(self):
             return self.rank * sum(layer.out_features for layer in self.layers)
 
-        def upload_shapes(self, share):
+        def upload_shapes(self, fraction):
             return {"B": (self.trainable_parameters(),)}
 
         def adapt(self, layer, linear):
@@ -146,16 +146,16 @@ class Method(ABC, Generic[Adapter]):
         """Count what a client with the whole budget trains, without the classifier."""
 
     @abstractmethod
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        """Name the float32 tensors that a client with that share sends, with their shapes."""
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
+        """Return the float32 tensors that a client with that budget sends: name -> shape."""
 
-    def upload_bytes(self, share: float) -> int:
+    def upload_bytes(self, fraction: float) -> int:
         """Count the bytes of such an upload."""
-        return 4 * sum(math.prod(shape) for shape in self.upload_shapes(share).values())
+        return 4 * sum(math.prod(shape) for shape in self.upload_shapes(fraction).values())
 
-    def broadcast_bytes(self, initial: Tensors, share: float) -> int:
+    def broadcast_bytes(self, initial: Tensors, fraction: float) -> int:
         """Bound the bytes of a broadcast to such a client, in a run from that initial state."""
-        sent = self.broadcast(initial, share).values()
+        sent = self.broadcast(initial, fraction).values()
         return sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def trained_tensors(self) -> set[str]:
@@ -163,9 +163,9 @@ class Method(ABC, Generic[Adapter]):
         rounds = self.different_rounds()
         return {name for method in rounds for name in method.upload_shapes(1.0)}
 
-    def can_train(self, share: float) -> bool:
-        """Return whether a client with that share of the budget can take part."""
-        return self.parts is not None or share >= 1
+    def can_train(self, fraction: float) -> bool:
+        """Return whether a client with that budget fraction can take part."""
+        return self.parts is not None or fraction >= 1
 
     def effective_rank_bound(self) -> int | None:
         """Bound the rank of a matrix's update, where that is not the rank itself."""
@@ -177,16 +177,16 @@ class Method(ABC, Generic[Adapter]):
     def initial_state(self, adapters: Sequence[Adapter]) -> Tensors:
         """Make the global state before the first round; the adapters are as `install` made them."""
 
-    def broadcast(self, state: Tensors, share: float) -> Tensors:
-        """Pick what a client with that share of the budget is sent."""
+    def broadcast(self, state: Tensors, fraction: float) -> Tensors:
+        """Pick what a client with that budget fraction is sent."""
         return state
 
-    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
+    def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
         """Raise ValueError unless uploads of such a client look like this one.
 
         That its numbers are finite is no question of the method.
         """
-        shapes = self.upload_shapes(share)
+        shapes = self.upload_shapes(fraction)
         check_names(upload, list(shapes))
         for name, shape in shapes.items():
             check_form(upload, name, shape, torch.float32)
@@ -221,10 +221,10 @@ class Method(ABC, Generic[Adapter]):
         """Put a broadcast, or a global state, into the adapters; everything else is reset."""
 
     def choose(
-        self, adapters: Sequence[Adapter], share: float, random: torch.Generator,
+        self, adapters: Sequence[Adapter], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
-        """Make trainable what the share pays for, where `load` has not done it.
+        """Make trainable what the budget pays for, where `load` has not done it.
 
         `backward(sums)` runs one mini-batch of the client forward and backward. What hooks add
         meanwhile to the tensors of `sums` has to be in proportion to the gradients.

@@ -31,8 +31,8 @@ class SumsChanges:
     mean_over_cohort: bool = False  # do clients that left a row as it was count for its mean?
     layers: list[Layer]
 
-    def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:
-        """Return how likely a client with that share trains each number of the state.
+    def coverage(self, state: Mapping[str, Tensor], fraction: float) -> Tensors:
+        """Return how likely a client with that budget fraction trains each number of the state.
 
         Each tensor broadcasts to that of the state.
         """
@@ -43,13 +43,15 @@ class SumsChanges:
         return dict.fromkeys(state, 1)
 
     def rows_trained(
-        self, state: Mapping[str, Tensor], share: float, random: torch.Generator
+        self, state: Mapping[str, Tensor], fraction: float, random: torch.Generator
     ) -> Tensors:
         """Choose the rows that such a client trains, as `choose` would, without its data."""
         return {name: torch.ones(rows).bool() for name, rows in self.rows(state).items()}
 
-    def train_rows(self, adapters: Sequence[Any], rows: Mapping[str, Tensor], share: float) -> None:
-        """Make these rows trainable, in place of `choose`; ValueError if the share cannot pay."""
+    def train_rows(
+        self, adapters: Sequence[Any], rows: Mapping[str, Tensor], fraction: float
+    ) -> None:
+        """Make these rows trainable, in place of `choose`; ValueError if the budget cannot pay."""
 
     def counted(self, state: Tensors, clients: int) -> Tensors:
         """Note in the next state of how many clients it has the changes, where it has a place."""
@@ -104,11 +106,11 @@ class Personal(Generic[Adapter]):
     """Describe what of a method's adapters stays with each client.
 
         server                                  client
-        broadcast(state, share)  ------------>  load(adapters, tensors)
+        broadcast(state, fraction) --------->  load(adapters, tensors)
                                                 put(adapters, own)     if it has a part of its own
                                                 ... local steps ...
                                                 collect(adapters) -> its part, which stays
-        check(upload, share)     <------------  upload(adapters)
+        check(upload, fraction)  <------------  upload(adapters)
 
     There is no one result: a client predicts with the server's state and its own part together.
     Without one, in its first round or after it was lost, it begins with what `load` left. A trained

@@ -2,7 +2,7 @@
 
     y = W x + b + scale sum_j B_j A_j x
 
-A client with a share of the budget draws r_c = floor(share * r) of the modules at random, the same
+A client with a budget fraction draws r_c = floor(fraction * r) of the modules at random, the same
 in all layers, and trains those. The others are merged into its frozen weight, so that it begins
 where the server is. Each B_j and each A_j is averaged over the clients that trained module j, and
 stays where nobody did. What comes of it is no mean of products; with whole budgets it is FedIT.
@@ -66,15 +66,15 @@ class FedPLora(NormLimits, LoraMethod):
     layer_class = ParallelLoRALinear
     by_ranks = True
 
-    def upload_bytes(self, share: float) -> int:
-        return super().upload_bytes(share) + math.ceil(self.rank / 8)
+    def upload_bytes(self, fraction: float) -> int:
+        return super().upload_bytes(fraction) + math.ceil(self.rank / 8)
 
     # The server's half.
 
-    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
-        super().check({n: tensor for n, tensor in upload.items() if n != "modules"}, share)
+    def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
+        super().check({n: tensor for n, tensor in upload.items() if n != "modules"}, fraction)
         packed = check_form(upload, "modules", [math.ceil(self.rank / 8)], torch.uint8)
-        chosen, number = unpack_bits(packed), affordable(share, self.rank)
+        chosen, number = unpack_bits(packed), affordable(fraction, self.rank)
         if chosen[self.rank :].any() or int(chosen.sum()) != number:
             raise ValueError(
                 f"modules marks {chosen.nonzero().flatten().tolist()}, expected {number} of the "
@@ -102,10 +102,10 @@ class FedPLora(NormLimits, LoraMethod):
     # The client's half.
 
     def choose(
-        self, adapters: Sequence[Any], share: float, random: torch.Generator,
+        self, adapters: Sequence[Any], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
-        number = affordable(share, self.rank)
+        number = affordable(fraction, self.rank)
         if number == self.rank:
             return
         chosen = torch.zeros(self.rank, dtype=torch.bool)

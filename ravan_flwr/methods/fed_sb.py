@@ -42,7 +42,7 @@ class FedSB(MultiHeadMethod):
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.rank**2
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
         return {"H": self.shape}
 
     def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:

@@ -35,7 +35,7 @@ LAMBDA = 0.5
 class DualLoRALinear(LoRALinear):
     """Add two LoRAs to a frozen linear layer, of which the second is the client's own."""
 
-    own_share: float | None = None  # a while one of the two is trained; by input if None
+    personal_weight: float | None = None  # a while one of the two is trained; by input if None
     mean: Tensor
     total: Tensor
 
@@ -50,11 +50,11 @@ class DualLoRALinear(LoRALinear):
         self.own_A = nn.Parameter(A.detach().to(device, copy=True))
         self.register_buffer("mean", mean.to(device, copy=True), persistent=False)
         self.register_buffer("total", torch.zeros_like(self.mean), persistent=False)
-        self.own_share, self.count = None, 0
+        self.personal_weight, self.count = None, 0
 
     def train_own(self, *, own: bool) -> None:
         """Train the own factors beside the others, or the others alone."""
-        self.own_share = 0.5 if own else 0.0
+        self.personal_weight = 0.5 if own else 0.0
         for factor in (self.B, self.A):
             factor.requires_grad_(not own)
         for factor in (self.own_B, self.own_A):
@@ -65,28 +65,28 @@ class DualLoRALinear(LoRALinear):
         return self.total / self.count if self.count else self.mean
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.own_share == 0:
+        if self.personal_weight == 0:
             return super().forward(x)
         inputs = x.detach().float().flatten(1, -2).mean(1) if x.ndim > 2 else x.detach().float()
-        if self.own_share is None:
+        if self.personal_weight is None:
             alike = F.cosine_similarity(inputs, self.mean[None]).clamp(min=0)
-            share = (LAMBDA * alike).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+            weight = (LAMBDA * alike).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
         else:
             self.total += inputs.sum(0)
             self.count += len(inputs)
-            share = torch.full((1,), self.own_share, dtype=x.dtype, device=x.device)
+            weight = torch.full((1,), self.personal_weight, dtype=x.dtype, device=x.device)
         of_all = F.linear(F.linear(x, self.A), self.B)
         own = F.linear(F.linear(x, self.own_A), self.own_B)
         y: Tensor = self.base(x)
-        return y + (self.scale * ((1 - share) * of_all + share * own)).to(y.dtype)
+        return y + (self.scale * ((1 - weight) * of_all + weight * own)).to(y.dtype)
 
     def delta_weight(self) -> Tensor:
         """Compute what is added, (out, in), to an input as the client's own are."""
-        share = self.own_share
-        if share is None:
-            share = LAMBDA if self.mean.any() else 0.0
+        weight = self.personal_weight
+        if weight is None:
+            weight = LAMBDA if self.mean.any() else 0.0
         own = self.scale * self.own_B @ self.own_A
-        return (1 - share) * super().delta_weight() + share * own
+        return (1 - weight) * super().delta_weight() + weight * own
 
 
 class FedDPA(LoraMethod):
@@ -117,7 +117,7 @@ class FedDPA(LoraMethod):
             adapter.set_own(B, A, mean)
 
     def choose(
-        self, adapters: Sequence[Any], share: float, random: torch.Generator,
+        self, adapters: Sequence[Any], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
         for adapter in adapters:

@@ -1,6 +1,6 @@
 """Train FlexLoRA: LoRA of a rank by budget, aggregated by products (Bai et al., 2024).
 
-A client with a share of the budget trains r_c = floor(share * r) ranks, at least one. The
+A client with a budget fraction trains r_c = floor(fraction * r) ranks, at least one. The
 server decomposes the mean of the products, mean_c(B_c A_c) = U S V^T, and sends each client
 
     B_c = U[:, :r_c] S[:r_c],    A_c = V^T[:r_c]

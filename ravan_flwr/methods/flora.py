@@ -3,8 +3,8 @@
     W <- W + scale sum_c p_c B_c A_c,    p_c = w_c / sum w
 
 The sum is one product: the B_c side by side times the A_c on top of each other. Nothing is lost,
-also where the clients' ranks differ: a client with a share of the budget trains
-r_c = floor(share * r) ranks. Every round begins anew, with B = 0 and another random A.
+also where the clients' ranks differ: a client with a budget fraction trains
+r_c = floor(fraction * r) ranks. Every round begins anew, with B = 0 and another random A.
 
 What was added so far travels with every broadcast (`ResidualLora`). A is drawn on both sides, from
 (seed, layer, number of rounds that had an effect): the state has the number.
@@ -44,10 +44,10 @@ class Flora(NormLimits, ResidualLora):
         return self.draw_A(number) if number else self.initial_A
 
     def choose(
-        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        self, adapters: Sequence[LoRALinear], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
-        rank = affordable(share, self.rank)
+        rank = affordable(fraction, self.rank)
         for adapter in adapters:
             adapter.set_factors(adapter.B[:, :rank], adapter.A[:rank])
 

@@ -23,7 +23,7 @@ class Full(SumsChanges, Method["Everything"]):
     def trainable_parameters(self) -> int:
         return self.size
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
         return {"weights": (self.size,)}
 
     def install(

@@ -1,6 +1,6 @@
 """Train HetLoRA: LoRA of a rank by each client's budget (Cho et al., 2024).
 
-A client with a share of the budget trains r_c = floor(share * r) of the r ranks, at least one:
+A client with a budget fraction trains r_c = floor(fraction * r) of the r ranks, at least one:
 the server sends it B[:, :r_c] and A[:r_c]. Its reply is padded with zeros to rank r and
 weighted, layer by layer, by the norm of its delta-weight:
 

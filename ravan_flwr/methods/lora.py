@@ -42,7 +42,7 @@ class LoraMethod(Method[LoRALinear]):
     in_state: tuple[str, ...] = BOTH  # which the server has and sends; the other is as drawn
     sent: tuple[str, ...] = BOTH  # which clients send in this round
     layer_class: type[LoRALinear] = LoRALinear  # what takes the place of a layer
-    by_ranks = False  # May a client train floor(share * r) ranks, at least one?
+    by_ranks = False  # May a client train floor(fraction * r) ranks, at least one?
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -65,8 +65,8 @@ class LoraMethod(Method[LoRALinear]):
         sides = {"B": sum(self.outs), "A": sum(self.ins)}
         return {name: (rank * sides[name],) for name in names}
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        rank = self.rank if self.parts is None else affordable(share, self.rank)
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
+        rank = self.rank if self.parts is None else affordable(fraction, self.rank)
         return self.shapes(rank, self.sent)
 
     @cached_property
@@ -143,8 +143,8 @@ class RankedLora(LoraMethod):
 
     by_ranks = True
 
-    def broadcast(self, state: Tensors, share: float) -> Tensors:
-        rank = affordable(share, self.rank)
+    def broadcast(self, state: Tensors, fraction: float) -> Tensors:
+        rank = affordable(fraction, self.rank)
         Bs, As = self.split(state)
         return self.pack([B[:, :rank] for B in Bs], [A[:rank] for A in As])
 
@@ -240,9 +240,9 @@ class ResidualLora(LoraMethod):
         """Make the part of the state that says what was added: nothing yet."""
         return {"residual": torch.zeros(0), "residual-rank": torch.zeros(1, dtype=torch.int32)}
 
-    def broadcast_bytes(self, initial: Tensors, share: float) -> int:
+    def broadcast_bytes(self, initial: Tensors, fraction: float) -> int:
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
-        return super().broadcast_bytes(initial, share) + 4 * matrices
+        return super().broadcast_bytes(initial, fraction) + 4 * matrices
 
     def load_residual(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         """Make every layer's weight the pretrained one plus the residual."""

@@ -1,6 +1,6 @@
 """Train raFLoRA: FlexLoRA whose mean is taken rank by rank (Wu et al., 2026).
 
-A client with a share of the budget trains the first r_c = floor(share * r) ranks, as in FlexLoRA.
+A client with a budget fraction trains the first r_c = floor(fraction * r) ranks, as in FlexLoRA.
 FlexLoRA's mean of the products counts a client as zero in the ranks that it does not have, so
 that these shrink from round to round. Here each rank is averaged over the clients that hold it:
 
@@ -70,9 +70,9 @@ class MeanOfRanks(MeanOfProducts):
         self.weight = 1.0
         return super().close()
 
-    def _add_ranks(self, factors: Mapping[str, Tensor], shares: Tensor) -> None:
+    def _add_ranks(self, factors: Mapping[str, Tensor], fractions: Tensor) -> None:
         for total, B, A in zip(self.sums, *self.method.split(factors), strict=True):
-            total.add(B * shares, A)
+            total.add(B * fractions, A)
 
 
 METHOD = RaFLora

@@ -4,7 +4,7 @@
 
 B_i and A_i are frozen, made from the seed on both sides, and never travel. The global
 state is one array H of shape (layers, heads, r, r), zero at first. In a round a client with
-a share of the budget picks floor(share * heads) heads in each layer, trains their H_i and
+a budget fraction picks floor(fraction * heads) heads in each layer, trains their H_i and
 s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of those heads
 and a bit for each head that says which. The server's new H_i is the plain mean over the
 clients that trained head i of that layer, and the old H_i where nobody did (equation 8):
@@ -87,11 +87,11 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         a_head = self.rank**2 + int(self.trains_scales)
         return len(self.layers) * self.heads * a_head + self._extra_parameters()
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return {"H": (len(self.layers) * affordable(share, self.heads), self.rank, self.rank)}
+    def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
+        return {"H": (len(self.layers) * affordable(fraction, self.heads), self.rank, self.rank)}
 
-    def upload_bytes(self, share: float) -> int:
-        return super().upload_bytes(share) + math.ceil(len(self.layers) * self.heads / 8)
+    def upload_bytes(self, fraction: float) -> int:
+        return super().upload_bytes(fraction) + math.ceil(len(self.layers) * self.heads / 8)
 
     def effective_rank_bound(self) -> int:
         return min(self.heads * self.rank, self.side)
@@ -101,7 +101,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return {"H": torch.zeros(self._shape)}
 
-    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
+    def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
         check_names(upload, ["H", "heads"])
         total = len(self.layers) * self.heads
         packed = check_form(upload, "heads", [math.ceil(total / 8)], torch.uint8)
@@ -109,7 +109,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
         counts = bits[:total].view(len(self.layers), self.heads).sum(1).tolist()
-        most = affordable(share, self.heads)
+        most = affordable(fraction, self.heads)
         if self.settings.selection == "layer" and set(counts) != {most}:
             raise ValueError(f"heads marks {counts} heads by layer, expected {most} in each")
         if self.settings.selection == "global" and sum(counts) != most * len(self.layers):
@@ -128,8 +128,8 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         H = sent["H"].flatten(0, 1)
         return {"H": H[unpack_bits(upload["heads"], len(H))]}
 
-    def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:
-        number = affordable(share, self.heads)
+    def coverage(self, state: Mapping[str, Tensor], fraction: float) -> Tensors:
+        number = affordable(fraction, self.heads)
         norms = state["H"].double().norm(dim=(2, 3))
         if self.settings.scoring == "random":
             norms.zero_()  # no head comes before another
@@ -139,11 +139,11 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         return {"H": len(self.layers) * self.heads}
 
     def rows_trained(
-        self, state: Mapping[str, Tensor], share: float, random: torch.Generator
+        self, state: Mapping[str, Tensor], fraction: float, random: torch.Generator
     ) -> Tensors:
-        number = affordable(share, self.heads)
+        number = affordable(fraction, self.heads)
         if number == self.heads:
-            return super().rows_trained(state, share, random)
+            return super().rows_trained(state, fraction, random)
         if self.settings.scoring == "random":
             scores = torch.rand(len(self.layers), self.heads, generator=random)
         else:
@@ -156,14 +156,14 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         return {"H": rows.flatten()}
 
     def train_rows(
-        self, adapters: Sequence[MultiHeadLinear], rows: Mapping[str, Tensor], share: float
+        self, adapters: Sequence[MultiHeadLinear], rows: Mapping[str, Tensor], fraction: float
     ) -> None:
         chosen = rows["H"].view(len(self.layers), self.heads)
-        most = affordable(share, self.heads) * len(self.layers)
+        most = affordable(fraction, self.heads) * len(self.layers)
         if int(chosen.sum()) > most:
             raise ValueError(
                 f"asked to train {int(chosen.sum())} heads, expected {most} at most with a budget "
-                f"of {share:g}"
+                f"of {fraction:g}"
             )
         for adapter, heads in zip(adapters, self.heads_of(rows), strict=True):
             if len(heads) < self.heads:
@@ -188,10 +188,10 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
                 adapter.s.fill_(1.0)
 
     def choose(
-        self, adapters: Sequence[MultiHeadLinear], share: float, random: torch.Generator,
+        self, adapters: Sequence[MultiHeadLinear], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
-        number = affordable(share, self.heads)
+        number = affordable(fraction, self.heads)
         if number < self.heads:
             scores = score_heads(self.settings.scoring, adapters, random, backward)
             chosen = best_heads(scores, number, self.settings.selection, random)

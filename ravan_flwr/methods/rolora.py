@@ -26,7 +26,7 @@ class RoLora(LoraMethod):
     )
 
     def choose(
-        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        self, adapters: Sequence[LoRALinear], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
         for name in self.frozen_tensors:

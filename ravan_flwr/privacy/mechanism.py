@@ -13,8 +13,8 @@ divided by fewer. Where m is zero, which nobody could have chosen, the state sta
 without noise.
 
 The clip norm may adapt (Andrew et al., 2021): each client adds one bit, whether its change was
-within C, less a half. Their noised sum, by the expected clients, is the share of changes within C,
-and C moves by exp(-0.2 (share - 0.5)). Changes with noise z1 C and bits with noise b, of
+within C, less a half. Their noised sum, by the expected clients, is the part of changes within C,
+and C moves by exp(-0.2 (part - 0.5)). Changes with noise z1 C and bits with noise b, of
 sensitivity 1/2, are together one Gaussian mechanism of multiplier z where
 1 / z^2 = 1 / z1^2 + 1 / (2 b)^2: so z1 is a little larger than z, and z is what is accounted for.
 """
@@ -113,8 +113,8 @@ class ClippedSum:
         if not noise.adaptive:
             return self.norm
         bits = self._bits + float(gaussian([1], noise.of_bits))
-        share = min(1.0, max(0.0, bits / noise.clients + 0.5))
-        return self.norm * math.exp(-RATE * (share - QUANTILE))
+        within = min(1.0, max(0.0, bits / noise.clients + 0.5))
+        return self.norm * math.exp(-RATE * (within - QUANTILE))
 
 
 def expected_clients(
@@ -122,13 +122,13 @@ def expected_clients(
 ) -> dict[str, Tensor]:
     """Count them for each tensor, to which the counts broadcast.
 
-    `clients` has how many there are by share of the budget, and each takes part with that rate.
+    `clients` has how many there are by budget fraction, and each takes part with that rate.
     Where a method's mean is over all, all count for what one of them can train.
     """
     sums, (own, classifier) = sums_changes(method), split_classifier(state)
     total = {name: torch.zeros([1] * t.ndim, dtype=torch.float64) for name, t in own.items()}
-    for share, number in clients.items():
-        for name, chance in sums.coverage(own, share).items():
+    for fraction, number in clients.items():
+        for name, chance in sums.coverage(own, fraction).items():
             total[name] = total[name] + rate * number * chance.double()
     everyone = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
     if sums.mean_over_cohort:

@@ -360,7 +360,7 @@ def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
         return {}
     return {
         "device": "" if simulated else node["device"],
-        "budget": f"{node['share']:g}",
+        "budget": f"{node['budget-fraction']:g}",
         "examples": f"{node['examples']:,}{' of its own' if node['own-data'] else ''}",
         "heard": node["heard"],
     }
@@ -376,7 +376,7 @@ def _of_reply(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
         begin, end = client["span"]
         cells |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
     if not has_node:
-        cells |= {"budget": f"{client['share']:g}", "examples": f"{client['examples']:,}"}
+        cells |= {"budget": f"{client['budget-fraction']:g}", "examples": f"{client['examples']:,}"}
     return cells
 
 

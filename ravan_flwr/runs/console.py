@@ -121,7 +121,7 @@ class Progress:
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
-        share = f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
+        used = f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
         anew = f"  began anew {len(record['began-anew'])}" if "began-anew" in record else ""
         simulated = any("device" in client for client in clients)
         passed = f"simulated {record['time']:.4g} s  " if simulated else ""
@@ -129,7 +129,7 @@ class Progress:
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  {_loss(record)}"
             f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(record)}  "
-            f"{share}{passed}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
+            f"{used}{passed}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
 
@@ -157,10 +157,10 @@ def _sent(record: RoundRecord) -> str:
 
 
 def _amounts(clients: list[ClientRecord]) -> str:
-    """Write how many heads each client trained, or what share of another method's ranks."""
+    """Write how many heads each client trained, or what part of another method's ranks."""
     amounts = {
         "heads": [client["heads"] for client in clients],
-        "share": [client["share"] for client in clients],
+        "budget": [client["budget-fraction"] for client in clients],
     }
     for name, values in amounts.items():
         if any(value != 1 for value in values):

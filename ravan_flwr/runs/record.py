@@ -38,7 +38,7 @@ ClientRecord = TypedDict(
     "ClientRecord",
     {
         "partition-id": int,
-        "share": float,  # of the largest budget
+        "budget-fraction": float,  # of the adapter
         "heads": float,  # in each layer; a mean where layers have different numbers
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,

@@ -21,7 +21,7 @@ NodeStatus = TypedDict(
     "NodeStatus",
     {
         "partition-id": int,
-        "share": float,  # of the largest budget
+        "budget-fraction": float,  # of the adapter
         "device": str,
         "examples": int,
         "own-data": bool,

@@ -20,36 +20,36 @@ from ravan_flwr.methods.extensions import Calibration, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansBySize, check_form, check_names, check_tensor
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 
-FRACTIONS = 4  # of the budget, whose broadcasts are kept during a round
+KEPT_BROADCASTS = 4  # of the budget, whose broadcasts are kept during a round
 
 
-def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
-    """Return what a client with that share of the budget is sent."""
+def outgoing(method: Method, state: Tensors, fraction: float) -> Tensors:
+    """Return what a client with that budget fraction is sent."""
     own, classifier = split_classifier(state)
-    return method.broadcast(own, share) | classifier
+    return method.broadcast(own, fraction) | classifier
 
 
 def check_upload(
-    method: Method, upload: Mapping[str, Tensor], classifier: Tensors, share: float
+    method: Method, upload: Mapping[str, Tensor], classifier: Tensors, fraction: float
 ) -> Tensors:
-    """Return the method's own part of an upload of a client with that share.
+    """Return the method's own part of an upload of a client with that budget fraction.
 
     ValueError if its form is not sound; `classifier` has the classifier's state, if it travels.
     """
     own = {name: tensor for name, tensor in upload.items() if name not in classifier}
-    method.check(own, share)
+    method.check(own, fraction)
     for name, tensor in classifier.items():
         check_form(upload, name, tensor.shape, torch.float32)
     return own
 
 
-def moved(method: Method, change: Tensors, share: float, state: Tensors) -> Tensors:
-    """Make the upload of a client with that share that has changed the state by so much.
+def moved(method: Method, change: Tensors, fraction: float, state: Tensors) -> Tensors:
+    """Make the upload of a client with that budget fraction that has changed the state by so much.
 
     ValueError if the change's form is not sound.
     """
-    check_upload(method, change, split_classifier(state)[1], share)
-    return changed(method, change, outgoing(method, state, share))
+    check_upload(method, change, split_classifier(state)[1], fraction)
+    return changed(method, change, outgoing(method, state, fraction))
 
 
 class Aggregate:
@@ -66,7 +66,7 @@ class Aggregate:
         self._state, self._classifier = split_classifier(state)
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
-        self._sent = lru_cache(maxsize=FRACTIONS)(partial(method.broadcast, self._state))
+        self._sent = lru_cache(maxsize=KEPT_BROADCASTS)(partial(method.broadcast, self._state))
         self._rounds: tuple[Sums, Sums] = (
             (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
             if self._robust
@@ -77,14 +77,14 @@ class Aggregate:
         self._alone: dict[str, float] = {}  # the largest of their norms alone
 
     def offer(
-        self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0, step: float = 0.0
+        self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
     ) -> None:
-        """Accumulate an upload of a client with that share; ValueError if it is not sound.
+        """Accumulate the upload of a client with that budget; ValueError if it is not sound.
 
         `step` is the client's learning rate times its steps, for a limit that has none for all.
         """
-        own = check_upload(self.method, upload, self._classifier, share)
-        sent = self._norms.start_of(own, self._sent(share))
+        own = check_upload(self.method, upload, self._classifier, fraction)
+        sent = self._norms.start_of(own, self._sent(fraction))
         start = sent | self._classifier
         self.limit.check(changes_of(upload, start, self.limit.wire), step)
         alone = self._norms.norms_alone(own, sent)

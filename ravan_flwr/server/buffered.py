@@ -47,15 +47,15 @@ def weight_of_staleness(staleness: int) -> float:
 
 
 def rebased(
-    method: Method, upload: Tensors, share: float, then: Tensors, now: Tensors, weight: float
+    method: Method, upload: Tensors, fraction: float, then: Tensors, now: Tensors, weight: float
 ) -> Tensors:
     """Make the upload that changes `now` by so much of what an upload has changed in `then`.
 
     ValueError if the upload's form is not sound.
     """
-    check_upload(method, upload, split_classifier(then)[1], share)
+    check_upload(method, upload, split_classifier(then)[1], fraction)
     before, after = (
-        start_of(method, upload, outgoing(method, state, share)) for state in (then, now)
+        start_of(method, upload, outgoing(method, state, fraction)) for state in (then, now)
     )
     return {
         name: (after[name].double() + weight * (tensor.double() - before[name].double())).float()
@@ -195,8 +195,9 @@ class Buffered(Kind):
         if not staleness:
             return update
         upload = rebased(
-            self.round.method, update.upload, client.share, self.flight.versions[sent.number],
-            self.run.state.tensors, weight_of_staleness(staleness),
+            self.round.method, update.upload, client.budget_fraction,
+            self.flight.versions[sent.number], self.run.state.tensors,
+            weight_of_staleness(staleness),
         )  # fmt: skip
         return replace(update, upload=upload, staleness=staleness)
 

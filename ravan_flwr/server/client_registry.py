@@ -328,8 +328,8 @@ class ClientRegistry:
         else:
             # Put it last in the dict: the order of nodes is that of their answers.
             self.nodes[node.node_id] = self.nodes.pop(node.node_id)
-            share = min(client.share, self.config.max_share)
-            self._note(node, replace(client, share=share), "")
+            fraction = min(client.budget_fraction, self.config.max_share)
+            self._note(node, replace(client, budget_fraction=fraction), "")
 
     # Checks that compare clients.
 
@@ -371,11 +371,11 @@ class ClientRegistry:
         And how to simulate as many clients as the preset is made for, if Flower chose fewer.
         """
         clients = self.clients.values()
-        shares = sorted({m.share for m in clients})
+        fractions = sorted({m.budget_fraction for m in clients})
         log.info(
             "%s with %s, budgets %s, on %s",
             count(len(clients), "node"), count(sum(m.examples for m in clients), "example"),
-            listed((f"{s:g}" for s in shares), 20, ", "),
+            listed((f"{s:g}" for s in fractions), 20, ", "),
             listed(sorted({m.device for m in clients}), 20, ", "),
         )  # fmt: skip
         if (missing := self.partitions - len(clients)) > 0:

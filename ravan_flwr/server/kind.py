@@ -82,9 +82,9 @@ class Kind:
         """Return those of a cohort that are asked to train."""
         return cohort
 
-    def broadcast(self, share: float) -> Tensors:
-        """Return what a client with that share of the budget is sent."""
-        return outgoing(self.round.method, self.run.state.tensors, share)
+    def broadcast(self, fraction: float) -> Tensors:
+        """Return what a client with that budget fraction is sent."""
+        return outgoing(self.round.method, self.run.state.tensors, fraction)
 
     def settings(self, client: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
         """Return what a client's message says beside what all messages say."""
@@ -121,9 +121,9 @@ class Kind:
     def check(self, message: Message, client: RegisteredClient) -> Update:
         """Read the reply of a client; ValueError with the reason why it is rejected."""
         run, number = self.run, self.round.collector.answered.number
-        sparsity = sparsity_of_round(run.config.shares_sent, number)
+        sparsity = sparsity_of_round(run.config.densities, number)
         classifier = run.state.tensors.get(CLASSIFIER)
-        shapes = self.round.method.upload_shapes(client.share).values()
+        shapes = self.round.method.upload_shapes(client.budget_fraction).values()
         most = sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
         trained = read_trained(
             message, client, number, run.state.derived, wire_of_round(run.config.wire, number),
@@ -133,7 +133,7 @@ class Kind:
         )  # fmt: skip
         if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
             state = run.flight.versions.get(number, run.state.tensors)
-            upload = moved(self.round.method, trained.upload, client.share, state)
+            upload = moved(self.round.method, trained.upload, client.budget_fraction, state)
             trained = replace(trained, upload=upload)
         if METHODS[run.config.method].pools:
             everyone = run.registry.clients.values()
@@ -167,7 +167,7 @@ class Kind:
     def add(self, update: Update) -> list[list[int]]:
         """Add an update to the sums; return the heads in it, by layer."""
         client, step = update.client, self.run.config.learning_rate * update.steps
-        self.sums.offer(update.upload, client.share, self.weight(client), step)
+        self.sums.offer(update.upload, client.budget_fraction, self.weight(client), step)
         return self.round.method.heads_in(update.upload)
 
     def mean(self) -> Tensors:
@@ -214,7 +214,7 @@ class Calibrated(Kind):
         choose = self.run.sampler.able if self.everyone else self.run.sampler.sample
         return choose(grid, self.round.round_log)
 
-    def broadcast(self, share: float) -> Tensors:  # noqa: ARG002
+    def broadcast(self, fraction: float) -> Tensors:  # noqa: ARG002
         return self.run.state.tensors
 
     def steps(self, client: RegisteredClient) -> int:

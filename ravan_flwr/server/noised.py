@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 log = getLogger(__name__)
 
 
-def checked(method: Method, state: Tensors, upload: Mapping[str, Tensor], share: float) -> Tensors:
-    """Bring an upload of a client with that share into the state's shapes, NaN where untrained.
+def checked(
+    method: Method, state: Tensors, upload: Mapping[str, Tensor], fraction: float
+) -> Tensors:
+    """Bring the upload of a client with that budget into the state's shapes, NaN where untrained.
 
     ValueError if it is not sound. Nothing is compared with other clients' uploads.
     """
-    check_upload(method, upload, split_classifier(state)[1], share)
+    check_upload(method, upload, split_classifier(state)[1], fraction)
     for name, tensor in upload.items():
         sum_of_squares(tensor, name)  # refuses what is not finite
     return filled_in(method, state, upload)
@@ -61,7 +63,7 @@ class Noised(Kind):
         round_.least = 0  # a cohort may be empty; then noise alone is released
         # All that may be drawn, connected or not.
         everyone = self.run.registry.clients.values()
-        able = (client for client in everyone if round_.method.can_train(client.share))
+        able = (client for client in everyone if round_.method.can_train(client.budget_fraction))
         self.clients = sorted(able, key=lambda client: client.partition_id)
         self.noise = self.account.noise(len(self.clients))
 
@@ -96,8 +98,11 @@ class Noised(Kind):
     @property
     def expected(self) -> dict[str, Tensor]:
         """Count how many clients are expected to train each number of the state."""
-        shares, state = Counter(client.share for client in self.clients), self.run.state.tensors
-        return expected_clients(self.round.method, state, shares, self.account.rate)
+        fractions, state = (
+            Counter(client.budget_fraction for client in self.clients),
+            self.run.state.tensors,
+        )
+        return expected_clients(self.round.method, state, fractions, self.account.rate)
 
     @cached_property
     def private_sums(self) -> ClippedSum:
@@ -106,7 +111,7 @@ class Noised(Kind):
 
     def add(self, update: Update) -> list[list[int]]:
         method, state, upload = self.round.method, self.run.state.tensors, update.upload
-        self.private_sums.add(checked(method, state, upload, update.client.share))
+        self.private_sums.add(checked(method, state, upload, update.client.budget_fraction))
         return method.heads_in(upload)
 
     def mean(self) -> Tensors:

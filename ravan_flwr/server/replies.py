@@ -31,7 +31,7 @@ from ravan_flwr.tasks.base import Measures
 MOST_LOSS = 1e9
 MOST_SECONDS = 1e9
 MOST_STEPS = 1e9
-SHARES = ("accuracy", "f1")  # metrics from 0 to 1
+IN_UNIT_RANGE = ("accuracy", "f1")  # metrics from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_trained(
     derived: Sequence[float],
     wire: str = "float32",
     most: int | None = None,
-    share: Fraction = Fraction(1),
+    density: Fraction = Fraction(1),
     *,
     personal: bool = False,
     with_loss: bool = True,
@@ -74,7 +74,7 @@ def read_trained(
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded,
-    and `share` is the share of them that was sent.
+    and `density` is the part of them that was sent.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
     Clients of a private run report no loss, and where they add the noise no seconds; what is there
     all the same is not read.
@@ -88,7 +88,7 @@ def read_trained(
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
         tensors = decode(view_record(content.array_records["arrays"]), wire, most)
-        return Update(client, densify(tensors, share, most), loss, seconds, anew, skipped)
+        return Update(client, densify(tensors, density, most), loss, seconds, anew, skipped)
 
 
 def refusal_in(reply: Message, round_number: int) -> str:
@@ -132,7 +132,8 @@ def read_evaluated(reply: Message, round_number: int, measures: Measures, most: 
         if measures.unit != "examples":
             number = above_zero(metrics, f"num-{measures.unit}", number * measures.most)
         limits = {
-            name: (0, 1) if name in SHARES else (-MOST_LOSS, MOST_LOSS) for name in measures.names
+            name: (0, 1) if name in IN_UNIT_RANGE else (-MOST_LOSS, MOST_LOSS)
+            for name in measures.names
         }
         return Evaluated(number, {name: within(metrics, name, *limits[name]) for name in limits})
 
@@ -151,12 +152,13 @@ def as_value_error() -> Iterator[None]:
         raise ValueError(f"its reply cannot be used: {what}") from error
 
 
-def most_validation_size(trained: int, share: float) -> int:
-    """Return how many examples a client that trains on so many can have held back, at that share.
+def most_validation_size(trained: int, fraction: float) -> int:
+    """Return how many examples a client that trains on so many can have in its validation split.
 
-    Of n it holds back ceil(share n), less than share n + 1: no claim outweighs the others.
+    Of n examples a split of that fraction has ceil(fraction n), less than fraction n + 1: no claim
+    outweighs the others.
     """
-    return math.ceil((trained * share + 1) / (1 - share) - 1e-9)
+    return math.ceil((trained * fraction + 1) / (1 - fraction) - 1e-9)
 
 
 def content_of(reply: Message) -> RecordDict:

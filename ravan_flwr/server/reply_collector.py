@@ -56,7 +56,9 @@ class MessageBuilder:
         config: Mapping[str, Scalar],
     ) -> Message:
         """Write a message to one client; add the fixed tensors, unless it has them."""
-        settings = ConfigRecord({**config, "round": number, "share": client.share})
+        settings = ConfigRecord(
+            {**config, "round": number, "budget-fraction": client.budget_fraction}
+        )
         content = RecordDict({"arrays": arrays, "config": settings})
         if self.fixed is not None:
             settings["fixed-hash"] = self._fixed_hash

@@ -116,11 +116,11 @@ class Round:
         broadcasts, messages = self._broadcasts, []
         for client in clients:
             self.recipients.add(client.node_id)
-            share = client.share if self.method.parts else 1.0
-            if share not in broadcasts:
-                broadcasts[share] = self._encoded(self.kind.broadcast(share))
+            fraction = client.budget_fraction if self.method.parts else 1.0
+            if fraction not in broadcasts:
+                broadcasts[fraction] = self._encoded(self.kind.broadcast(fraction))
             message = self.run.mail.message(
-                client, self.kind.message_type, self.number, broadcasts[share],
+                client, self.kind.message_type, self.number, broadcasts[fraction],
                 self.kind.settings(client),
             )  # fmt: skip
             messages.append(self.kind.address(message, client))
@@ -177,6 +177,6 @@ class Round:
         """Encode tensors for the wire."""
         wire = wire_of_round(self.run.config.wire, self.number)
         random = generator(self.run.config.seed, "wire down", self.number)
-        share = sparsity_of_round(self.run.config.shares_sent, self.number)[0]
-        sparse = sparsify(tensors, share, sent_sparsely(self.method))
+        density = sparsity_of_round(self.run.config.densities, self.number)[0]
+        sparse = sparsify(tensors, density, sent_sparsely(self.method))
         return to_record(encode(sparse, wire, random))

@@ -104,7 +104,7 @@ class RoundLog:
         client, mean = update.client, sum(map(len, heads)) / max(1, len(heads))
         record: ClientRecord = {
             "partition-id": client.partition_id,
-            "share": client.share,
+            "budget-fraction": client.budget_fraction,
             "heads": int(mean) if mean.is_integer() else mean,
             "selected": heads,
             "examples": client.examples,

@@ -65,8 +65,12 @@ class Sampler:
     def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """List the connected clients that can afford to train; the others are left out."""
         clients = self.registry.present(grid)
-        able = {share for share in {m.share for m in clients} if self.method.can_train(share)}
-        round_log.left_out = [m.partition_id for m in clients if m.share not in able]
+        able = {
+            fraction
+            for fraction in {m.budget_fraction for m in clients}
+            if self.method.can_train(fraction)
+        }
+        round_log.left_out = [m.partition_id for m in clients if m.budget_fraction not in able]
         if round_log.left_out != self._left_out:
             self._left_out = round_log.left_out
             log.info(
@@ -75,14 +79,16 @@ class Sampler:
                 listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
         everybody = () if able else self.registry.clients.values()
-        shares = sorted({client.share for client in everybody})
-        if shares and not any(map(self.method.can_train, shares)):  # no client, connected or not
+        fractions = sorted({client.budget_fraction for client in everybody})
+        if fractions and not any(
+            map(self.method.can_train, fractions)
+        ):  # no client, connected or not
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
-                f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "
+                f"can afford it: got budgets of {', '.join(f'{f:g}' for f in fractions)}, "
                 "expected one of 1; use a method that can be trained in part, or budgets=full"
             )
-        return [client for client in clients if client.share in able]
+        return [client for client in clients if client.budget_fraction in able]
 
     def available(
         self, able: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1

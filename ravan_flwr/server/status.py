@@ -94,7 +94,7 @@ class Status:
             "nodes": [
                 {
                     "partition-id": client.partition_id,
-                    "share": client.share,
+                    "budget-fraction": client.budget_fraction,
                     "device": client.device,
                     "examples": client.examples,
                     "own-data": client.own_data,

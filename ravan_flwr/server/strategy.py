@@ -147,7 +147,7 @@ class FederatedTuning(Strategy):
         """Log what is about to run."""
         steps = sorted(map(self.steps, self.registry.clients.values())) or [0]
         low, high = steps[0], steps[-1]
-        able = sum(self.method.can_train(m.share) for m in self.registry.clients.values())
+        able = sum(self.method.can_train(m.budget_fraction) for m in self.registry.clients.values())
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",

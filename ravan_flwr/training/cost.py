@@ -23,7 +23,7 @@ from ravan_flwr.adapters import find_layers
 from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.sparsity import WHOLE, num_bytes, sent_sparsely
-from ravan_flwr.methods import budget_share
+from ravan_flwr.methods import budget_fraction
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.secure.fixed_point import WIDTH
@@ -92,15 +92,15 @@ class Skeleton:
         """Count the bytes of a secure round beside what is trained; None of another round."""
         return most_around(self._schedule()) if self.config.secure_aggregation else None
 
-    def receive(self, share: float) -> None:
-        """Load what a client with that share is sent first."""
+    def receive(self, fraction: float) -> None:
+        """Load what a client with that budget fraction is sent first."""
         method = self.largest_round()
-        method.load(self.adapters, method.broadcast(method.initial_state(self.adapters), share))
+        method.load(self.adapters, method.broadcast(method.initial_state(self.adapters), fraction))
 
-    def choose(self, share: float) -> list[nn.Parameter]:
-        """Choose what a client with that share trains, and return it."""
+    def choose(self, fraction: float) -> list[nn.Parameter]:
+        """Choose what a client with that budget fraction trains, and return it."""
         method = self.largest_round()
-        method.choose(self.adapters, share, generator(0), lambda: None)
+        method.choose(self.adapters, fraction, generator(0), lambda: None)
         return self.trained()
 
     def trained(self) -> list[nn.Parameter]:
@@ -122,10 +122,10 @@ class Skeleton:
         parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
         rows = {}
         for partition in range(config.clients_per_round):
-            share = budget_share(config.budgets, config.seed, partition)
-            if self.method.can_train(share):
+            fraction = budget_fraction(config.budgets, config.seed, partition)
+            if self.method.can_train(fraction):
                 random = generator(config.seed, "heads", 1, partition)
-                rows[partition] = selected_rows(self.method, state, share, random)
+                rows[partition] = selected_rows(self.method, state, fraction, random)
         least, number = config.secure_minimum, config.num_rounds
         return make_schedule(2**63, number, least, parts, rows, digest)
 
@@ -143,39 +143,39 @@ class Skeleton:
         """Count the numbers of the classifier that travel: where clients have own parts, none."""
         return self.classifier_size if self.method.personal is None else 0
 
-    def bytes_up(self, share: float) -> int:
+    def bytes_up(self, fraction: float) -> int:
         method = self.largest_round()
-        shapes = list(method.upload_shapes(share).values())
+        shapes = list(method.upload_shapes(fraction).values())
         if self.around is not None:
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
             return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
-        return self._coded(method.upload_bytes(share), shapes, self.config.shares_sent[1])
+        return self._coded(method.upload_bytes(fraction), shapes, self.config.densities[1])
 
-    def bytes_down(self, share: float) -> int:
+    def bytes_down(self, fraction: float) -> int:
         initial = self.method.initial_state(self.adapters)
-        sent = self.method.broadcast(initial, share).items()
+        sent = self.method.broadcast(initial, fraction).items()
         shapes = {n: tuple(tensor.shape) for n, tensor in sent if tensor.dtype == torch.float32}
         around = 0 if self.around is None else self.around.down
-        number, sparse = self.method.broadcast_bytes(initial, share), sent_sparsely(self.method)
+        number, sparse = self.method.broadcast_bytes(initial, fraction), sent_sparsely(self.method)
         dense = [shape for name, shape in shapes.items() if name not in sparse]
         trained = [shape for name, shape in shapes.items() if name in sparse]
         number += num_bytes(dense, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, dense))
-        return self._coded(number, trained, self.config.shares_sent[0]) + around
+        return self._coded(number, trained, self.config.densities[0]) + around
 
-    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], share: Fraction) -> int:
+    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], fraction: Fraction) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""
         remainder = number - 4 * sum(math.prod(shape) for shape in shapes)
-        return remainder + num_bytes([*shapes, (self.classifier_sent,)], share, self.config.wire)
+        return remainder + num_bytes([*shapes, (self.classifier_sent,)], fraction, self.config.wire)
 
 
 @lru_cache(maxsize=64)
-def step_memory(config: Config, share: float) -> StepMemory:
-    """Count the memory of a step of a client with that share of the budget."""
+def step_memory(config: Config, fraction: float) -> StepMemory:
+    """Count the memory of a step of a client with that budget fraction."""
     built = Skeleton(config)
     network = built.network
-    built.receive(share)
+    built.receive(fraction)
     weights = _bytes([*network.parameters(), *network.buffers()])
-    trained = built.choose(share)
+    trained = built.choose(fraction)
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
     at_a_time, task = config.micro_batch_size or config.batch_size, built.task
@@ -190,24 +190,24 @@ def step_memory(config: Config, share: float) -> StepMemory:
         activations += 12 * at_a_time * max(numbers, default=0)
     if config.gradient_checkpointing:  # one block's are computed again where they are needed
         reference = replace(config, gradient_checkpointing=False, precision="float32")
-        activations += step_memory(reference, share).activations // _checkpoints(config, network)
+        activations += step_memory(reference, fraction).activations // _checkpoints(config, network)
     activations += cast_weights(config, network) + task.transient(network.config, at_a_time)
     own = _bytes(trained)
     return StepMemory(weights - (own - copies) - built.saved, ADAM * own, activations)
 
 
 @lru_cache(maxsize=64)
-def step_operations(config: Config, share: float) -> tuple[float, float]:
-    """Count the floating-point operations of a step of a client with that share of the budget.
+def step_operations(config: Config, fraction: float) -> tuple[float, float]:
+    """Count the floating-point operations of a step of a client with that budget fraction.
 
     The first number is that of the forward pass alone. A pass runs on the meta device, where
     products of matrices are counted and nothing is computed. The optimiser is left out.
     """
     built = Skeleton(config)
     network, task = built.network, built.task
-    share = share if built.method.can_train(share) else 1.0
-    built.receive(share)
-    built.choose(share)
+    fraction = fraction if built.method.can_train(fraction) else 1.0
+    built.receive(fraction)
+    built.choose(fraction)
     number = config.micro_batch_size or config.batch_size
     batch = meta_batch(network, task, number)
     network.train()
@@ -294,10 +294,10 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
-def largest_share(config: Config, free: int) -> float:
-    """Find the share that pays for the most heads, or ranks, whose step fits into so many bytes."""
+def largest_fraction(config: Config, free: int) -> float:
+    """Find the budget that pays for most heads, or ranks, and whose step fits into that memory."""
     parts = Skeleton(config).method.parts
-    if parts is None:  # whole, or left out: then the share is that of the memory it needs
+    if parts is None:  # whole, or left out: then the fraction is that of the memory it needs
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
     def need(number: int) -> int:

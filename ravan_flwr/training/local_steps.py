@@ -76,7 +76,7 @@ class LocalResult:
 
 
 def train_locally(
-    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
     steps: LocalSteps, work: ClientRound, own: Tensors | None = None, rows: Tensors | None = None,
 ) -> LocalResult:  # fmt: skip
     """Do one client's round: load, choose, train, collect; the model is then as it was.
@@ -86,7 +86,7 @@ def train_locally(
     """
     stepper = Stepper(model, task, examples, steps, work)
     with model.holding(broadcast, own), dropout_from(work.derive("dropout"), model.device):
-        return stepper.round(share, work, rows)
+        return stepper.round(fraction, work, rows)
 
 
 def calibrate_locally(
@@ -179,14 +179,14 @@ class Stepper:
                 self.scaler.update()
                 self.skipped += self.scaler.scale(unit) < before
 
-    def round(self, share: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
+    def round(self, fraction: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
         """Choose heads, unless it is said which `rows` are trained; train, and collect."""
         model = self.model
         method = model.method.in_round(work.round)
         if rows is None:
-            method.choose(model.adapters, share, work.generator("heads"), self.measure)
+            method.choose(model.adapters, fraction, work.generator("heads"), self.measure)
         else:
-            sums_changes(method).train_rows(model.adapters, rows, share)
+            sums_changes(method).train_rows(model.adapters, rows, fraction)
         self.train(model.parameters())
         skipped = int(self.skipped)
         return LocalResult(model.upload(method), model.personal_state(), self.mean_loss(), skipped)
@@ -242,14 +242,14 @@ class Stepper:
         if len(parts) == 1:
             return self._backward(parts[0])
         sizes = [self.task.size(part) for part in parts]
-        shares = [size / sum(sizes) for size in sizes]
-        losses = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
+        weights = [size / sum(sizes) for size in sizes]
+        losses = [self._backward(part, weight) for part, weight in zip(parts, weights, strict=True)]
         return torch.stack(losses).sum()
 
-    def _backward(self, batch: Batch, share: float = 1.0) -> Tensor:
-        """Add the gradients of a part of a step, which has that share of the whole's mean."""
+    def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
+        """Add the gradients of a part of a step, which has that weight in the whole's mean."""
         loss = self.loss_of(batch)
-        loss = loss if share == 1.0 else loss * share
+        loss = loss if weight == 1.0 else loss * weight
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach().float()

@@ -38,10 +38,10 @@ def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple
 
 
 def selected_rows(
-    method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
+    method: Method, state: Mapping[str, Tensor], fraction: float, random: torch.Generator
 ) -> Bits:
-    """Tell which rows of all parts a client with that share would train."""
-    trained = sums_changes(method).rows_trained(split_classifier(state)[0], share, random) | {
+    """Tell which rows of all parts a client with that budget fraction would train."""
+    trained = sums_changes(method).rows_trained(split_classifier(state)[0], fraction, random) | {
         CLASSIFIER: torch.ones(1).bool()
     }
     bits = [trained[name].numpy() for name in _summed(state) if state[name].numel()]
@@ -145,8 +145,8 @@ def to_numbers(
         steps, cut = to_steps(chosen, part.bound, random)
         numbers.append(steps)
         beyond, total = beyond + cut, total + len(steps)
-    share = np.array([beyond / max(1, total)])
-    return np.concatenate([*numbers, to_steps(share, 1.0, random)[0]])
+    cut_off = np.array([beyond / max(1, total)])
+    return np.concatenate([*numbers, to_steps(cut_off, 1.0, random)[0]])
 
 
 def filled_in(method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]) -> Tensors:

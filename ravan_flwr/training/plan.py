@@ -11,7 +11,7 @@ import torch
 from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.methods import BUDGETS, SHARES, affordable
+from ravan_flwr.methods import BUDGET_FRACTIONS, BUDGETS, affordable
 from ravan_flwr.privacy.account import StepNoise, epsilon_of, multiplier_for
 from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm
@@ -98,16 +98,16 @@ def _clients(config: Config, built: Skeleton) -> Iterator[str]:
     """Tabulate bytes and memory by budget."""
     yield "                            bytes of a round            memory of a step, MB"
     yield "budget   trains            up          down    model  trained     kept      all"
-    for share in SHARES:
-        if not built.method.can_train(share):
-            yield f"{share:<9g}left out: the method is trained whole or not at all"
+    for fraction in BUDGET_FRACTIONS:
+        if not built.method.can_train(fraction):
+            yield f"{fraction:<9g}left out: the method is trained whole or not at all"
             continue
-        memory = step_memory(config, share)
+        memory = step_memory(config, fraction)
         parts = (memory.weights, memory.trained, memory.activations, memory.total)
         number = built.method.parts
-        trains = "all" if number is None else f"{affordable(share, number)}/{number}"
+        trains = "all" if number is None else f"{affordable(fraction, number)}/{number}"
         yield (
-            f"{share:<9g}{trains:<8}{built.bytes_up(share):>12,}{built.bytes_down(share):>14,}"
+            f"{fraction:<9g}{trains:<8}{built.bytes_up(fraction):>12,}{built.bytes_down(fraction):>14,}"
             + "".join(f"{part / 1e6:>9.1f}" for part in parts)
         )
 
@@ -198,8 +198,10 @@ def _private_clients(config: Config, built: Skeleton, num_clients: int) -> Itera
     rate, rounds = min(1.0, config.clients_per_round / num_clients), config.num_rounds
     z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
     state = built.state()
-    parts = zip(SHARES, BUDGETS[config.parts("budgets")[""]], strict=True)
-    clients = {share: part * num_clients for share, part in parts if built.method.can_train(share)}
+    parts = zip(BUDGET_FRACTIONS, BUDGETS[config.parts("budgets")[""]], strict=True)
+    clients = {
+        fraction: part * num_clients for fraction, part in parts if built.method.can_train(fraction)
+    }
     expected = expected_clients(built.method, state, clients, rate)
     norm = config.clip_norm or FIRST_NORM
     noise = Noise(z, rate * num_clients, config.clip_norm is None, config.noise_cohort)

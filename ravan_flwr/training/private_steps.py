@@ -87,14 +87,14 @@ def _usable(
 
 
 def train_privately(
-    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
     steps: LocalSteps, work: ClientRound, noise: StepNoise,
 ) -> LocalResult:  # fmt: skip
     """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
     check_examples_apart(model, task)
     stepper = PrivateStepper(model, task, examples, steps, work, noise)
     with model.holding(broadcast), dropout_from(secrets.randbits(63), model.device):
-        return stepper.round(share, work)
+        return stepper.round(fraction, work)
 
 
 def check_examples_apart(model: AdaptedModel, task: Task) -> None:

@@ -5,7 +5,7 @@ from statistics import median
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.methods import SHARES
+from ravan_flwr.methods import BUDGET_FRACTIONS
 from ravan_flwr.simulated_time.clock import seconds_of
 from ravan_flwr.simulated_time.devices import Device
 from ravan_flwr.training.cost import Skeleton, step_memory, step_operations
@@ -26,10 +26,10 @@ class Workload:
         """Return how many examples each client trains on."""
         return get_model_and_data(self.config).partition_sizes(self.clients)
 
-    def operations(self, kind: str, share: float, client: int) -> float:
+    def operations(self, kind: str, fraction: float, client: int) -> float:
         """Count the floating-point operations with which a client answers a message."""
         config = self.config
-        forward, step = step_operations(config, share)
+        forward, step = step_operations(config, fraction)
         if kind == "evaluate":
             # Of n examples it holds back ceil(part n), and n - ceil(part n) are trained on.
             part = config.validation_share
@@ -40,24 +40,24 @@ class Workload:
         steps = config.local_steps or config.steps_of(self.examples[client])
         return step * steps
 
-    def seconds(self, share: float, client: int) -> float:
-        """Return how long a client trains with that share of the budget, while it is online."""
-        operations = self.operations("train", share, client)
-        bytes_down, bytes_up = self.bytes_down(share), self.bytes_up(share)
+    def seconds(self, fraction: float, client: int) -> float:
+        """Return how long a client trains with that budget fraction, while it is online."""
+        operations = self.operations("train", fraction, client)
+        bytes_down, bytes_up = self.bytes_down(fraction), self.bytes_up(fraction)
         return seconds_of(self.devices[client], bytes_down, operations, bytes_up)
 
-    def lacks(self, share: float, client: int) -> str:
+    def lacks(self, fraction: float, client: int) -> str:
         """Say why a device has no memory for a step; empty if it has."""
-        need, memory = step_memory(self.config, share).total, self.devices[client].memory
+        need, memory = step_memory(self.config, fraction).total, self.devices[client].memory
         if need <= memory:
             return ""
         kind = self.devices[client].kind
         return (
-            f"out of memory: a step needs {need / 1e9:.2f} GB with a budget of {share:g}, and a "
+            f"out of memory: a step needs {need / 1e9:.2f} GB with a budget of {fraction:g}, and a "
             f"device {kind} has {memory / 1e9:g} GB; lower batch-size or budgets"
         )
 
-    def shares_by_speed(self) -> list[float]:
+    def fractions_by_speed(self) -> list[float]:
         """Give each client the largest quarter of the budget whose round ends within the target.
 
         The target is that of `budgets=by-speed:SECONDS`, or the median of all devices with the
@@ -69,11 +69,11 @@ class Workload:
         return [
             max(
                 (
-                    share
-                    for share in SHARES
-                    if self.seconds(share, c) <= target and not self.lacks(share, c)
+                    fraction
+                    for fraction in BUDGET_FRACTIONS
+                    if self.seconds(fraction, c) <= target and not self.lacks(fraction, c)
                 ),
-                default=SHARES[0],
+                default=BUDGET_FRACTIONS[0],
             )
             for c in everyone
         ]

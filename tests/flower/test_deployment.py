@@ -121,7 +121,7 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
 
     first, second, third = run.rounds
     assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2]
-    assert [c["share"] for c in first["clients"]] == [1.0, 0.75, 0.5]
+    assert [c["budget-fraction"] for c in first["clients"]] == [1.0, 0.75, 0.5]
     assert [c["heads"] for c in first["clients"]] == [4, 3, 2]
     assert [c["examples"] for c in first["clients"]] == [200, 300, 400]
     assert (first["rejected"], third["rejected"]) == ([], [])

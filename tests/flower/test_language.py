@@ -71,7 +71,7 @@ def test_devices_with_texts_of_their_own_train_and_get_the_result(deployment):
     for record in run.rounds:
         assert record["rejected"] == []
         assert [client["examples"] for client in record["clients"]] == examples
-        assert [client["share"] for client in record["clients"]] == [1.0, 1.0]
+        assert [client["budget-fraction"] for client in record["clients"]] == [1.0, 1.0]
     first, *_, last = (record["metrics"]["perplexity"] for record in run.rounds)
     assert last < first
     commands = (Path(f"/proc/{pid}/cmdline") for pid in processes_of(deployment.folder))

@@ -118,7 +118,7 @@ def context(run_config=RUN_CONFIG, **changes):
 
 def training(run_config=RUN_CONFIG):
     state = ModelAndData(read_config(run_config)).model.initial_state()
-    config = ConfigRecord({"round": 1, "share": 0.5})
+    config = ConfigRecord({"round": 1, "budget-fraction": 0.5})
     return RecordDict({"arrays": to_record(state), "config": config})
 
 
@@ -168,7 +168,9 @@ def test_what_is_wrong_is_told_as_it_would_be_without(owner):
             worker.ask("query", RecordDict(), context(budget=2))
         (pid,) = workers(owner.pid)
     with pytest.raises(RuntimeError, match="KeyError: 'arrays'"):
-        worker.ask("train", RecordDict({"config": ConfigRecord({"share": 1.0})}), context())
+        worker.ask(
+            "train", RecordDict({"config": ConfigRecord({"budget-fraction": 1.0})}), context()
+        )
     # Bad input leaves it as it is; after another error there is a new one.
     assert worker.ask("query", RecordDict(), context())
     (other,) = workers(owner.pid)

@@ -178,13 +178,13 @@ def test_a_hetlora_layer_that_nobody_moved_keeps_what_it_was():
 
 
 @pytest.mark.parametrize("name", ["hetlora", "flexlora", "raflora"])
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 1.0])
-def test_a_client_gets_the_first_ranks(name, share):
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75, 1.0])
+def test_a_client_gets_the_first_ranks(name, fraction):
     method, adapters = build(name, rank=4)
     state = some_state(method, adapters)
-    rank = affordable(share, 4)
+    rank = affordable(fraction, 4)
     Bs, As = method.split(state)
-    method.load(adapters, method.broadcast(state, share))
+    method.load(adapters, method.broadcast(state, fraction))
     for adapter, B, A in zip(adapters, Bs, As, strict=True):
         assert torch.equal(adapter.B, B[:, :rank])
         assert torch.equal(adapter.A, A[:rank])

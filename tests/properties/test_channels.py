@@ -154,7 +154,7 @@ def ask(kind, state, config, node=None):
     """A device's reply to a message, as Flower sends it."""
     settings: dict[str, Any] = {
         "round": 1,
-        "share": 1.0,
+        "budget-fraction": 1.0,
         "noise-multiplier": 2.0,
         "earlier-rounds": 0,
     }

@@ -44,15 +44,15 @@ class Together(nn.Module):
         return self.head(torch.tanh(v).mean(1))
 
 
-def adapted(name, share=1.0, **changes):
+def adapted(name, fraction=1.0, **changes):
     """A model in the middle of a run, a client of that share, what it trains, and its examples."""
     method, adapters, network = build_whole(name, **changes)
     torch.default_generator.manual_seed(3)
     model = Together(network)
     state = some_state(method, adapters)
-    share = share if method.can_train(share) else 1.0
-    method.load(adapters, method.broadcast(state, share))
-    method.choose(adapters, share, generator(1, "choose"), lambda: None)
+    fraction = fraction if method.can_train(fraction) else 1.0
+    method.load(adapters, method.broadcast(state, fraction))
+    method.choose(adapters, fraction, generator(1, "choose"), lambda: None)
     parameters = [*method.parameters(adapters), *model.head.parameters()]
     with torch.no_grad():
         for parameter in parameters:
@@ -88,10 +88,10 @@ def close(got, expected, **how):
 
 
 @pytest.mark.parametrize("form", ["merged", "factored"])
-@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("name", OF_SUCH_LAYERS)
-def test_gradients_by_example_are_those_of_the_loop(name, share, form):
-    model, parameters, x, y = adapted(name, share, layer_form=form)
+def test_gradients_by_example_are_those_of_the_loop(name, fraction, form):
+    model, parameters, x, y = adapted(name, fraction, layer_form=form)
     expected = loop(model, parameters, x, y)
     close(fast(model, parameters, x, y), expected)
     assert all(gradients.flatten(1).any(1).all() for gradients in expected if gradients.any())

@@ -21,13 +21,13 @@ SMALL: dict[str, Scalar] = {
 }  # fmt: skip
 
 
-def train(method, adapters, state, seed, own, share=1.0):
+def train(method, adapters, state, seed, own, fraction=1.0):
     """What a client sends and keeps after it has moved what it may at random."""
     method.load(adapters, state)
     if own is not None:
         method.personal.put(adapters, own)
     random = generator(seed, "client")
-    method.choose(adapters, share, random, lambda: None)
+    method.choose(adapters, fraction, random, lambda: None)
     with torch.no_grad():
         for parameter in method.parameters(adapters):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
@@ -46,18 +46,18 @@ def others_of(client, owns):
 
 
 @given(st.integers(2, 4), st.lists(st.sampled_from([0.34, 0.67, 1.0]), min_size=4, max_size=4))
-def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, shares):
+def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, fractions):
     """Over three rounds, also where clients train some heads: those of the others stay."""
     method, adapters = build("fedalt")
     state, owns = method.initial_state(adapters), dict[int, Tensors]()
     for number in range(3):
         before = {c: products(own) for c, own in owns.items()}
         made = {
-            c: train(method, adapters, state, 10 * number + c, owns.get(c), shares[c])
+            c: train(method, adapters, state, 10 * number + c, owns.get(c), fractions[c])
             for c in range(clients)
         }
         owns = {c: own for c, (_, own) in made.items()}
-        state = aggregate(method, state, [(up, shares[c]) for c, (up, _) in made.items()])
+        state = aggregate(method, state, [(up, fractions[c]) for c, (up, _) in made.items()])
         mean = sum(map(products, owns.values())) / clients
         torch.testing.assert_close(state["H"].double(), mean, atol=1e-6, rtol=0)
         assert int(state["clients"]) == clients

@@ -58,38 +58,40 @@ class Game:
         self.limit, self.step = UpdateNormCheck(None, step), step
         self.state = self.method.initial_state(self.adapters)
 
-    def share(self, share):
+    def fraction(self, fraction):
         """A share with which a client can train the method, that one if possible."""
-        return share if self.method.can_train(share) else 1.0
+        return fraction if self.method.can_train(fraction) else 1.0
 
-    def start(self, upload, share):
-        return norm_limits(self.method).start_of(upload, self.method.broadcast(self.state, share))
+    def start(self, upload, fraction):
+        return norm_limits(self.method).start_of(
+            upload, self.method.broadcast(self.state, fraction)
+        )
 
     def honest(self, seed):
         """A reply that moves as far as Adam moves, and its share."""
-        upload, share = train_client(self.method, self.adapters, self.state, 0.25, seed), 0.25
-        share = self.share(share)
-        for name, start in self.start(upload, share).items():
+        upload, fraction = train_client(self.method, self.adapters, self.state, 0.25, seed), 0.25
+        fraction = self.fraction(fraction)
+        for name, start in self.start(upload, fraction).items():
             away = upload[name] - start
             largest = max(1e-9, float(away.abs().max()))
             upload[name] = start + HONEST * self.step * away / largest
-        return upload, share
+        return upload, fraction
 
-    def still(self, share):
+    def still(self, fraction):
         """A reply that changes nothing."""
-        self.method.load(self.adapters, self.method.broadcast(self.state, share))
-        self.method.choose(self.adapters, share, torch.Generator(), lambda: None)
+        self.method.load(self.adapters, self.method.broadcast(self.state, fraction))
+        self.method.choose(self.adapters, fraction, torch.Generator(), lambda: None)
         return self.method.upload(self.adapters)
 
-    def lie(self, kind, others=(), share=1.0, only=None):
+    def lie(self, kind, others=(), fraction=1.0, only=None):
         """The largest reply in the direction of that lie which is taken, and its share.
 
         With `only` it lies in the tensor of that number, and is honest in the others.
         """
-        share = self.share(share)
-        still = self.still(share)
-        start = self.start(still, share)
-        sent = [upload for upload, its in others if its == share]
+        fraction = self.fraction(fraction)
+        still = self.still(fraction)
+        start = self.start(still, fraction)
+        sent = [upload for upload, its in others if its == fraction]
         whole = {}
         for place, (name, change) in enumerate(changes_of(still, start).items()):
             direction = torch.zeros(change.numbers)
@@ -109,12 +111,12 @@ class Game:
         def told_by(part):
             return still | {name: start[name] + part * change for name, change in whole.items()}
 
-        return largest(told_by, lambda upload: self.taken(upload, share)), share
+        return largest(told_by, lambda upload: self.taken(upload, fraction)), fraction
 
-    def taken(self, upload, share):
+    def taken(self, upload, fraction):
         """Whether such a reply is taken, if it is alone."""
         try:
-            Aggregate(self.method, self.state, self.limit).offer(upload, share)
+            Aggregate(self.method, self.state, self.limit).offer(upload, fraction)
         except ValueError:
             return False
         return True
@@ -122,8 +124,8 @@ class Game:
     def play(self, *offered):
         """A round of these replies; ValueError if one is refused, or all of the round."""
         pot = Aggregate(self.method, self.state, self.limit)
-        for upload, share in offered:
-            pot.offer(upload, share)
+        for upload, fraction in offered:
+            pot.offer(upload, fraction)
         self.state = pot.close()
 
 
@@ -157,7 +159,7 @@ def test_liars_of_all_budgets_together_cost_no_round(name, step, kind):
     game = Game(name, step)
     for number in range(3):
         others = [game.honest(10 * number + seed) for seed in range(2)]
-        liars = [game.lie(kind, share=share) for share in (0.25, 0.5, 0.75, 1.0)]
+        liars = [game.lie(kind, fraction=fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
         game.play(*others, *liars)
 
 

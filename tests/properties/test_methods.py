@@ -115,45 +115,49 @@ def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, se
 @given(st.lists(st.tuples(SHARES, st.integers(1, 4)), min_size=1, max_size=4))
 def test_a_weight_counts_like_as_many_replies(name, clients):
     if "weighting" in METHODS[name].ignores:
-        clients = [(share, 1) for share, _ in clients]
+        clients = [(fraction, 1) for fraction, _ in clients]
     method, adapters = build(name)
     state = some_state(method, adapters)
     weighted, repeated = [], []
-    for seed, (share, weight) in enumerate(clients):
-        upload = train_client(method, adapters, state, share, seed)
-        weighted.append((upload, share, float(weight)))
-        repeated += weight * [(upload, share)]
+    for seed, (fraction, weight) in enumerate(clients):
+        upload = train_client(method, adapters, state, fraction, seed)
+        weighted.append((upload, fraction, float(weight)))
+        repeated += weight * [(upload, fraction)]
     one, other = (aggregate(method, state, uploads) for uploads in (weighted, repeated))
     assert_close(deltas(method, adapters, one), deltas(method, adapters, other))
 
 
 @every_method
-@pytest.mark.parametrize("share", [0.25, 1.0])
-def test_what_travels_arrives_as_it_was_and_weighs_what_was_said(name, share):
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+def test_what_travels_arrives_as_it_was_and_weighs_what_was_said(name, fraction):
     method, adapters = build(name)
-    share = share if method.can_train(share) else 1.0
+    fraction = fraction if method.can_train(fraction) else 1.0
     state = some_state(method, adapters)
-    upload = train_client(method, adapters, state, share, 3)
-    for tensors in (state, method.broadcast(state, share), upload):
+    upload = train_client(method, adapters, state, fraction, 3)
+    for tensors in (state, method.broadcast(state, fraction), upload):
         arrived = from_record(to_record(tensors))
         assert {k: (v.dtype, v.shape) for k, v in arrived.items()} == {
             k: (v.dtype, v.shape) for k, v in tensors.items()
         }
         assert all(torch.equal(arrived[key], tensors[key]) for key in tensors)
-    assert sum(t.nbytes for t in upload.values()) == method.upload_bytes(share)
-    sent = sum(t.nbytes for t in method.broadcast(state, share).values())
-    assert sent <= method.broadcast_bytes(method.initial_state(adapters), share)
+    assert sum(t.nbytes for t in upload.values()) == method.upload_bytes(fraction)
+    sent = sum(t.nbytes for t in method.broadcast(state, fraction).values())
+    assert sent <= method.broadcast_bytes(method.initial_state(adapters), fraction)
 
 
 @every_method
 def test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing(name):
     method, adapters = build(name)
     if method.parts is None:
-        assert [method.can_train(share) for share in (0.25, 0.99, 1.0)] == [False, False, True]
+        assert [method.can_train(fraction) for fraction in (0.25, 0.99, 1.0)] == [
+            False,
+            False,
+            True,
+        ]
         return
     sizes, sent = [], []
-    for share in (0.5, 1.0):
-        upload = train_client(method, adapters, method.initial_state(adapters), share, 0)
+    for fraction in (0.5, 1.0):
+        upload = train_client(method, adapters, method.initial_state(adapters), fraction, 0)
         gates = sum(a.gate.numel() for a in adapters if hasattr(a, "gate"))  # no part of a head
         sizes.append(sum(p.numel() for p in method.parameters(adapters)) - gates)
         sent.append(sum(t.nbytes for t in upload.values()))
@@ -299,9 +303,9 @@ def test_the_classifier_is_averaged_over_all_clients(name):
     initial = method.initial_state(adapters)
     state = initial | {CLASSIFIER: torch.zeros(3)}
     uploads = []
-    for value, share, weight in ((1.0, 1.0, 1.0), (2.0, 0.4, 2.0), (7.0, 0.4, 1.0)):
-        upload = train_client(method, adapters, initial, share, int(value))
-        uploads.append((upload | {CLASSIFIER: torch.full((3,), value)}, share, weight))
+    for value, fraction, weight in ((1.0, 1.0, 1.0), (2.0, 0.4, 2.0), (7.0, 0.4, 1.0)):
+        upload = train_client(method, adapters, initial, fraction, int(value))
+        uploads.append((upload | {CLASSIFIER: torch.full((3,), value)}, fraction, weight))
     assert aggregate(method, state, uploads)[CLASSIFIER].tolist() == [3.0, 3.0, 3.0]
     with pytest.raises(ValueError, match=r"got tensors .*'classifier'.*, expected"):
         aggregate(method, initial, uploads[:1])

@@ -71,16 +71,16 @@ def mixed_round(name, clients):
     """A method of rank 4 in the middle of a run, the state, and replies of (share, seed) each."""
     method, adapters = build(name, rank=4)
     state = some_state(method, adapters)
-    shares, seeds = zip(*clients, strict=True)
-    return method, adapters, state, replies(method, adapters, state, seeds, shares)
+    fractions, seeds = zip(*clients, strict=True)
+    return method, adapters, state, replies(method, adapters, state, seeds, fractions)
 
 
-def replies(method, adapters, state, seeds, shares=None):
+def replies(method, adapters, state, seeds, fractions=None):
     """What clients with these seeds send, with their shares and weights."""
-    shares = shares or [1.0] * len(seeds)
+    fractions = fractions or [1.0] * len(seeds)
     return [
-        (train_client(method, adapters, state, share, seed), share, weight)
-        for seed, share, weight in zip(seeds, shares, weights_of(seeds), strict=True)
+        (train_client(method, adapters, state, fraction, seed), fraction, weight)
+        for seed, fraction, weight in zip(seeds, fractions, weights_of(seeds), strict=True)
     ]
 
 
@@ -283,8 +283,8 @@ def test_raflora_averages_every_rank_over_those_that_hold_it(clients):
         total = torch.zeros(got.shape, dtype=torch.float64)
         for rank in range(4):
             parts, weights = [], []
-            for upload, share, weight in sent:
-                own = affordable(share, 4)
+            for upload, fraction, weight in sent:
+                own = affordable(fraction, 4)
                 if rank < own:
                     B = matrices(upload["B"], own, True)[layer]
                     A = matrices(upload["A"], own, False)[layer]
@@ -305,7 +305,10 @@ def test_raflora_keeps_the_high_ranks_that_flexlora_lets_shrink():
         state = some_state(method, adapters)
         before = [delta.norm() for delta in deltas(method, adapters, state)]
         for _ in range(5):
-            sent = [(method.broadcast(state, share), share) for share in (0.25, 0.25, 0.25, 1.0)]
+            sent = [
+                (method.broadcast(state, fraction), fraction)
+                for fraction in (0.25, 0.25, 0.25, 1.0)
+            ]
             state = aggregate(method, state, sent)
         after = [delta.norm() for delta in deltas(method, adapters, state)]
         left[name] = min(float(a / b) for a, b in zip(after, before, strict=True))
@@ -354,13 +357,13 @@ def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale
         method.load(adapters, state)
         assert not any(adapter.B.any() for adapter in adapters)
         begun.append(torch.cat([adapter.A.detach().flatten() for adapter in adapters]))
-        seeds, shares = [seed for _, seed in clients], [share for share, _ in clients]
-        sent = replies(method, adapters, state, seeds, shares)
+        seeds, fractions = [seed for _, seed in clients], [fraction for fraction, _ in clients]
+        sent = replies(method, adapters, state, seeds, fractions)
         weights = [weight for *_, weight in sent]
         for layer in range(len(LAYERS)):
             products = []
-            for upload, share, _ in sent:
-                own = affordable(share, 4)
+            for upload, fraction, _ in sent:
+                own = affordable(fraction, 4)
                 B = matrices(upload["B"], own, True)[layer]
                 products.append(loop_product(B, matrices(upload["A"], own, False)[layer]))
             W[layer] = W[layer] + scale * loop_mean(products, weights)
@@ -374,14 +377,14 @@ def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale
 def test_floras_clients_of_a_round_begin_alike_whatever_their_rank():
     method, adapters = build("flora", rank=4)
     state = some_state(method, adapters)
-    for share in (0.25, 0.5, 1.0):
-        method.load(adapters, method.broadcast(state, share))
-        method.choose(adapters, share, torch.Generator(), lambda: None)
+    for fraction in (0.25, 0.5, 1.0):
+        method.load(adapters, method.broadcast(state, fraction))
+        method.choose(adapters, fraction, torch.Generator(), lambda: None)
         still = method.upload(adapters)
-        start = method.start_of(still, method.broadcast(state, share))
+        start = method.start_of(still, method.broadcast(state, fraction))
         assert all(torch.equal(still[name], start[name]) for name in ("B", "A"))
         for A, first in zip(method.split(still)[1], method.first_A(state), strict=True):
-            assert torch.equal(A, first[: affordable(share, 4)])
+            assert torch.equal(A, first[: affordable(fraction, 4)])
 
 
 def test_a_flora_round_that_nobody_took_part_in_begins_again():
@@ -488,10 +491,10 @@ def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
             old = matrices(state[name], 4, name == "B")[layer]
             for module in range(4):
                 parts, weights = [], []
-                for upload, share, weight in sent:
+                for upload, fraction, weight in sent:
                     byte = int(upload["modules"][0])
                     mine = [j for j in range(4) if byte >> j & 1]
-                    assert len(mine) == affordable(share, 4)
+                    assert len(mine) == affordable(fraction, 4)
                     if module in mine:
                         own = matrices(upload[name], len(mine), name == "B")[layer]
                         at = mine.index(module)
@@ -504,7 +507,7 @@ def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
 
 
 @given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 1.0]))
-def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, share):
+def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, fraction):
     method, adapters, network = build_whole("fed-plora", rank=4, lora_scale=0.5)
     state = some_state(method, adapters)
     method.load(adapters, state)
@@ -513,11 +516,11 @@ def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, 
     modules = [network.get_submodule(layer.name) for layer in LAYERS]
     whole = [module(one).detach() for module, one in zip(modules, x, strict=True)]
     expected = [delta.clone() for delta in method.delta_weights(adapters)]
-    method.choose(adapters, share, random, lambda: None)
+    method.choose(adapters, fraction, random, lambda: None)
     assert_close([module(one) for module, one in zip(modules, x, strict=True)], whole)
     assert_close(method.delta_weights(adapters), expected)
     numbers = sum(p.numel() for p in method.parameters(adapters))
-    assert numbers * 4 == method.trainable_parameters() * affordable(share, 4)
+    assert numbers * 4 == method.trainable_parameters() * affordable(fraction, 4)
 
 
 def test_fed_ploras_modules_are_drawn_anew_and_all_have_their_turn():

@@ -36,28 +36,28 @@ SHARES = (1.0, 0.4, 0.7, 1.0, 0.34)
 NOISELESS = 1e-30
 
 
-def uploads_of(method, adapters, state, shares=SHARES):
+def uploads_of(method, adapters, state, fractions=SHARES):
     """What clients send, the classifier included; they move far."""
     found = []
-    able = (share if method.can_train(share) else 1.0 for share in shares)
-    for number, share in enumerate(able):
-        upload = train_client(method, adapters, state, share, 100 + number)
+    able = (fraction if method.can_train(fraction) else 1.0 for fraction in fractions)
+    for number, fraction in enumerate(able):
+        upload = train_client(method, adapters, state, fraction, 100 + number)
         random = generator(number, "classifier")
-        found.append((upload | {CLASSIFIER: torch.randn(7, generator=random)}, share))
+        found.append((upload | {CLASSIFIER: torch.randn(7, generator=random)}, fraction))
     return found
 
 
 def sums_of(method, state, uploads, norm):
     sums = ClippedSum(state, norm)
-    for upload, share in uploads:
-        sums.add(checked(method, state, upload, share))
+    for upload, fraction in uploads:
+        sums.add(checked(method, state, upload, fraction))
     return sums
 
 
 def next_state(method, state, uploads, norm, noise):
     """The state that these uploads make, for a cohort that has all of them for sure."""
-    shares = Counter(share for _, share in uploads)
-    expected = expected_clients(method, state, shares, 1.0)
+    fractions = Counter(fraction for _, fraction in uploads)
+    expected = expected_clients(method, state, fractions, 1.0)
     return sums_of(method, state, uploads, norm).release(noise, expected)
 
 
@@ -93,8 +93,8 @@ def test_without_noise_and_with_small_budgets_it_is_the_mean_of_all_clients():
     method, adapters = build("ravan", head_mean="all")
     state = some_state(method, adapters)
     uploads = [
-        ({k: v for k, v in upload.items() if k != CLASSIFIER}, share)
-        for upload, share in uploads_of(method, adapters, state, (1.0, 0.7, 0.4, 0.4))
+        ({k: v for k, v in upload.items() if k != CLASSIFIER}, fraction)
+        for upload, fraction in uploads_of(method, adapters, state, (1.0, 0.7, 0.4, 0.4))
     ]
     got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, 4))
     torch.testing.assert_close(got["H"], aggregate(method, state, uploads)["H"])

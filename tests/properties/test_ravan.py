@@ -28,13 +28,13 @@ def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clien
     method, adapters = build(selection=selection)
     state = some_state(method, adapters)
     uploads, plain = [], []
-    for share, seed in clients:
-        upload = train_client(method, adapters, state, share, seed)
-        uploads.append((upload, share))
+    for fraction, seed in clients:
+        upload = train_client(method, adapters, state, fraction, seed)
+        uploads.append((upload, fraction))
         heads = method.heads_in(upload)
         where = [(layer, head) for layer, row in enumerate(heads) for head in row]
         plain.append((heads, dict(zip(where, upload["H"], strict=True))))
-        assert len(where) == affordable(share, 3) * len(LAYERS)
+        assert len(where) == affordable(fraction, 3) * len(LAYERS)
     new = aggregate(method, state, uploads)
 
     torch.testing.assert_close(new["H"], head_means(state["H"], plain))
@@ -72,9 +72,9 @@ def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selec
     method, adapters = build(selection=selection, head_mean="all")
     state = some_state(method, adapters)
     uploads, models = [], []
-    for share, seed in clients:
-        upload = train_client(method, adapters, state, share, seed)
-        uploads.append((upload, share))
+    for fraction, seed in clients:
+        upload = train_client(method, adapters, state, fraction, seed)
+        uploads.append((upload, fraction))
         H, at = state["H"].double().clone(), 0
         for layer, row in enumerate(method.heads_in(upload)):
             for head in row:
@@ -111,19 +111,19 @@ def test_ravan_uploads_the_products_of_scale_and_head():
 def test_ravans_scales_start_at_one_in_every_round():
     method, adapters = build()
     state = some_state(method, adapters)
-    for share in (1.0, 0.5):
-        train_client(method, adapters, state, share, 5)
+    for fraction in (1.0, 0.5):
+        train_client(method, adapters, state, fraction, 5)
     method.load(adapters, state)
     assert all(torch.equal(adapter.s, torch.ones(3)) for adapter in adapters)
     assert all(torch.equal(a.H, h) for a, h in zip(adapters, state["H"], strict=True))
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_constant_scales_are_not_trained(share):
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_constant_scales_are_not_trained(fraction):
     method, adapters = build(scaling="constant")
     method.load(adapters, method.initial_state(adapters))
-    method.choose(adapters, share, generator(0), lambda: None)
-    heads = affordable(share, 3)
+    method.choose(adapters, fraction, generator(0), lambda: None)
+    heads = affordable(fraction, 3)
     shapes = [tuple(p.shape) for p in method.parameters(adapters)]
     assert shapes == [(heads, 2, 2)] * len(LAYERS)
     assert method.trainable_parameters() == 2 * 3 * 4

@@ -44,8 +44,8 @@ def test_the_middle_is_that_of_a_slow_loop(rows):
 
 def fold(method, state, uploads, robust):
     pot = Aggregate(method, state, UpdateNormCheck(1e9), robust=robust)
-    for upload, share in uploads:
-        pot.offer(upload, share)
+    for upload, fraction in uploads:
+        pot.offer(upload, fraction)
     return pot.close()
 
 

@@ -21,7 +21,7 @@ LAWS = [
     (laws.test_one_client_alone_gets_its_own_delta_weight, {}),
     (laws.test_the_aggregates_delta_weight_is_the_mean_of_the_clients, {}),
     (laws.test_a_weight_counts_like_as_many_replies, {}),
-    (laws.test_what_travels_arrives_as_it_was_and_weighs_what_was_said, {"share": 1.0}),
+    (laws.test_what_travels_arrives_as_it_was_and_weighs_what_was_said, {"fraction": 1.0}),
     (laws.test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing, {}),
     (laws.test_the_network_comes_back_to_the_bit, {}),
     (laws.test_nothing_that_travels_is_shared_with_the_model, {}),

@@ -30,13 +30,15 @@ def with_classifier(method, state):
     return state | ({} if method.personal else {CLASSIFIER: torch.linspace(-1, 1, 8)})
 
 
-def trained_from(method, adapters, sent, share, seed):
+def trained_from(method, adapters, sent, fraction, seed):
     """What a client trains of a broadcast, with the classifier."""
     own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
     whole = method.broadcast
-    method.broadcast = lambda state, share: state  # it is one already
+    method.broadcast = lambda state, fraction: state  # it is one already
     try:
-        upload = train_client(method, adapters, own, share, seed, personal_state(method, adapters))
+        upload = train_client(
+            method, adapters, own, fraction, seed, personal_state(method, adapters)
+        )
     finally:
         method.broadcast = whole
     if CLASSIFIER in sent:
@@ -44,25 +46,25 @@ def trained_from(method, adapters, sent, share, seed):
     return upload
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("name", ABLE)
-def test_an_upload_is_the_servers_state_and_the_largest_changes(name, share):
+def test_an_upload_is_the_servers_state_and_the_largest_changes(name, fraction):
     method, adapters = build(name)
-    share = share if method.can_train(share) else 1.0
+    fraction = fraction if method.can_train(fraction) else 1.0
     state = with_classifier(method, some_state(method, adapters))
     own = {k: t for k, t in state.items() if k != CLASSIFIER}
-    sent = method.broadcast(own, share) | {k: t for k, t in state.items() if k == CLASSIFIER}
+    sent = method.broadcast(own, fraction) | {k: t for k, t in state.items() if k == CLASSIFIER}
     names = sent_sparsely(method) & sent.keys()
     got = densify(sparsify(sent, DOWN, names), DOWN)
     for key, tensor in by_hand(sent, DOWN, names).items():
         assert torch.equal(got[key], tensor)
-    upload = trained_from(method, adapters, got, share, 5)
+    upload = trained_from(method, adapters, got, fraction, 5)
     change = change_of(method, upload, got)
     arrived = densify(sparsify(change, UP, change.keys()), UP)
     start = start_of(method, upload, sent)
     of_client = start_of(method, upload, got)
     largest = by_hand({k: upload[k] - of_client[k] for k in start}, UP, start.keys())
-    for key, tensor in moved(method, arrived, share, state).items():
+    for key, tensor in moved(method, arrived, fraction, state).items():
         expected = start[key] + largest[key] if key in start else upload[key]
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
 
@@ -115,8 +117,8 @@ def test_a_number_that_is_not_finite_reaches_no_sum(name):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a share of 0": ({"sparsity": "0:1"}, "a share out of range"),
-    "a share above 1": ({"sparsity": "1:1.5"}, "a share out of range"),
+    "a share of 0": ({"sparsity": "0:1"}, "a part out of range"),
+    "a share above 1": ({"sparsity": "1:1.5"}, "a part out of range"),
     "one share": ({"sparsity": "1/4"}, "expected DOWN:UP"),
     "a number, which YAML makes of 1:1": ({"sparsity": 61}, "got a whole number"),
     "full down": ({"method": "full", "sparsity": "1/4:1"}, "need all numbers of its state"),
@@ -149,4 +151,4 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(what):
 )
 def test_what_goes_together_is_taken(settings):
     down, up = settings["sparsity"].split(":")
-    assert read_config(settings).shares_sent == (Fraction(down), Fraction(up))
+    assert read_config(settings).densities == (Fraction(down), Fraction(up))

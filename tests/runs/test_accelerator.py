@@ -38,7 +38,7 @@ def accelerator(monkeypatch):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def a_round(settings, share, steps):
+def a_round(settings, fraction, steps):
     """Two clients' calibration, if there is one, and two rounds of theirs; what came of them."""
     bench = ModelAndData(read_config({"seed": 5, "lora-rank": 4} | settings))
     model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
@@ -51,19 +51,19 @@ def a_round(settings, share, steps):
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
         state = first = state | changed
-    share = share if model.method.can_train(share) else 1.0
+    fraction = fraction if model.method.can_train(fraction) else 1.0
     own: dict[int, Any] = {}  # what stays with each client
     for number in (1, 2):  # in the second, the state is one of the middle of a run
         method = model.method.in_round(number)
         pot = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
-            sent = outgoing(method, state, share)
+            sent = outgoing(method, state, fraction)
             done = train_locally(
-                model, task, examples, sent, share, steps, ClientRound(5, number, client),
+                model, task, examples, sent, fraction, steps, ClientRound(5, number, client),
                 own.get(client),
             )  # fmt: skip
             own |= {client: done.own} if done.own else {}
-            pot.offer(done.upload, share)
+            pot.offer(done.upload, fraction)
         state = pot.close()
     with model.holding(state, own.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
@@ -75,13 +75,13 @@ def a_round(settings, share, steps):
     return model.device, deltas + moved, measured
 
 
-def compare(settings, share, steps):
+def compare(settings, fraction, steps):
     """The accelerator's round with that of the CPU, whose kernels it uses."""
-    device, moved, measured = a_round(settings, share, steps)
+    device, moved, measured = a_round(settings, fraction, steps)
     assert device.type == "pretend"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ravan_flwr.training.model_and_data.pick_device", torch.device)
-        device, expected, measured_there = a_round(settings | {"device": "cpu"}, share, steps)
+        device, expected, measured_there = a_round(settings | {"device": "cpu"}, fraction, steps)
         assert device.type == "cpu"
     # Adam makes a step of any gradient, so that where it is nearly zero its rounding shows.
     for got, right in zip(moved, expected, strict=True):

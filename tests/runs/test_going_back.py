@@ -266,4 +266,4 @@ def test_a_claimed_budget_is_cut_to_what_is_granted(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "limits": "max-share=0.5"}
     run = simulate(settings, 3)
     (record,) = records_of(run.run_dir)
-    assert {(c["share"], c["heads"]) for c in record["clients"]} == {(0.5, 2)}
+    assert {(c["budget-fraction"], c["heads"]) for c in record["clients"]} == {(0.5, 2)}

@@ -16,7 +16,7 @@ from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cost import largest_share, step_memory
+from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
@@ -178,7 +178,7 @@ def test_an_automatic_budget_is_what_the_free_memory_pays_for():
     device = torch.device("cuda")
     free = free_memory(device)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
-    assert largest_share(config, free) == 1.0
+    assert largest_fraction(config, free) == 1.0
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
     assert free - free_memory(device) == pytest.approx(2**28, rel=0.1)
     del held  # PyTorch keeps it, and this process can have it again

@@ -631,10 +631,7 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
 )
 def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped):
     clients = [SimpleNamespace(partition_id=partition) for partition in range(6)]
-    nodes = {
-        10 + m.partition_id: Node(10 + m.partition_id, client=cast(Any, m))
-        for m in clients
-    }
+    nodes = {10 + m.partition_id: Node(10 + m.partition_id, client=cast(Any, m)) for m in clients}
     for denied in rounds:
         round_: Any = object.__new__(masked_round.Masked)
         round_.run = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))

@@ -122,7 +122,7 @@ def test_by_speed_gives_a_slow_device_less(tmp_path):
         },
         num_clients=8,
     )  # fmt: skip
-    shares = {c["partition-id"]: c["share"] for c in records(run)[0]["clients"]}
+    shares = {c["partition-id"]: c["budget-fraction"] for c in records(run)[0]["clients"]}
     assert 0.25 <= min(shares.values()) < max(shares.values()) == 1.0
 
 

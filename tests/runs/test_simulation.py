@@ -18,7 +18,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
-from ravan_flwr.methods import METHODS, affordable, budget_share
+from ravan_flwr.methods import METHODS, affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
@@ -84,8 +84,8 @@ def test_a_run_directory_has_everything(tmp_path):
         assert len(record["clients"]) == 3
         for client in record["clients"]:
             assert set(client) == {
-                "partition-id", "share", "heads", "selected", "examples", "steps", "train-loss",
-                "seconds", "span", "bytes-up", "bytes-down",
+                "partition-id", "budget-fraction", "heads", "selected", "examples", "steps",
+                "train-loss", "seconds", "span", "bytes-up", "bytes-down",
             }  # fmt: skip
     summary = simulation.summary
     assert summary == json.loads((directory / "summary.json").read_text())
@@ -605,15 +605,15 @@ def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
     simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=2)
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["round"]]
-    shares = {c["partition-id"]: c["share"] for r in records for c in r["clients"]}
-    by_share = {c["share"]: c["bytes-up"] for r in records for c in r["clients"]}
+    shares = {c["partition-id"]: c["budget-fraction"] for r in records for c in r["clients"]}
+    by_share = {c["budget-fraction"]: c["bytes-up"] for r in records for c in r["clients"]}
     assert all(record["left-out"] == simulation.summary["left-out"] for record in records)
     if get_model_and_data(read_config(SMALL | {"method": method})).model.method.parts:
         assert simulation.summary["left-out"] == []
         assert len(by_share) > 1
         assert list(dict(sorted(by_share.items())).values()) == sorted(by_share.values())
     else:
-        everybody = {p: budget_share("uniform", 0, p) for p in range(6)}
+        everybody = {p: budget_fraction("uniform", 0, p) for p in range(6)}
         assert set(shares.values()) == {1.0}
         expected = [p for p, share in everybody.items() if share < 1]
         assert simulation.summary["left-out"] == expected
@@ -650,7 +650,7 @@ def test_what_each_client_is_sent_is_counted(tmp_path, method):
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     for number, record in enumerate(map(json.loads, lines)):
         for client in record["clients"]:
-            factors = 4 * 8 * affordable(client["share"], 4) * (96 + 96)
+            factors = 4 * 8 * affordable(client["budget-fraction"], 4) * (96 + 96)
             # Four replies of rank 4 add a residual of rank 12, until the matrix is smaller.
             rank = 12 * number if method == "fedex-lora" else 0
             residual = 4 * 8 * min(rank * (96 + 96), 96 * 96)

@@ -163,7 +163,7 @@ def asked():
 
     def ask(earlier=0):
         settings = {
-            "round": 1, "share": 1.0, "noise-multiplier": 2.0, "earlier-rounds": earlier
+            "round": 1, "budget-fraction": 1.0, "noise-multiplier": 2.0, "earlier-rounds": earlier
         }  # fmt: skip
         content = RecordDict(
             {"arrays": to_record(bench.model.initial_state()), "config": ConfigRecord(settings)}

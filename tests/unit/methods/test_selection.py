@@ -8,7 +8,7 @@ from torch import nn
 
 from ravan_flwr.adapters import MultiHeadLinear, make_bases
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.methods import BUDGETS, SHARES, affordable, budget_share
+from ravan_flwr.methods import BUDGET_FRACTIONS, BUDGETS, affordable, budget_fraction
 from ravan_flwr.methods.multihead import SCORINGS, best_heads, score_heads
 from ravan_flwr.seeding import generator
 
@@ -114,21 +114,21 @@ def test_ties_are_broken_at_random_by_the_seed(selection):
 @pytest.mark.parametrize("distribution", BUDGETS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_clients_are_spread_over_the_budgets_as_documented(distribution, seed):
-    shares = [budget_share(distribution, seed, client) for client in range(200)]
+    fractions = [budget_fraction(distribution, seed, client) for client in range(200)]
     assert sum(BUDGETS[distribution]) == pytest.approx(1)
-    for share, fraction in zip(SHARES, BUDGETS[distribution], strict=True):
-        assert shares.count(share) == pytest.approx(200 * fraction, abs=3)
-    assert shares == [budget_share(distribution, seed, client) for client in range(200)]
+    for fraction, part in zip(BUDGET_FRACTIONS, BUDGETS[distribution], strict=True):
+        assert fractions.count(fraction) == pytest.approx(200 * part, abs=3)
+    assert fractions == [budget_fraction(distribution, seed, client) for client in range(200)]
 
 
 def test_budgets_differ_between_seeds():
-    one, two = ([budget_share("uniform", s, c) for c in range(20)] for s in (0, 1))
+    one, two = ([budget_fraction("uniform", s, c) for c in range(20)] for s in (0, 1))
     assert one != two
 
 
-@given(st.sampled_from(SHARES), st.integers(1, 64))
-def test_a_share_pays_for_the_floor_and_at_least_one(share, heads):
-    assert affordable(share, heads) == max(1, int(share * 4) * heads // 4)
+@given(st.sampled_from(BUDGET_FRACTIONS), st.integers(1, 64))
+def test_a_share_pays_for_the_floor_and_at_least_one(fraction, heads):
+    assert affordable(fraction, heads) == max(1, int(fraction * 4) * heads // 4)
 
 
 def test_a_product_a_hair_below_a_whole_number_counts_as_it():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravan_flwr.server.aggregation import FRACTIONS, Aggregate
+from ravan_flwr.server.aggregation import KEPT_BROADCASTS, Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, train_client
 
@@ -13,9 +13,9 @@ def counted(monkeypatch):
     method, adapters = build("hetlora")
     asked, broadcast = [], method.broadcast
 
-    def counting(state, share):
-        asked.append(share)
-        return broadcast(state, share)
+    def counting(state, fraction):
+        asked.append(fraction)
+        return broadcast(state, fraction)
 
     monkeypatch.setattr(method, "broadcast", counting)
     return method, adapters, asked
@@ -24,13 +24,13 @@ def counted(monkeypatch):
 def test_a_broadcast_is_made_once_a_share(counted):
     method, adapters, asked = counted
     state = method.initial_state(adapters)
-    shares = [1.0, 0.5, 1.0, 0.5, 1.0]
-    uploads = [train_client(method, adapters, state, s, seed) for seed, s in enumerate(shares)]
+    fractions = [1.0, 0.5, 1.0, 0.5, 1.0]
+    uploads = [train_client(method, adapters, state, s, seed) for seed, s in enumerate(fractions)]
     asked.clear()
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
-    for upload, share in zip(uploads, shares, strict=True):
-        sums.offer(upload, share)
-    assert sums.count == len(shares)
+    for upload, fraction in zip(uploads, fractions, strict=True):
+        sums.offer(upload, fraction)
+    assert sums.count == len(fractions)
     assert sorted(asked) == [0.5, 1.0]
 
 
@@ -38,7 +38,7 @@ def test_few_broadcasts_are_kept_however_many_shares_there_are(counted):
     method, adapters, _ = counted
     state = method.initial_state(adapters)
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
-    for number in range(1, 4 * FRACTIONS):
-        share = number / (4 * FRACTIONS)
-        sums.offer(train_client(method, adapters, state, share, number), share)
-    assert sums._sent.cache_info().currsize == FRACTIONS
+    for number in range(1, 4 * KEPT_BROADCASTS):
+        fraction = number / (4 * KEPT_BROADCASTS)
+        sums.offer(train_client(method, adapters, state, fraction, number), fraction)
+    assert sums._sent.cache_info().currsize == KEPT_BROADCASTS

@@ -31,15 +31,15 @@ def test_a_buffer_of_all_clients_is_a_synchronous_round(method):
 
 
 @pytest.mark.parametrize("method", ABLE)
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_rebased_upload_changes_the_state_of_now(method, share):
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_rebased_upload_changes_the_state_of_now(method, fraction):
     """A slow oracle: the state of an upload alone, minus then, weighted, plus now."""
     made, adapters = build(method)
-    share = share if made.can_train(share) else 1.0
+    fraction = fraction if made.can_train(fraction) else 1.0
     then, now = some_state(made, adapters, 1), some_state(made, adapters, 9)
-    upload = train_client(made, adapters, then, share, 5)
-    got = aggregate(made, now, [(rebased(made, upload, share, then, now, 0.5), share)])
-    alone = aggregate(made, then, [(upload, share)])
+    upload = train_client(made, adapters, then, fraction, 5)
+    got = aggregate(made, now, [(rebased(made, upload, fraction, then, now, 0.5), fraction)])
+    alone = aggregate(made, then, [(upload, fraction)])
     for name, tensor in now.items():
         expected = tensor.double() + 0.5 * (alone[name].double() - then[name].double())
         torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
@@ -73,7 +73,7 @@ def test_the_order_within_a_buffer_does_not_matter(method, order):
 class Plenty:
     """Work that fits each device."""
 
-    def lacks(self, share, client):
+    def lacks(self, fraction, client):
         return ""
 
 

@@ -149,7 +149,9 @@ def test_a_message_that_waits_is_found_without_looking_at_the_others():
 
     nodes = Nodes(300)
     nodes._waiting = Watched()
-    ids = list(nodes.push_messages(Message(RecordDict(), node, "query") for node in nodes.registered))
+    ids = list(
+        nodes.push_messages(Message(RecordDict(), node, "query") for node in nodes.registered)
+    )
     for message_id in reversed(ids):
         (reply,) = nodes.pull_messages([message_id])
         assert reply.metadata.reply_to_message_id == message_id
@@ -265,7 +267,7 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
     nodes = Nodes(200, method="fedit")
     for number in range(11, 111):
         nodes.registered[number] = registered_client(
-            number, nodes.registered[number].partition_id, num_partitions=200, share=0.5
+            number, nodes.registered[number].partition_id, num_partitions=200, budget_fraction=0.5
         )
     notes, _, _ = run(
         nodes, rounds=2, method="fedit", clients_per_round=4, evaluate_fn=lambda *_: None

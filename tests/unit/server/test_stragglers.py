@@ -408,7 +408,9 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
 
 def test_who_is_refused_for_its_examples_has_nobodys_part():
     nodes = Nodes()
-    nodes.registered[11] = registered_client(11, 0, examples=2**40)  # asked first, with node 14's part
+    nodes.registered[11] = registered_client(
+        11, 0, examples=2**40
+    )  # asked first, with node 14's part
     strategy = strategy_with(nodes, lambda number: [10] * number, weighting="examples")
     strategy.registry.recruit(nodes, wait=True)
     assert strategy.registry.clients.keys() == {12, 13, 14}
@@ -584,7 +586,9 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
 
     def gather(_):
         number = len(clients)
-        clients[number] = SimpleNamespace(partition_id=number, share=1.0 if number < can else 0.5)
+        clients[number] = SimpleNamespace(
+            partition_id=number, budget_fraction=1.0 if number < can else 0.5
+        )
 
     def present(_):
         return list(clients.values())
@@ -592,7 +596,7 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     client_registry = SimpleNamespace(
         clients=clients, partitions=partitions, gather=gather, present=present
     )
-    method = SimpleNamespace(can_train=lambda share: share == 1.0)
+    method = SimpleNamespace(can_train=lambda fraction: fraction == 1.0)
     config = read_config({"clients-per-round": 10} | settings)
     gather(None)
     sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))

@@ -43,7 +43,8 @@ def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
     one, other = Nodes(), Nodes()
     other.registered = {node_id + 1000: m for node_id, m in reversed(one.registered.items())}
     other.registered = {
-        node_id: registered_client(node_id, m.partition_id) for node_id, m in other.registered.items()
+        node_id: registered_client(node_id, m.partition_id)
+        for node_id, m in other.registered.items()
     }
     for nodes in (one, other):
         run(nodes, rounds=5, clients_per_round=2, evaluate_fn=lambda *_: None)
@@ -195,7 +196,7 @@ def test_clients_that_can_afford_the_method_may_be_away_for_a_round():
     nodes.registered[11] = registered_client(11, 2, num_partitions=3)
     for node_id, partition_id in ((12, 1), (13, 0)):
         nodes.registered[node_id] = registered_client(
-            node_id, partition_id, num_partitions=3, share=0.5
+            node_id, partition_id, num_partitions=3, budget_fraction=0.5
         )
 
     def leave(_, message):
@@ -352,7 +353,7 @@ def test_a_message_that_cannot_be_sent_is_told():
         ({"derived": ("a", "b")}, r"derived is \['a', 'b'\], expected float numbers"),
         ({"num_partitions": 5}, "num-partitions is 5, expected 4 as the others have"),
         ({"num_partitions": 5, "own_data": True}, None),
-        ({"share": 1.5}, "share is 1.5, expected above 0 and at most 1"),
+        ({"budget_fraction": 1.5}, "budget-fraction is 1.5, expected above 0 and at most 1"),
         ({"partition_id": 4}, r"partition-id is 4, expected 0 to 3"),
         ({"partition_id": 0}, "partition-id 0 is taken by node"),
         ({"device": ""}, None),
@@ -483,8 +484,8 @@ class Restarted(Nodes):
             yield NodeInfo(node_id=node_id, last_activated_at=self.since if node_id == 11 else "")
 
 
-@pytest.mark.parametrize("before", [{"share": 7.0}, {}])
-@pytest.mark.parametrize("after", [{}, {"num_partitions": 5}, {"share": 0.5}])
+@pytest.mark.parametrize("before", [{"budget_fraction": 7.0}, {}])
+@pytest.mark.parametrize("after", [{}, {"num_partitions": 5}, {"budget_fraction": 0.5}])
 def test_a_restarted_node_is_asked_again(before, after):
     nodes = Restarted()
     nodes.registered[11] = registered_client(11, 3, **before)
@@ -494,8 +495,11 @@ def test_a_restarted_node_is_asked_again(before, after):
             nodes.registered[11], nodes.since = registered_client(11, 3, **after), "noon"
 
     notes, strategy, _ = run(nodes, rounds=3, clients_per_round=4, evaluate_fn=evaluate)
-    there = [[c["share"] for c in r["clients"] if c["partition-id"] == 3] for r in notes.records]
-    expected = [] if "num_partitions" in after else [after.get("share", 1.0)]
+    there = [
+        [c["budget-fraction"] for c in r["clients"] if c["partition-id"] == 3]
+        for r in notes.records
+    ]
+    expected = [] if "num_partitions" in after else [after.get("budget_fraction", 1.0)]
     assert there == [[] if before else [1.0], expected, expected]
     assert bool(strategy.registry.refused) == ("num_partitions" in after)
 
@@ -521,7 +525,7 @@ def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
 
 def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
     nodes = Nodes()
-    good, nodes.registered[11] = nodes.registered[11], registered_client(11, 3, share=7.0)
+    good, nodes.registered[11] = nodes.registered[11], registered_client(11, 3, budget_fraction=7.0)
 
     def evaluate(number, _):
         if number == 1:
@@ -534,13 +538,13 @@ def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
     assert not strategy.registry.refused
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
-def test_whoever_evaluates_on_what_it_held_back_is_believed(share):
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
+def test_whoever_evaluates_on_what_it_held_back_is_believed(fraction):
     for number in range(2, 500):
-        held_back = math.ceil(share * number)
+        held_back = math.ceil(fraction * number)
         if held_back < number:
-            most = most_validation_size(number - held_back, share)
-            assert held_back <= most <= held_back + 1 / (1 - share) + 2
+            most = most_validation_size(number - held_back, fraction)
+            assert held_back <= most <= held_back + 1 / (1 - fraction) + 2
 
 
 def test_evaluation_on_the_clients_weighs_by_examples():

@@ -29,24 +29,24 @@ def sizes(*values, name="H", numbers=100):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@given(share=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 9))
-def test_a_change_counts_from_what_the_client_was_sent(name, share, seed):
+@given(fraction=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 9))
+def test_a_change_counts_from_what_the_client_was_sent(name, fraction, seed):
     method, adapters = build(name)
-    share = share if method.can_train(share) else 1.0
+    fraction = fraction if method.can_train(fraction) else 1.0
     state = some_state(method, adapters) | {CLASSIFIER: torch.zeros(4)}
     own = {k: v for k, v in state.items() if k != CLASSIFIER}
-    method.load(adapters, method.broadcast(own, share))
+    method.load(adapters, method.broadcast(own, fraction))
     random = torch.Generator().manual_seed(seed)
-    method.choose(adapters, share, random, lambda: None)
+    method.choose(adapters, fraction, random, lambda: None)
     still = method.upload(adapters) | {CLASSIFIER: torch.zeros(4)}
     limit = UpdateNormCheck(1e-9)
     pot = Aggregate(method, state, limit)
-    pot.offer(still, share)  # it changes nothing, however large the state is
+    pot.offer(still, fraction)  # it changes nothing, however large the state is
     moved = {k: v + 0.5 if v.is_floating_point() else v for k, v in still.items()}
     numbers = sum(v.numel() for v in moved.values() if v.is_floating_point())
     told = f"change of norm {0.5 * math.sqrt(numbers):.4g}, expected at most 1e-09"
     with pytest.raises(ValueError, match=told):
-        pot.offer(moved, share)
+        pot.offer(moved, fraction)
     assert pot.count == 1
 
 

@@ -51,9 +51,9 @@ class Recorded(Nodes):
     def __init__(self, method, **changes):
         super().__init__(len(SHARES))
         self.method, self.adapters = build(method, **changes)
-        for (node, one), share in zip(self.registered.items(), SHARES, strict=True):
+        for (node, one), fraction in zip(self.registered.items(), SHARES, strict=True):
             if self.method.parts is not None:  # else all train the whole
-                self.registered[node] = dataclasses.replace(one, share=share)
+                self.registered[node] = dataclasses.replace(one, budget_fraction=fraction)
         self.uploads: dict[int, list[dict[str, torch.Tensor]]] = {}
 
     def reply(self, message, upload, number):

@@ -46,14 +46,14 @@ def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
-def train(shared, share=1.0, round_number=1, client=0, steps=2, state=None, **changes):
+def train(shared, fraction=1.0, round_number=1, client=0, steps=2, state=None, **changes):
     settings = {"number": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
     return train_locally(
         shared.model,
         shared.task,
         shared.partition(client, 4).train,
         state or shared.model.initial_state(),
-        share,
+        fraction,
         LocalSteps(**settings | changes),
         ClientRound(5, round_number, client),
     )
@@ -70,17 +70,17 @@ def test_the_batch_that_heads_are_scored_by_is_no_step(monkeypatch):
         return losses[-1]
 
     monkeypatch.setattr(bench_of_scores.task, "loss", seen)
-    result = train(bench_of_scores, share=0.5, steps=3)
+    result = train(bench_of_scores, fraction=0.5, steps=3)
     assert len(losses) == 4
     assert result.train_loss == pytest.approx(sum(float(x.detach()) for x in losses[1:]) / 3)
     assert result.train_loss != pytest.approx(sum(float(x.detach()) for x in losses) / 4)
 
 
-@pytest.mark.parametrize("share", [0.25, 1.0])
-def test_no_client_sees_what_another_left(shared, share):
-    before, alone = snapshot(shared.model), train(shared, share)
-    train(shared, share, client=1)
-    again = train(shared, share)
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+def test_no_client_sees_what_another_left(shared, fraction):
+    before, alone = snapshot(shared.model), train(shared, fraction)
+    train(shared, fraction, client=1)
+    again = train(shared, fraction)
     assert same(before, snapshot(shared.model))
     assert same(alone.upload, again.upload)
     assert alone.train_loss == again.train_loss
@@ -172,11 +172,11 @@ def test_only_adapters_and_classifier_are_trained(shared):
     assert CLASSIFIER not in frozen.initial_state()
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_local_steps_move_the_chosen_heads_alone(shared, share):
-    upload = train(shared, share).upload
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_local_steps_move_the_chosen_heads_alone(shared, fraction):
+    upload = train(shared, fraction).upload
     heads = shared.model.method.heads_in(upload)
-    assert {len(row) for row in heads} == {int(4 * share)}
+    assert {len(row) for row in heads} == {int(4 * fraction)}
     assert upload["H"].abs().sum(dim=(1, 2)).min() > 0
     assert upload[CLASSIFIER].shape == (96 * 10 + 10,)
 

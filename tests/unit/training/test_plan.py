@@ -5,7 +5,7 @@ import torch
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cost import largest_share, step_memory
+from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import describe, plan_of, suggested_heads
 from testing.tiny import save_model
@@ -19,20 +19,20 @@ def config(**settings):
 @pytest.mark.parametrize("method", ["hetlora", "fedit"])
 def test_an_automatic_budget_of_ranks(method):
     settings = config(method=method, lora_rank=8)
-    assert largest_share(settings, 10**12) == 1.0
+    assert largest_fraction(settings, 10**12) == 1.0
     half = step_memory(settings, 0.5 if method == "hetlora" else 1.0).added
-    assert largest_share(settings, int(half / 0.9) + 2) == (0.5 if method == "hetlora" else 1.0)
+    assert largest_fraction(settings, int(half / 0.9) + 2) == (0.5 if method == "hetlora" else 1.0)
     if method == "fedit":  # with less it is left out, and not refused
-        assert 0 < largest_share(settings, half // 3) < 0.34
-        assert 0 < largest_share(settings, 0) < 0.01
+        assert 0 < largest_fraction(settings, half // 3) < 0.34
+        assert 0 < largest_fraction(settings, 0) < 0.01
     assert ("left out" in describe(settings)) == (method == "fedit")
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_kept_memory_is_what_autograd_keeps_of_the_real_model(fraction):
     settings = config(batch_size=16)
-    measured, trained = kept_for_backward(ModelAndData(settings), share, 16)
-    estimate = step_memory(settings, share)
+    measured, trained = kept_for_backward(ModelAndData(settings), fraction, 16)
+    estimate = step_memory(settings, fraction)
     assert estimate.trained == 4 * trained
     assert measured == pytest.approx(estimate.activations, rel=0.05)
 
@@ -52,7 +52,7 @@ def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
 
 
 def test_memory_falls_with_every_head_that_is_frozen():
-    memory = [step_memory(config(), share) for share in (0.25, 0.5, 0.75, 1.0)]
+    memory = [step_memory(config(), fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
     added = [step.added for step in memory]
     assert added == sorted(set(added))
     # The heads that a client trains are copies: one of four frozen saves what they weigh.
@@ -62,12 +62,12 @@ def test_memory_falls_with_every_head_that_is_frozen():
 
 def test_an_automatic_budget_takes_the_most_heads_that_fit():
     settings = config(heads=4)
-    needs = [step_memory(settings, share).added for share in (0.25, 0.5, 0.75, 1.0)]
-    assert largest_share(settings, 10**12) == 1.0
-    for share, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
-        assert largest_share(settings, int(need / 0.9) + 2) == share
+    needs = [step_memory(settings, fraction).added for fraction in (0.25, 0.5, 0.75, 1.0)]
+    assert largest_fraction(settings, 10**12) == 1.0
+    for fraction, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
+        assert largest_fraction(settings, int(need / 0.9) + 2) == fraction
     with pytest.raises(ValueError, match="budget is 'auto', and the least .* lower batch-"):
-        largest_share(settings, needs[0] // 2)
+        largest_fraction(settings, needs[0] // 2)
 
 
 def test_the_papers_rule_for_the_number_of_heads():
