@@ -71,7 +71,7 @@ EXACT = "cpu:0"  # where float64 is computed
 # What is measured.
 
 
-def bench_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
+def loaded_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
     """Build the workbench of a preset, with a model and examples made for it."""
     return ModelAndData(read_config(settings_of(given, preset, **settings)))
 
@@ -100,32 +100,34 @@ def precision_of(given: argparse.Namespace) -> str:
     return "float32" if given.device == "pretend" else "bfloat16"
 
 
-def started(bench: ModelAndData) -> Tensors:
+def started(loaded: ModelAndData) -> Tensors:
     """Make a state that is not zero, so that every parameter has a gradient."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in bench.model.initial_state().items()
+        for name, tensor in loaded.model.initial_state().items()
     }
 
 
 @contextmanager
-def stepping(bench: ModelAndData, precision: str, number: int = 1) -> Iterator[tuple[Stepper, Any]]:
+def stepping(
+    loaded: ModelAndData, precision: str, number: int = 1
+) -> Iterator[tuple[Stepper, Any]]:
     """Give a client's stepper, and what it trains."""
-    steps = LocalSteps(number, bench.config.batch_size, 1e-4, precision)
-    stepper = Stepper(bench.model, bench.task, bench.partition(0, 4).train, steps, WORK)
-    with bench.model.holding(started(bench)):
-        bench.model.method.choose(
-            bench.model.adapters, 1.0, WORK.generator("heads"), lambda *_: None
+    steps = LocalSteps(number, loaded.config.batch_size, 1e-4, precision)
+    stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 4).train, steps, WORK)
+    with loaded.model.holding(started(loaded)):
+        loaded.model.method.choose(
+            loaded.model.adapters, 1.0, WORK.generator("heads"), lambda *_: None
         )
-        yield stepper, bench.model.parameters()
+        yield stepper, loaded.model.parameters()
 
 
-def train(bench: ModelAndData, number: int) -> None:
+def train(loaded: ModelAndData, number: int) -> None:
     """Do a client's round, as a run does."""
-    how = LocalSteps(number, bench.config.batch_size, 1e-4, bench.config.precision)
-    mine, state = bench.partition(0, 4).train, bench.model.initial_state()
-    train_locally(bench.model, bench.task, mine, state, 1.0, how, WORK)
+    how = LocalSteps(number, loaded.config.batch_size, 1e-4, loaded.config.precision)
+    mine, state = loaded.partition(0, 4).train, loaded.model.initial_state()
+    train_locally(loaded.model, loaded.task, mine, state, 1.0, how, WORK)
 
 
 # The parts.
@@ -135,7 +137,7 @@ def sync(given: argparse.Namespace) -> Iterator[Row]:
     """Look for what waits for the GPU, which does not depend on sizes."""
     for preset in ("cifar100-vit-b16", "glue-llama"):
         small = argparse.Namespace(**vars(given) | {"small": True})
-        with stepping(bench_of(small, preset), precision_of(given), 3) as (stepper, parameters):
+        with stepping(loaded_of(small, preset), precision_of(given), 3) as (stepper, parameters):
             stepper.train(parameters)
             try:
                 with no_waiting(given.device):
@@ -164,40 +166,42 @@ def no_waiting(device: str) -> Iterator[None]:
 def right(given: argparse.Namespace) -> Iterator[Row]:
     """Compare with what must come out."""
     small = argparse.Namespace(**vars(given) | {"small": True})
-    bench = bench_of(small, "glue-llama", init="first-round", precision="float32")
+    loaded = loaded_of(small, "glue-llama", init="first-round", precision="float32")
     steps = LocalSteps(50, 4, 1e-5, "float32")
-    work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state()
+    work = loaded.model, loaded.task, loaded.partition(0, 4).train, loaded.model.initial_state()
     change = calibrate_locally(*work, steps, WORK).upload["change"]
     moved = (change != 0).float().mean()
     yield "first round: weights that fifty steps of 1e-5 moved", f"{moved:.1%}"
 
     def sketch(precision: str) -> Tensor:
-        made = bench_of(small, "glue-llama", init="data-aware", precision=precision)
+        made = loaded_of(small, "glue-llama", init="data-aware", precision=precision)
         work = made.model, made.task, made.partition(0, 4).train, made.model.initial_state()
         how = LocalSteps(1, 4, 1e-4, precision)
         return calibrate_locally(*work, how, ClientRound(0, 0, 0)).upload["sketch"]
 
     if given.device != "cpu":
         yield "sketches of gradients in float16", f"{off(sketch('float16'), sketch('float32'))} off"
-    exact = gradients(bench_of(small, "glue-llama", device=EXACT, precision="float32"), double=True)
+    exact = gradients(
+        loaded_of(small, "glue-llama", device=EXACT, precision="float32"), double=True
+    )
     kinds: dict[str, dict[str, Scalar]] = {"float32": {}, "bfloat16": {}, "float16": {}}
     kinds |= {"bfloat16, backbone in it": {"backbone-dtype": "bfloat16"}}
     for kind, more in kinds.items():
         precision = kind.partition(",")[0]
         if precision in {"cpu": ("float16",), "pretend": ("bfloat16",)}.get(given.device, ()):
             continue  # which the one does not train in, and the other casts nothing to
-        got = gradients(bench_of(small, "glue-llama", precision=precision, **more))
+        got = gradients(loaded_of(small, "glue-llama", precision=precision, **more))
         yield f"gradients in {kind}", f"{off(got, exact)} off float64's"
     if given.device == "cuda":
         yield "gradients in 4 bits, bfloat16", f"{off(*four_bits(small))} off float64's"
 
 
-def gradients(bench: ModelAndData, *, double: bool = False) -> Tensor:
+def gradients(loaded: ModelAndData, *, double: bool = False) -> Tensor:
     """Compute a batch's gradients of all that a client trains."""
-    precision = bench.config.precision
+    precision = loaded.config.precision
     if double:
-        bench.model.network.double()
-    with stepping(bench, precision) as (stepper, parameters):
+        loaded.model.network.double()
+    with stepping(loaded, precision) as (stepper, parameters):
         stepper.backward()
         found = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         return found.double() / stepper.scaler.get_scale()
@@ -207,8 +211,8 @@ def four_bits(given: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Compute gradients over a backbone in 4 bits, and in float64 over what these bits say."""
     import bitsandbytes.functional as F  # noqa: PLC0415
 
-    few = bench_of(given, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
-    whole = bench_of(given, "glue-llama", device=EXACT, precision="float32")
+    few = loaded_of(given, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
+    whole = loaded_of(given, "glue-llama", device=EXACT, precision="float32")
     modules = dict(few.model.network.named_modules())
     with torch.no_grad():
         for name, module in whole.model.network.named_modules():
@@ -312,12 +316,12 @@ def steps(given: argparse.Namespace) -> Iterator[Row]:
             continue
         try:
             with lever.context():
-                bench = bench_of(given, given.preset, **lever.settings)
-                lever.change(bench.model.network)
-                yield f"{given.preset}, {name}", timed_steps(bench, given)
+                loaded = loaded_of(given, given.preset, **lever.settings)
+                lever.change(loaded.model.network)
+                yield f"{given.preset}, {name}", timed_steps(loaded, given)
                 if name == AS_IT_IS:
-                    began, number = time.perf_counter(), sum(map(len, bench.test_sets.values()))
-                    bench.evaluate()
+                    began, number = time.perf_counter(), sum(map(len, loaded.test_sets.values()))
+                    loaded.evaluate()
                     rate = number / (time.perf_counter() - began)
                     yield f"{given.preset}, an evaluation", f"{rate:,.0f} examples a second"
         except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
@@ -339,21 +343,21 @@ def steps(given: argparse.Namespace) -> Iterator[Row]:
             yield f"{given.preset}, processes={processes}", failure(error)
 
 
-def timed_steps(bench: ModelAndData, given: argparse.Namespace) -> str:
+def timed_steps(loaded: ModelAndData, given: argparse.Namespace) -> str:
     """Measure a client's round: time and kernels by step, waiting, memory."""
     number, on_cuda = 2 if given.small else 20, given.device == "cuda"
-    train(bench, number)  # warms up
+    train(loaded, number)  # warms up
     taken = []
     for _ in range(3):
         began = time.perf_counter()
-        train(bench, number)
+        train(loaded, number)
         taken.append(time.perf_counter() - began)
     seconds = statistics.median(taken)
     told = f"{1000 * seconds / number:.1f} ms a step"
     if not on_cuda:
         return told
     torch.cuda.reset_peak_memory_stats()
-    trace = traced(partial(train, bench, 5))
+    trace = traced(partial(train, loaded, 5))
     waits = waiting_share(trace, 5 * seconds / number)
     peak = torch.cuda.max_memory_allocated() / 1e9
     return f"{told}, the GPU waits {waits:.0%}, {kernels(trace) // 5} kernels, {peak:.1f} GB"

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         save(folder, given.shape)
         layouts = measured(folder, LAYOUTS, given)
-        show(layouts, tokens_told(bench_of(folder, "float32", "float32", given.device), given))
+        show(layouts, tokens_told(loaded_of(folder, "float32", "float32", given.device), given))
         dtypes = measured(folder, DTYPES, given)
         show(dtypes, "")
     if given.json:
@@ -125,15 +125,15 @@ def save(folder: Path, shape: str) -> None:
     )
 
 
-def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> ModelAndData:
+def loaded_of(folder: Path, kept_in: str, precision: str, device: str) -> ModelAndData:
     """Open the files as a run does."""
     settings: dict[str, Scalar] = {
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
         "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
-    bench = ModelAndData(read_config(own_preset(settings)))
-    bench.model  # noqa: B018 (built before anything is timed)
-    return bench
+    loaded = ModelAndData(read_config(own_preset(settings)))
+    loaded.model  # noqa: B018 (built before anything is timed)
+    return loaded
 
 
 def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> list[Row]:
@@ -141,10 +141,10 @@ def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> 
     rows, works = [], []
     clock = time.process_time if given.device == "cpu" else time.perf_counter
     for name, (kept_in, precision, layout) in table.items():
-        bench = bench_of(folder, kept_in, precision, given.device)
+        loaded = loaded_of(folder, kept_in, precision, given.device)
         steps = LocalSteps(given.steps, given.batch, 1e-4, precision, **layout)
-        rows.append(Row(name, frozen_bytes(bench), []))
-        works.append(work_of(bench, steps))
+        rows.append(Row(name, frozen_bytes(loaded), []))
+        works.append(work_of(loaded, steps))
     for turn in range(given.repetitions + 1):
         for row, work in zip(rows, works, strict=True):
             if given.device == "cuda":
@@ -161,22 +161,22 @@ def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> 
     return rows
 
 
-def work_of(bench: ModelAndData, steps: LocalSteps) -> Callable[[], object]:
+def work_of(loaded: ModelAndData, steps: LocalSteps) -> Callable[[], object]:
     """Let one client train, from the same state on the same examples in every row."""
-    examples, state = bench.partition(0, 1).train, bench.model.initial_state()
+    examples, state = loaded.partition(0, 1).train, loaded.model.initial_state()
     work = ClientRound(0, 1, 0)
-    return lambda: train_locally(bench.model, bench.task, examples, state, 1.0, steps, work)
+    return lambda: train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
 
 
-def frozen_bytes(bench: ModelAndData) -> int:
+def frozen_bytes(loaded: ModelAndData) -> int:
     """Count the bytes of the frozen weights, shared ones once."""
-    tensors = {p.data_ptr(): p for p in bench.model.network.parameters() if not p.requires_grad}
+    tensors = {p.data_ptr(): p for p in loaded.model.network.parameters() if not p.requires_grad}
     return sum(p.numel() * p.element_size() for p in tensors.values())
 
 
-def tokens_told(bench: ModelAndData, given: argparse.Namespace) -> str:
+def tokens_told(loaded: ModelAndData, given: argparse.Namespace) -> str:
     """Say how many tokens go through the network in both ways, and how many are none of padding."""
-    examples = bench.partition(0, 1).train
+    examples = loaded.partition(0, 1).train
     order = training_batches(len(examples), given.batch, ClientRound(0, 1, 0).generator("batches"))
     taken = [examples.take(next(order)) for _ in range(given.steps)]
     there = sum(int(batch["length"].sum()) for batch in taken)
@@ -185,8 +185,8 @@ def tokens_told(bench: ModelAndData, given: argparse.Namespace) -> str:
         return sum(lay_out(batch)["input_ids"].numel() for batch in taken)
 
     apart, together = (
-        through(bench.task.collate),
-        through(task_with(Packs, bench.task, "packing").packed),
+        through(loaded.task.collate),
+        through(task_with(Packs, loaded.task, "packing").packed),
     )
     return f"tokens of a turn: {apart:,}, {together:,} with packing, {there:,} without padding\n"
 

@@ -57,13 +57,13 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     texts = docstrings()
     with tempfile.TemporaryDirectory() as name:
-        bench = workbench(Path(name), texts, given.texts)
-        test = bench.test_sets["test"]
-        train = bench.partition(0, 1).train
+        loaded = workbench(Path(name), texts, given.texts)
+        test = loaded.test_sets["test"]
+        train = loaded.partition(0, 1).train
         of_test, of_train = token_counts(test), token_counts(train)
         found = {
-            "evaluation": in_turn(evaluations(bench, test), given.repetitions),
-            "training": in_turn(trainings(bench, train, given.steps), given.repetitions),
+            "evaluation": in_turn(evaluations(loaded, test), given.repetitions),
+            "training": in_turn(trainings(loaded, train, given.steps), given.repetitions),
         }
     tokens = {
         "evaluation": [
@@ -123,32 +123,32 @@ def workbench(folder: Path, texts: list[str], number: int) -> ModelAndData:
         "data": str(folder / "data"), "max-length": LENGTH, "lora-rank": 8, "learning-rate": 1e-4,
     }  # fmt: skip
     config = read_config(settings)  # the files are no subset of GLUE
-    bench = ModelAndData(replace(config, data=replace(config.data, subset="")))
-    bench.model  # noqa: B018 (built before anything is timed)
-    return bench
+    loaded = ModelAndData(replace(config, data=replace(config.data, subset="")))
+    loaded.model  # noqa: B018 (built before anything is timed)
+    return loaded
 
 
-def evaluations(bench: ModelAndData, test: Encoded) -> dict[str, Callable[[], object]]:
+def evaluations(loaded: ModelAndData, test: Encoded) -> dict[str, Callable[[], object]]:
     """Evaluate in the order of the file, and by length."""
 
     def by_length() -> dict[str, float]:
-        with bench.model.holding(bench.model.initial_state()):
-            return evaluate_all(bench.model, bench.task, {"test": test}, EVALUATION_BATCH)
+        with loaded.model.holding(loaded.model.initial_state()):
+            return evaluate_all(loaded.model, loaded.task, {"test": test}, EVALUATION_BATCH)
 
     def in_order() -> dict[str, float]:
-        with mock.patch.object(type(bench.task), "lengths", return_value=None):
+        with mock.patch.object(type(loaded.task), "lengths", return_value=None):
             return by_length()
 
     return {"in order": in_order, "by length": by_length}
 
 
-def trainings(bench: ModelAndData, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
+def trainings(loaded: ModelAndData, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
     """Train on batches at random, and on batches of like lengths."""
     by_chance = LocalSteps(steps, BATCH, 1e-4, "float32")
 
     def work(how: LocalSteps) -> object:
-        state = bench.model.initial_state()
-        given = bench.model, bench.task, train, state, 1.0, how, ClientRound(0, 1, 0)
+        state = loaded.model.initial_state()
+        given = loaded.model, loaded.task, train, state, 1.0, how, ClientRound(0, 1, 0)
         return train_locally(*given)
 
     alike = replace(by_chance, batching="length")

@@ -53,20 +53,20 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     """Return seconds of a step for each turn: plain, private, one example after the other."""
     settings: dict[str, Scalar] = {"method": method, "partition": "iid", "local-steps": steps}
     config = read_config(settings)
-    bench = ModelAndData(config)
-    examples = bench.partition(0, 2).train.select(np.arange(EXAMPLES))
-    state, work = bench.model.initial_state(), ClientRound(0, 1, 0)
+    loaded = ModelAndData(config)
+    examples = loaded.partition(0, 2).train.select(np.arange(EXAMPLES))
+    state, work = loaded.model.initial_state(), ClientRound(0, 1, 0)
     told, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
     apart = steps_of(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
 
     def plain() -> object:
-        return train_locally(bench.model, bench.task, examples, state, 1.0, told, work)
+        return train_locally(loaded.model, loaded.task, examples, state, 1.0, told, work)
 
     def private() -> object:
-        return train_privately(bench.model, bench.task, examples, state, 1.0, told, work, noise)
+        return train_privately(loaded.model, loaded.task, examples, state, 1.0, told, work, noise)
 
     def loop() -> object:
-        return train_privately(bench.model, bench.task, examples, state, 1.0, apart, work, noise)
+        return train_privately(loaded.model, loaded.task, examples, state, 1.0, apart, work, noise)
 
     ways = (plain, private, loop)
     for way in ways:

@@ -27,9 +27,9 @@ def main(folder: Path, words: list[str]) -> None:
     print("spectra", *write_spectra(runs, folder / "spectra", top=32))
 
     # The model itself, with the last state in it, as long as the block lasts.
-    with result_of(runs[0]) as bench:
-        model = bench.model
-        print(bench.evaluate())
+    with result_of(runs[0]) as loaded:
+        model = loaded.model
+        print(loaded.evaluate())
         first = model.method.delta_weights(model.adapters)[0]
         print("delta-weight of", model.layers[0].name, tuple(first.shape), float(first.norm()))
 

@@ -100,17 +100,17 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         if earlier is not None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
             stack.enter_context(logging_to(earlier.path))
-        bench = get_model_and_data(config)
+        loaded = get_model_and_data(config)
         if simulating(grid):
-            check_simulation(grid, bench, config)
-        config = dataclasses.replace(bench.config, rank=bench.model.method.rank)
+            check_simulation(grid, loaded, config)
+        config = dataclasses.replace(loaded.config, rank=loaded.model.method.rank)
         # What is refused is refused before anything is written.
-        kind_of(config).check_model(bench.model)
+        kind_of(config).check_model(loaded.model)
         if earlier is None:
-            start = ResumePoint(bench.model.initial_state())
+            start = ResumePoint(loaded.model.initial_state())
         else:
-            start = go_on(earlier, back_to, config, bench)
-        check_limits(config, bench.task.metric, start.records)
+            start = go_on(earlier, back_to, config, loaded)
+        check_limits(config, loaded.task.metric, start.records)
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -124,7 +124,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
         if back_to is None and is_to_be_delivered(directory, config, start):
-            _deliver_again(grid, bench, config, directory, start)
+            _deliver_again(grid, loaded, config, directory, start)
             return
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
@@ -133,7 +133,7 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         with _noting_failures(directory):
             if earlier is None:
                 directory.write_settings(context.run_config)
-            _hold_rounds(grid, bench, config, directory, start, watching)
+            _hold_rounds(grid, loaded, config, directory, start, watching)
 
 
 @contextmanager
@@ -165,25 +165,25 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
 
 
 def _hold_rounds(
-    grid: Any, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
+    grid: Any, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
     watching: Callbacks,
 ) -> None:  # fmt: skip
     """Let the strategy hold the rounds; write summary, result and report."""
     if start.last_round is None:
         directory.write_json("config.json", config.as_dict())
-    metric, budget = bench.task.metric, kind_of(config).budget
+    metric, budget = loaded.task.metric, kind_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
-    strategy = FederatedTuning(config, bench, start, privacy=privacy)
+    strategy = FederatedTuning(config, loaded, start, privacy=privacy)
     strategy.registry.owners.update({} if start.last_round is None else directory.read_owners())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
         as progress,
         closing(Trackers(config.tracking, directory.path, config.as_dict())) as trackers,
     ):  # fmt: skip
-        personal = in_process(grid) and bench.model.method.personal is not None
+        personal = in_process(grid) and loaded.model.method.personal is not None
         personal_states = grid.personal_states if personal else None
         recorder = RunRecorder(
-            directory, bench, progress, trackers, start, strategy, personal_states
+            directory, loaded, progress, trackers, start, strategy, personal_states
         )
         strategy.callbacks.all += [recorder, StatusFile(directory.path)]
         if config.deliver:
@@ -197,31 +197,31 @@ def _hold_rounds(
             to_record(start.state),
             config.num_rounds,
             config.round_timeout,
-            evaluate_fn=_evaluation_of(bench, config, directory, recorder),
+            evaluate_fn=_evaluation_of(loaded, config, directory, recorder),
         )
     recorder.drop_later_rounds()  # where there was no further round
-    summary = summary_of(bench, config, strategy.records, len(strategy.registry.clients))
+    summary = summary_of(loaded, config, strategy.records, len(strategy.registry.clients))
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.as_record()))
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
-    _save_result(strategy.state.tensors, bench, directory, summary)
+    _save_result(strategy.state.tensors, loaded, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
 
 
 def _evaluation_of(
-    bench: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
+    loaded: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
 ) -> Callable[[int, ArrayRecord], MetricRecord] | None:
     """Return what measures a state on the server's test examples; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
-        tally = Tally() if bench.task.classifies else None
-        with bench.model.holding(from_record(arrays)):
-            measured = bench.evaluate(tally)
+        tally = Tally() if loaded.task.classifies else None
+        with loaded.model.holding(from_record(arrays)):
+            measured = loaded.evaluate(tally)
         for name, value in measured.items():
             if not math.isfinite(value):
                 raise RuntimeError(
@@ -231,17 +231,17 @@ def _evaluation_of(
                 )
         recorder.tally = tally
         if tally is not None:
-            write_classes(directory, number, tally, bench.task.data.labels)
+            write_classes(directory, number, tally, loaded.task.data.labels)
         return MetricRecord(dict(measured))
 
     return evaluate_state
 
 
 def _save_result(
-    final: Tensors, bench: ModelAndData, directory: RunDirectory, summary: Summary
+    final: Tensors, loaded: ModelAndData, directory: RunDirectory, summary: Summary
 ) -> None:
     """Write the summary, the result's folder and its card; the run has not failed then."""
-    form, model = natural_form(bench), bench.model
+    form, model = natural_form(loaded), loaded.model
     folder = directory.path / RESULT_FOLDERS[form]
     if model.method.personal is not None:
         directory.write_json("summary.json", summary)
@@ -251,15 +251,15 @@ def _save_result(
             names = [layer.name for layer in model.layers]
             summary["head-norms"] = dict(zip(names, norms, strict=True))
             directory.write_json("summary.json", summary)
-            write_result(form, folder, bench)
+            write_result(form, folder, loaded)
         write_card(folder, form, directory)
 
 
 def _deliver_again(
-    grid: Grid, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
+    grid: Grid, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
 ) -> None:
     """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
-    registry = ClientRegistry(config, bench, for_training=False)
+    registry = ClientRegistry(config, loaded, for_training=False)
     if not in_process(grid):
         guard()
         ask_again(grid, config.round_timeout)

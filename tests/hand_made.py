@@ -137,7 +137,7 @@ def settings_from(named):
     return found
 
 
-def bench_of(method=None, partition_sizes=None):
+def loaded_of(method=None, partition_sizes=None):
     """Stand in for the server's model and data, which fit to those of the nodes."""
     model = SimpleNamespace(
         method=method, seed_fingerprint=DERIVED, derived=DERIVED, load_fixed=lambda _: DERIVED
@@ -151,7 +151,7 @@ def bench_of(method=None, partition_sizes=None):
 def strategy_of(nodes, config, partition_sizes=None, memory=None, **given):
     """Make the strategy of a run over these nodes, which begins with the method's own state."""
     start = ResumePoint(nodes.method.initial_state(nodes.adapters), memory=memory or {})
-    return FederatedTuning(config, bench_of(nodes.method, partition_sizes), start, **given)
+    return FederatedTuning(config, loaded_of(nodes.method, partition_sizes), start, **given)
 
 
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings):

@@ -25,18 +25,18 @@ def saved_for_backward(network):
         yield kept
 
 
-def kept_for_backward(bench, fraction, batch_size, dtype=None):
+def kept_for_backward(loaded, fraction, batch_size, dtype=None):
     """Bytes kept, each storage once, and bytes trained, of a client with that share."""
-    model = bench.model
+    model = loaded.model
     with model.holding(model.initial_state()):
         model.method.choose(model.adapters, fraction, torch.Generator(), lambda: None)
-        batch = bench.test_sets["test"].take(np.arange(batch_size))
+        batch = loaded.test_sets["test"].take(np.arange(batch_size))
         model.network.train()
         with (
             saved_for_backward(model.network) as kept,
             torch.autocast("cpu", dtype, enabled=dtype is not None),
         ):
-            loss = bench.task.loss(model.network, batch)
+            loss = loaded.task.loss(model.network, batch)
         measured = sum(size for size, _ in kept.values())
         trained = sum(4 * p.numel() for p in model.parameters())
         del loss

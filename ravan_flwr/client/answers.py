@@ -65,12 +65,12 @@ def forget() -> None:
 
 
 def _query(client: ClientRequest) -> RecordDict:
-    bench, node = client.bench, client.node
+    loaded, node = client.loaded, client.node
     # What is refused is refused before a round.
     if client.config.secure_aggregation:
         node_keys(node).public()
     if client.config.privacy == "example":
-        check_examples_apart(bench.model, bench.task)
+        check_examples_apart(loaded.model, loaded.task)
     fraction = (
         client.budget_fraction
     )  # "auto" follows from memory, which examples will take a part of
@@ -81,14 +81,14 @@ def _query(client: ClientRequest) -> RecordDict:
         own_data=node.data_path is not None,
         examples=len(client.examples.train),
         budget_fraction=fraction,
-        device=str(bench.model.device),
+        device=str(loaded.model.device),
         # How much examples take is not told where the server is not trusted.
         free_memory=0 if client.config.privacy == "example" else client.free_memory,
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),
-        backbone=bench.backbone_fingerprint,
-        derived=tuple(bench.model.seed_fingerprint),
+        backbone=loaded.backbone_fingerprint,
+        derived=tuple(loaded.model.seed_fingerprint),
         keeps_result=node.result_path is not None,
     )
     return RecordDict({"client": ConfigRecord(registered.as_config())})
@@ -140,7 +140,7 @@ def _calibrate(client: ClientRequest) -> RecordDict:
 def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
     sparse = result.upload
     if client.sparsity != WHOLE:  # the largest of what has changed, in place of what was trained
-        method = client.bench.model.method.in_round(client.round)
+        method = client.loaded.model.method.in_round(client.round)
         change = change_of(method, result.upload, client.broadcast)
         sparse = sparsify(change, client.sparsity[1], change.keys())
     upload = encode(sparse, client.wire, client.turn.generator("wire up"))
@@ -153,17 +153,17 @@ def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
 
 
 def _evaluate(client: ClientRequest) -> RecordDict:
-    bench, examples = client.bench, client.examples.validation
+    loaded, examples = client.loaded, client.examples.validation
     if not len(examples):
         raise ValueError(
             f"partition {client.node.partition_id} has no validation part: got validation-share = "
             f"{client.config.validation_share}, expected above 0; set it"
         )
     client.take_fixed()
-    with bench.model.holding(client.broadcast, client.find_own()):
-        size, precision = bench.task.evaluation_batch, client.config.precision
-        sums = measured_sums(bench.model, bench.task, examples, size, precision)
-    measures = bench.task.measures
+    with loaded.model.holding(client.broadcast, client.find_own()):
+        size, precision = loaded.task.evaluation_batch, client.config.precision
+        sums = measured_sums(loaded.model, loaded.task, examples, size, precision)
+    measures = loaded.task.measures
     means, unit = measures.means(sums, len(examples)), measures.unit
     reported: dict[str, float] = {name: means[name] for name in measures.names}
     reported |= {f"num-{unit}": sums[unit]} if unit in sums else {}
@@ -196,14 +196,14 @@ def _keep(client: ClientRequest) -> dict[str, Any]:
     client.take_fixed()
     state = from_record(client.content.array_records["arrays"])
     own = client.find_own()
-    if own is None and client.bench.model.own_shapes():
+    if own is None and client.loaded.model.own_shapes():
         raise ValueError(
             "this device has no part of the model of its own: it has not trained in this run, or "
             "was started again since; expected deliver=true in a run in which it trains"
         )
     place, writer = Path(node.result_path), str(node.partition_id)
     form = node.result_form
-    return confirmation(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
+    return confirmation(parcel, keep_result(place, parcel, state, client.loaded, form, writer, own))
 
 
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {

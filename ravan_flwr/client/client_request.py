@@ -62,7 +62,7 @@ class ClientRequest:
             )
 
     @property
-    def bench(self) -> ModelAndData:
+    def loaded(self) -> ModelAndData:
         return get_model_and_data(self.config)
 
     @property
@@ -70,8 +70,8 @@ class ClientRequest:
         node = self.node
         with self.keeping_reasons():
             if node.data_path is not None:
-                return self.bench.own_examples(node.data_path, node.partition_id)
-            return self.bench.partition(node.partition_id, node.num_partitions)
+                return self.loaded.own_examples(node.data_path, node.partition_id)
+            return self.loaded.partition(node.partition_id, node.num_partitions)
 
     @contextmanager
     def keeping_reasons(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class ClientRequest:
     def trained_on(self) -> Encoded:
         """Get what a round trains on: the client's own examples, or those of all."""
         if METHODS[self.config.method].pools:
-            return self.bench.pooled(self.node.num_partitions)
+            return self.loaded.pooled(self.node.num_partitions)
         return self.examples.train
 
     @property
@@ -107,7 +107,7 @@ class ClientRequest:
 
     @property
     def free_memory(self) -> int:
-        return free_memory(self.bench.model.device)
+        return free_memory(self.loaded.model.device)
 
     @property
     def granted(self) -> float:
@@ -125,8 +125,8 @@ class ClientRequest:
     @property
     def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
         """Collect what every kind of local work begins with."""
-        bench = self.bench
-        return bench.model, bench.task, self.trained_on, self.broadcast
+        loaded = self.loaded
+        return loaded.model, loaded.task, self.trained_on, self.broadcast
 
     @property
     def broadcast(self) -> Tensors:
@@ -152,14 +152,14 @@ class ClientRequest:
     @property
     def upload_metrics(self) -> dict[str, Any]:
         """Say what every upload tells of itself, and how long it has taken if that may be told."""
-        metrics = {"round": self.round, "derived": self.bench.model.derived}
+        metrics = {"round": self.round, "derived": self.loaded.model.derived}
         if self.config.privacy == "example":  # seconds would tell of the examples
             return metrics
         return metrics | {"seconds": time.perf_counter() - self.started}
 
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""
-        model = self.bench.model
+        model = self.loaded.model
         return find_own(self.context.state, model) if model.own_shapes() else None
 
     def take_fixed(self) -> None:
@@ -175,7 +175,7 @@ class ClientRequest:
                 f"this node does not have the fixed tensors {digest}: it was started again since "
                 "they were sent; the server sends them once more in its next round"
             )
-        self.bench.model.load_fixed(from_record(state.array_records[FIXED]), digest)
+        self.loaded.model.load_fixed(from_record(state.array_records[FIXED]), digest)
 
 
 # A client's own part of the model lies in its node's state, which is of one run alone

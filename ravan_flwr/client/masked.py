@@ -30,8 +30,8 @@ def train_masked(client: ClientRequest) -> RecordDict:
     parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
     with secure_part(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
-    sent, method = client.broadcast, client.bench.model.method
-    check_digest(replace(client.bench.config, rank=method.rank), sent, schedule)
+    sent, method = client.broadcast, client.loaded.model.method
+    check_digest(replace(client.loaded.config, rank=method.rank), sent, schedule)
     random = np.random.default_rng(client.turn.derive("rounding"))
     _check_schedule(client, sent, schedule)
     chosen, own = by_tensor(schedule.parts, rows), client.find_own()
@@ -49,7 +49,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
 
 def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:
     """Refuse what the server would have said otherwise, as far as this client can know it."""
-    method, config, node = client.bench.model.method, client.config, client.node
+    method, config, node = client.loaded.model.method, client.config, client.node
     check_cohort(config, len(schedule.partitions), node.num_partitions)
     check_parts(parts_of(method, sent, config.learning_rate * client.steps.number), schedule)
     # What a node with budget = auto has named depends on memory that was free then.

@@ -80,7 +80,7 @@ class SideBySide:
             self._start(number, most.threads, may_fork=may_fork)
 
     def _start(self, number: int, threads: int, *, may_fork: bool) -> None:
-        bench = get_model_and_data(self._config)
+        loaded = get_model_and_data(self._config)
         starter: Starter | None = None
         try:
             if may_fork:
@@ -88,7 +88,7 @@ class SideBySide:
             elif sys.platform == "win32":
                 raise OSError("it takes sockets that Windows does not have")
             else:
-                divided = threads if bench.model.threads else None  # None: a user has set a number
+                divided = threads if loaded.model.threads else None  # None: a user has set a number
                 starter = SpawnStarter(self._run_config, divided)
             self._pool = WorkerPool(starter, number)
         except OSError as error:
@@ -106,11 +106,11 @@ class SideBySide:
     def _work(self) -> float:
         """Multiply the network's parameters by the examples of all steps of the run."""
         config, clients = self._config, self._num_clients
-        bench = get_model_and_data(config)
+        loaded = get_model_and_data(config)
         steps: float | None = config.local_steps
         if steps is None:  # as many as the examples make, in the mean
-            steps = sum(map(config.steps_of, bench.partition_sizes(clients))) / clients
-        size = sum(parameter.numel() for parameter in bench.model.network.parameters())
+            steps = sum(map(config.steps_of, loaded.partition_sizes(clients))) / clients
+        size = sum(parameter.numel() for parameter in loaded.model.network.parameters())
         at_a_time = config.at_work_of(clients)
         return config.num_rounds * at_a_time * steps * config.batch_size * size
 

@@ -35,7 +35,7 @@ def keep_result(
     place: Path,
     parcel: Parcel,
     state: Mapping[str, Tensor],
-    bench: ModelAndData,
+    loaded: ModelAndData,
     folder: str | None,
     writer: str,
     own: Tensors | None = None,
@@ -46,8 +46,8 @@ def keep_result(
     this device alone. `folder` is that which the device wants, None for that of the server.
     `writer` tells apart those who write to one place at the same time.
     """
-    check_state(state, bench.model.initial_state(), parcel.checksum)
-    form = _form_of(folder, bench)
+    check_state(state, loaded.model.initial_state(), parcel.checksum)
+    form = _form_of(folder, loaded)
     target = place / parcel.run
     mark = {
         "run": parcel.run,
@@ -65,7 +65,7 @@ def keep_result(
     draft = place / f".{parcel.run}.{writer}.tmp"
     _remove(draft)  # of a process that was ended
     try:
-        _write(draft / RESULT_FOLDERS[form], form, parcel, state, bench, own)
+        _write(draft / RESULT_FOLDERS[form], form, parcel, state, loaded, own)
         _seal(draft, mark)
         _put(draft, target, place / f".{parcel.run}.{writer}.old")
     finally:
@@ -73,13 +73,13 @@ def keep_result(
     return RESULT_FOLDERS[form]
 
 
-def _form_of(folder: str | None, bench: ModelAndData) -> str:
+def _form_of(folder: str | None, loaded: ModelAndData) -> str:
     """Choose the form of the folder that the device wants; ValueError if there is none."""
-    natural = natural_form(bench)
+    natural = natural_form(loaded)
     form = {name: form for form, name in RESULT_FOLDERS.items()}[folder] if folder else natural
     if form == "peft" and natural != "peft":
         raise ValueError(
-            f"its result-form is 'adapter', but method {bench.config.method!r} changes pretrained "
+            f"its result-form is 'adapter', but method {loaded.config.method!r} changes pretrained "
             "weights, which no adapter holds; expected 'merged'; set that, or leave it out"
         )
     return form
@@ -122,14 +122,14 @@ def _write(
     form: str,
     parcel: Parcel,
     state: Mapping[str, Tensor],
-    bench: ModelAndData,
+    loaded: ModelAndData,
     own: Tensors | None,
 ) -> None:
     folder.mkdir(parents=True)
-    with bench.model.holding(state, own):
-        write_result(form, folder, bench)
+    with loaded.model.holding(state, own):
+        write_result(form, folder, loaded)
     summary = cast(Summary, parcel.run_summary)
-    fill_card(folder, form, bench.config.as_dict(), summary, summary["metrics"]["final"])
+    fill_card(folder, form, loaded.config.as_dict(), summary, summary["metrics"]["final"])
 
 
 def _seal(draft: Path, mark: Mapping[str, Any]) -> None:

@@ -32,15 +32,15 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
     `client` as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`; of
     classes also `classes` and `confusion`.
     """
-    with result_of(run, client) as bench:
-        task = bench.task
+    with result_of(run, client) as loaded:
+        task = loaded.task
         spec = _spec_of(str(data), task.data)
         examples, split = other_examples(spec)
         if split == "all examples" and _is_trained_on(spec.name, task.data):
             log.warning("%s: the run trained on most of these; the result is too good", data)
         tally = Tally() if task.classifies else None
         encoded = task.encode(examples)
-        measured = bench.evaluate(tally, {"data": encoded})
+        measured = loaded.evaluate(tally, {"data": encoded})
     content: dict[str, Any] = {
         "run": str(run),
         "data": str(data),
@@ -94,15 +94,15 @@ def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndDa
     directory = RunDirectory.open(Path(run), "result")
     config = recorded_config(directory.read_config(), str(directory.path))
     _check_client(client, config.method)
-    bench = ModelAndData(config)
+    loaded = ModelAndData(config)
     checkpoint = load_checkpoint(directory.checkpoints)
     own = None if client is None else _personal_state(directory, checkpoint.round, client)
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
-        bench.model.load_fixed(fixed)
-    bench.model.check_fingerprint(checkpoint.memory, str(directory.path))
-    with bench.model.holding(checkpoint.state, own):
-        yield bench
+        loaded.model.load_fixed(fixed)
+    loaded.model.check_fingerprint(checkpoint.memory, str(directory.path))
+    with loaded.model.holding(checkpoint.state, own):
+        yield loaded
 
 
 def _check_client(client: int | None, method: str) -> None:

@@ -53,8 +53,8 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
         problem = "is not empty" if folder.is_dir() else "is a file"
         raise ValueError(f"export: {folder} {problem}, expected a new folder; name another")
     _check_method(directory.read_summary()["method"])  # of a finished run, which the card needs
-    with result_of(directory.path, client) as bench:
-        write_result(form, folder, bench)
+    with result_of(directory.path, client) as loaded:
+        write_result(form, folder, loaded)
     write_card(folder, form, directory)
 
 
@@ -67,31 +67,31 @@ def _check_method(name: str) -> None:
         )
 
 
-def natural_form(bench: ModelAndData) -> str:
+def natural_form(loaded: ModelAndData) -> str:
     """Choose `peft` where an adapter holds the whole result, `merged` elsewhere."""
-    model = bench.model
+    model = loaded.model
     return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
 
 
-def write_result(form: str, folder: Path, bench: ModelAndData) -> None:
+def write_result(form: str, folder: Path, loaded: ModelAndData) -> None:
     """Write the model as it is now in one of the forms; ValueError if it has no such form."""
-    if form == "peft" and natural_form(bench) != "peft":
+    if form == "peft" and natural_form(loaded) != "peft":
         raise ValueError(
-            f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "
+            f"export --as peft: method {loaded.config.method!r} changes pretrained weights, which "
             "no adapter holds; expected --as merged; use that"
         )
     if form == "merged":
-        write_merged(folder, bench)
+        write_merged(folder, loaded)
     else:
-        write_adapter(folder, bench, *{"peft": _as_lora, "ravan": _as_heads}[form](bench))
-    write_reader(folder, bench)
+        write_adapter(folder, loaded, *{"peft": _as_lora, "ravan": _as_heads}[form](loaded))
+    write_reader(folder, loaded)
 
 
 def write_adapter(
-    folder: Path, bench: ModelAndData, settings: Mapping[str, Any], parts: Sequence[Tensors]
+    folder: Path, loaded: ModelAndData, settings: Mapping[str, Any], parts: Sequence[Tensors]
 ) -> None:
     """Write a PEFT folder: settings of a kind of adapter, its tensors by layer, the classifier."""
-    model, spec = bench.model, bench.config.model
+    model, spec = loaded.model, loaded.config.model
     tensors = {
         f"base_model.model.{layer.name}.{part}": tensor
         for layer, tensors_of_layer in zip(model.layers, parts, strict=True)
@@ -108,28 +108,28 @@ def write_adapter(
         "inference_mode": True,
         "base_model_name_or_path": spec.name if spec.source == "hub" else None,
         "revision": spec.revision or None,
-        "task_type": bench.task.peft_type,
+        "task_type": loaded.task.peft_type,
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
     write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
     _write_json(folder / "adapter_config.json", config)
 
 
-def _as_lora(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
+def _as_lora(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
     """Describe each adapter as a LoRA."""
-    factors = [bench.model.method.lora_factors(adapter) for adapter in bench.model.adapters]
+    factors = [loaded.model.method.lora_factors(adapter) for adapter in loaded.model.adapters]
     parts = [{"lora_A.weight": A, "lora_B.weight": B} for B, A in filter(None, factors)]
     (rank,) = {len(part["lora_A.weight"]) for part in parts}
     return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}, parts
 
 
-def _as_heads(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
+def _as_heads(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
     """Describe each adapter by its heads, with its bases if the seed makes others."""
-    model, seed, method = bench.model, bench.config.seed, bench.model.method
+    model, seed, method = loaded.model, loaded.config.seed, loaded.model.method
     if not isinstance(method, MultiHeadMethod):
         raise ValueError(
-            f"export --as ravan: method {bench.config.method!r} trains no heads between frozen "
-            f"bases, expected a run of one that does, or --as {natural_form(bench)}; use that"
+            f"export --as ravan: method {loaded.config.method!r} trains no heads between frozen "
+            f"bases, expected a run of one that does, or --as {natural_form(loaded)}; use that"
         )
     bases = {
         layer.name: (adapter.B.cpu(), adapter.A.cpu())
@@ -161,10 +161,10 @@ def _as_heads(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
     return settings, parts
 
 
-def write_merged(folder: Path, bench: ModelAndData) -> None:
+def write_merged(folder: Path, loaded: ModelAndData) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
-    network = merged_network(bench)
-    torch.nn.Module.to(network, stored_dtype(bench.config.model))
+    network = merged_network(loaded)
+    torch.nn.Module.to(network, stored_dtype(loaded.config.model))
     try:
         with no_bars():
             network.save_pretrained(folder)
@@ -172,11 +172,11 @@ def write_merged(folder: Path, bench: ModelAndData) -> None:
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
-def merged_network(bench: ModelAndData) -> PreTrainedModel:
+def merged_network(loaded: ModelAndData) -> PreTrainedModel:
     """Build a network without adapters that computes what the adapted one does now."""
-    model, config = bench.model, bench.config
-    network = build_network(config.model, bench.task, config.seed).network
-    if labels := bench.task.data.labels:
+    model, config = loaded.model, loaded.config
+    network = build_network(config.model, loaded.task, config.seed).network
+    if labels := loaded.task.data.labels:
         network.config.id2label = dict(enumerate(labels))
         network.config.label2id = {label: number for number, label in enumerate(labels)}
     now = dict(model.network.named_parameters())
@@ -191,22 +191,22 @@ def merged_network(bench: ModelAndData) -> PreTrainedModel:
     return network
 
 
-def write_reader(folder: Path, bench: ModelAndData) -> None:
+def write_reader(folder: Path, loaded: ModelAndData) -> None:
     """Write the processor or the tokenizer, and the names of the labels."""
-    reader = bench.task.reader
+    reader = loaded.task.reader
     if reader is None:
-        shapes = bench.task.shapes(bench.model.network.config, 1)
+        shapes = loaded.task.shapes(loaded.model.network.config, 1)
         if "pixel_values" in shapes:
             _write_json(folder / PROCESSOR, _processor(*shapes["pixel_values"][0][1:]))
     elif hasattr(reader, "backend_tokenizer"):
-        _save_tokenizer(folder, reader, bench.task.cut_at)
+        _save_tokenizer(folder, reader, loaded.task.cut_at)
     else:  # under the name of an image processor that every version of transformers knows
         with no_bars():
             reader.save_pretrained(folder)
         content = read_json(folder / PROCESSOR, str(folder))
         kind = str(content.get("image_processor_type", "")).removesuffix("Pil")
         _write_json(folder / PROCESSOR, content | {"image_processor_type": kind})
-    if labels := bench.task.data.labels:
+    if labels := loaded.task.data.labels:
         _write_json(folder / "labels.json", list(labels))
 
 

@@ -132,8 +132,8 @@ def predict(
     """
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
     check_new(output)
-    with result_of(run, client) as bench:
-        task = task_with(Predicts, bench.task, "predict")
+    with result_of(run, client) as loaded:
+        task = task_with(Predicts, loaded.task, "predict")
         needed = {role: name for role, name in task.data.columns if role in task.input_roles}
         rows = rows_of(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
@@ -142,7 +142,7 @@ def predict(
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
         with new_table(output, key | kinds | {"problem": str}) as write:
-            for answered in _batches(_answered(bench, task, encoded, result), _ROWS_AT_ONCE):
+            for answered in _batches(_answered(loaded, task, encoded, result), _ROWS_AT_ONCE):
                 write(answered)
             _check_some(data, result)
     return result
@@ -193,7 +193,7 @@ def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def _answered(
-    bench: ModelAndData,
+    loaded: ModelAndData,
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
     result: Predicted,
@@ -204,7 +204,7 @@ def _answered(
         answers: Iterator[Cells] = iter(())
         if readable:
             arrays = {name: np.concatenate([row[name] for row in readable]) for name in readable[0]}
-            answers = iter(predictions(bench.model, task, arrays, bench.config.precision))
+            answers = iter(predictions(loaded.model, task, arrays, loaded.config.precision))
         for row, inputs in batch:
             result.rows += 1
             key = row.file or row.number

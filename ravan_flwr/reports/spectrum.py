@@ -38,9 +38,9 @@ class Spectra:
                 "which each client adds something else to the weights, expected one with a model "
                 "for all; leave it out"
             )
-        with result_of(path) as bench:
-            deltas = bench.model.method.delta_weights(bench.model.adapters)
-            names = [layer.name for layer in bench.model.layers]
+        with result_of(path) as loaded:
+            deltas = loaded.model.method.delta_weights(loaded.model.adapters)
+            names = [layer.name for layer in loaded.model.layers]
             values = [torch.linalg.svdvals(delta.cpu().double()) for delta in deltas]
         return cls(run, dict(zip(names, values, strict=True)))
 

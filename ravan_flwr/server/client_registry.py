@@ -107,8 +107,8 @@ class Node:
 class ClientRegistry:
     """Keep a record of every node, by node id: the clients so far, and those that were refused.
 
-    Every client has this server's code, and the fingerprints of the server's `bench`. `parts` is in
-    how many a resumed run shared its data. A run does not begin with fewer than `min-replies`
+    Every client has this server's code, and the fingerprints of `loaded`, the server's model and
+    data. `parts` is in how many a resumed run shared its data. A run does not begin with fewer than `min-replies`
     clients while others may still come. Without `for_training` one is enough, and it does not
     matter into how many parts a node divides the data.
     """
@@ -116,18 +116,18 @@ class ClientRegistry:
     def __init__(
         self,
         config: Config,
-        bench: ModelAndData,
+        loaded: ModelAndData,
         parts: int | None = None,
         *,
         for_training: bool = True,
     ) -> None:
         self.config, self.code = config, code_fingerprint()
-        self.backbone, self.derived = bench.backbone_fingerprint, bench.model.seed_fingerprint
+        self.backbone, self.derived = loaded.backbone_fingerprint, loaded.model.seed_fingerprint
         self.least = config.min_replies if for_training else 1
         self.nodes: dict[int, Node] = {}
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
-        sizes = bench.partition_sizes if counted else None
+        sizes = loaded.partition_sizes if counted else None
         self._parts = Partitions(parts, sizes, config.max_examples)
         self._keys: dict[int, str] = {}  # node id -> fingerprint of its key, where it keeps one
         self._for_training = for_training

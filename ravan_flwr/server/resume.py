@@ -76,11 +76,11 @@ def resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
 
 
 def go_on(
-    directory: RunDirectory, back_to: int | None, config: Config, bench: ModelAndData
+    directory: RunDirectory, back_to: int | None, config: Config, loaded: ModelAndData
 ) -> ResumePoint:
     """Read what a run directory has to go on from, and check it; nothing is changed yet."""
     _check_same_run(directory, config)
-    model = bench.model
+    model = loaded.model
     checkpoint = load_checkpoint(directory.checkpoints, back_to)
     records = directory.rounds_until(checkpoint.round)
     fixed = load_fixed(directory.checkpoints)

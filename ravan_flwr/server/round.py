@@ -151,7 +151,7 @@ class Round:
 
         None if no reply is sound.
         """
-        run, measures = self.run, self.run.bench.task.measures
+        run, measures = self.run, self.run.loaded.task.measures
         answers: dict[int, Evaluated] = {}
 
         def check(message: Message, client: RegisteredClient) -> tuple[int, Evaluated]:

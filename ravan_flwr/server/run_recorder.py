@@ -34,14 +34,14 @@ class RunRecorder(Callback):
     def __init__(
         self,
         directory: RunDirectory,
-        bench: ModelAndData,
+        loaded: ModelAndData,
         progress: Progress,
         trackers: Trackers,
         start: ResumePoint,
         strategy: FederatedTuning,
         personal_states: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
-        self.directory, self.bench, self.metric = directory, bench, bench.task.metric
+        self.directory, self.loaded, self.metric = directory, loaded, loaded.task.metric
         self.strategy = strategy
         self.tally: Tally | None = None  # what was predicted in the last evaluation, if known
         self.progress, self.trackers = progress, trackers
@@ -61,8 +61,8 @@ class RunRecorder(Callback):
         self.drop_later_rounds()
         records = self.strategy.records  # this one is the last
         before, reason, number = records[:-1], None, record["round"]
-        if number and self.bench.model.trainable_parameters():
-            labels = self.bench.task.data.labels if self.bench.task.classifies else ()
+        if number and self.loaded.model.trainable_parameters():
+            labels = self.loaded.task.data.labels if self.loaded.task.classifies else ()
             last = number == self.progress.last
             reason = collapse(before, record, self.metric, labels, self.tally, last=last)
         if reason:
@@ -90,17 +90,17 @@ class RunRecorder(Callback):
             log.warning(
                 "round %d COLLAPSED: %s. The likely cause is a learning rate that is too high "
                 "(here %g), another is a false reply. Start again with a lower learning-rate%s",
-                *(number, reason, self.bench.config.learning_rate),
+                *(number, reason, self.loaded.config.learning_rate),
                 f", or go back: resume={self.directory.path}@{best}" if back else "",
             )
 
 
 def summary_of(
-    bench: ModelAndData, config: Config, records: list[RoundRecord], num_clients: int
+    loaded: ModelAndData, config: Config, records: list[RoundRecord], num_clients: int
 ) -> Summary:
     """Make what `summary.json` holds, but for the norms of the heads."""
     measured = [record["metrics"] for record in records if record["metrics"]]
-    metric = bench.task.metric
+    metric = loaded.task.metric
     summary: Summary = {
         "method": config.method,
         "preset": config.preset,
@@ -110,8 +110,8 @@ def summary_of(
         "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
         "rank": config.rank,
         "learning-rate": config.learning_rate,
-        "trainable-parameters": bench.model.trainable_parameters(),
-        "adapter-parameters": bench.model.method.trainable_parameters(),
+        "trainable-parameters": loaded.model.trainable_parameters(),
+        "adapter-parameters": loaded.model.method.trainable_parameters(),
         "metric": metric,
         "metrics": {
             "final": measured[-1] if measured else {},
@@ -139,7 +139,7 @@ def summary_of(
         summary["until-metric"] = config.until_metric
         if (first := reached(config, metric, records)) is not None:
             summary["reached"] = first["round"]
-    if bench.model.method.personal is not None:
+    if loaded.model.method.personal is not None:
         summary["began-anew"] = sum(len(record.get("began-anew", ())) for record in records)
     return summary
 

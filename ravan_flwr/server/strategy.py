@@ -42,7 +42,7 @@ log = getLogger(__name__)
 class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
-    `bench` is the server's model and data, whose fingerprints every node must share, and `start`
+    `loaded` is the server's model and data, whose fingerprints every node must share, and `start`
     what the run begins with. `callbacks` see what the run does, and each round before the next one
     begins. `privacy` is what a private run may spend.
     """
@@ -50,13 +50,13 @@ class FederatedTuning(Strategy):
     def __init__(
         self,
         config: Config,
-        bench: ModelAndData,
+        loaded: ModelAndData,
         start: ResumePoint,
         *,
         callbacks: Iterable[object] = (),
         privacy: PrivacyBudget | None = None,
     ) -> None:
-        self.config, self.bench, self.method = config, bench, bench.model.method
+        self.config, self.loaded, self.method = config, loaded, loaded.model.method
         self.callbacks, self.privacy = Callbacks(callbacks), privacy
         self._resume_point = start
         self._fetched: set[int] = set()  # nodes that have the app bundle
@@ -67,8 +67,8 @@ class FederatedTuning(Strategy):
         if privacy is not None:
             privacy.restore(start.memory)
         partitions = start.records[-1]["partitions"] if start.records else None
-        self.registry = ClientRegistry(config, bench, partitions)
-        self.state = ServerState(config, bench.model.derived, start.state, start.memory)
+        self.registry = ClientRegistry(config, loaded, partitions)
+        self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
         self.mail = MessageBuilder(self.registry.nodes, start.fixed)
         self.status = Status(self.registry, self.callbacks.on_status)
         self.flight = Flight(start.memory)
@@ -113,7 +113,7 @@ class FederatedTuning(Strategy):
         if self.method.calibration is not None and self.mail.fixed is None:
             arrays, _ = self._train(0, arrays, grid)
             assert self.mail.fixed is not None  # the round has made them
-            self.state.derived = self.bench.model.load_fixed(from_record(self.mail.fixed))
+            self.state.derived = self.loaded.model.load_fixed(from_record(self.mail.fixed))
             self._record()
         for number in range(self._resume_point.first, num_rounds + 1):
             if why := self._why_over(number):
@@ -214,14 +214,14 @@ class FederatedTuning(Strategy):
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
         record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
-        if reached(self.config, self.bench.task.metric, [record]):
+        if reached(self.config, self.loaded.task.metric, [record]):
             record["reached"] = self.config.until_metric
         self.records.append(record)
         self.callbacks.on_round_end(record, self.state.tensors)
 
     def _why_over(self, number: int) -> str:
         """Say why a round of that number is not held; "" if it is."""
-        why = why_over(self.config, self.bench.task.metric, self.records, number)
+        why = why_over(self.config, self.loaded.task.metric, self.records, number)
         if not why and self.privacy is not None and self.privacy.is_spent:
             why = self.privacy.why_over(number)
         return why

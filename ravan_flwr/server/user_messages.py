@@ -65,9 +65,9 @@ def check_devices(grid: Grid, config: Config) -> None:
         )
 
 
-def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
+def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
     """Refuse at once, and once, what every simulated client would refuse by itself."""
-    check_precision(config.precision, bench.model.device)
+    check_precision(config.precision, loaded.model.device)
     if config.secure_aggregation and not in_process(grid):
         raise ValueError(
             "secure-aggregation = true: got Flower's simulation, whose nodes have no secure-keys, "
@@ -76,7 +76,7 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
     number = len(list(grid.get_nodes()))
     if not number:
         return
-    sizes = bench.partition_sizes(number)
+    sizes = loaded.partition_sizes(number)
     if without := sum(not count for count in sizes):
         message = (
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
@@ -87,7 +87,7 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
             raise ValueError(f"{message}; use fewer clients{more_even}")
         log.warning("%s; they take no part; use fewer clients%s", message, more_even)
     if in_process(grid):  # whose examples these are as well
-        _ = bench.partition(next(n for n, count in enumerate(sizes) if count), number)
+        _ = loaded.partition(next(n for n, count in enumerate(sizes) if count), number)
 
 
 def report_result(

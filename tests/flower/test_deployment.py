@@ -54,12 +54,12 @@ def place_of(deployment, number):
 def kept_by(deployment, run, *numbers):
     """The folders of some nodes with that run's result, which give the logits of the server."""
     folders = [place_of(deployment, n) / run.directory.name / "adapter" for n in numbers]
-    with result_of(run.directory) as bench:
-        (encoded,) = bench.test_sets.values()
+    with result_of(run.directory) as loaded:
+        (encoded,) = loaded.test_sets.values()
         pixels = encoded.take(encoded.rows)["pixel_values"]
         with torch.inference_mode():
-            ours = bench.model.network.eval()(pixel_values=pixels).logits
-        config, task = bench.config, bench.task
+            ours = loaded.model.network.eval()(pixel_values=pixels).logits
+        config, task = loaded.config, loaded.task
     for folder in folders:
         backbone = build_network(config.model, task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, folder).eval()

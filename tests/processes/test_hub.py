@@ -239,9 +239,9 @@ def test_a_damaged_file_of_a_model_is_told(name, content, tmp_path):
     else:
         path.write_text(content, encoding="latin-1")
     given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "data": str(data)}
-    bench = ModelAndData(read_config(given | {"max-length": 16, "lora-rank": 2}))
+    loaded = ModelAndData(read_config(given | {"max-length": 16, "lora-rank": 2}))
     with pytest.raises(ValueError, match=f"model {folder}: its .* cannot be used .*choose another"):
-        _ = (bench.model, load_tokenizer(folder))
+        _ = (loaded.model, load_tokenizer(folder))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"image_processor_type": "Nothing"}'])

@@ -265,11 +265,11 @@ def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
 
 def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     """What a client sends is what a plain loop over the same batches makes of the weights."""
-    bench = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
-    model, examples = bench.model, bench.partition(0, 4).train
+    loaded = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
+    model, examples = loaded.model, loaded.partition(0, 4).train
     steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
     sent = calibrate_locally(
-        model, bench.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
+        model, loaded.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
     ).upload["change"]
 
     plain: Any = copy.deepcopy(model.network).train()
@@ -280,7 +280,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     order = training_batches(len(examples), 8, generator(5, "batches", 0, 0))
     for _ in range(3):
         optimizer.zero_grad()
-        bench.task.loss(plain, examples.take(next(order))).backward()
+        loaded.task.loss(plain, examples.take(next(order))).backward()
         optimizer.step()
     changes = [m.detach() - old for m, old in zip(matrices, before, strict=True)]
     assert_close([sent], [torch.cat([c.flatten() for c in changes])], rtol=1e-3, atol=1e-6)

@@ -114,7 +114,7 @@ CHANNELS = ("fails", "error", "records", "metrics", "sizes", "log")
 
 
 @pytest.fixture(scope="module")
-def bench():
+def loaded():
     identify()
     return get_model_and_data(read_config(DEVICE))
 
@@ -144,9 +144,9 @@ def examples_of(name):
     return Held(batch, np.arange(NUMBER), (), failure)
 
 
-def state_of(bench, name):
+def state_of(loaded, name):
     random = torch.Generator().manual_seed(1)
-    state = bench.model.initial_state()
+    state = loaded.model.initial_state()
     return {key: STATES[name](tensor, random) for key, tensor in state.items()}
 
 
@@ -195,7 +195,7 @@ def asked_before():
 
 
 @pytest.fixture
-def device(monkeypatch, bench, caplog, asked_before):
+def device(monkeypatch, loaded, caplog, asked_before):
     """Ask a device that has one example of this kind, in that state of the server's."""
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
@@ -209,7 +209,7 @@ def device(monkeypatch, bench, caplog, asked_before):
         held = Examples(examples_of(example), examples_of(example).select(np.arange(0)))
         monkeypatch.setattr(ModelAndData, "partition", lambda *_: held)
         caplog.clear()
-        seen = seen_in(ask(kind, state_of(bench, state), DEVICE), caplog.messages)
+        seen = seen_in(ask(kind, state_of(loaded, state), DEVICE), caplog.messages)
         if EXAMPLES[example][1] is not None and kind == "train" and not seen["fails"]:
             assert NAME in caplog.text  # the device's own log says it
         assert NAME not in seen["text"]
@@ -247,7 +247,7 @@ def test_a_reply_has_nothing_but_what_this_audit_knows(device):
 @pytest.mark.parametrize(
     "state", [name for name in STATES if name not in ("no number", "infinite")]
 )
-def test_an_upload_differs_by_the_clip_norm_at_most(bench, monkeypatch, state):
+def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
     """The accounted channel: the gradient that a step releases, without its noise.
 
     In the parts that a device works in. In company rounding differs, which a large state makes as
@@ -259,11 +259,11 @@ def test_an_upload_differs_by_the_clip_norm_at_most(bench, monkeypatch, state):
     def released(example):
         steps = steps_of(read_config(DEVICE | {"micro-batch-size": 1}), 1, NUMBER)
         stepper = PrivateStepper(
-            bench.model, bench.task, examples_of(example), steps, work, StepNoise(1e-12, norm)
+            loaded.model, loaded.task, examples_of(example), steps, work, StepNoise(1e-12, norm)
         )
-        with bench.model.holding(state_of(bench, state)):
-            stepper.train(bench.model.parameters())
-            return torch.cat([p.grad.flatten().double() for p in bench.model.parameters()])
+        with loaded.model.holding(state_of(loaded, state)):
+            stepper.train(loaded.model.parameters())
+            return torch.cat([p.grad.flatten().double() for p in loaded.model.parameters()])
 
     without = released("nothing")
     assert without.isfinite().all()
@@ -275,17 +275,17 @@ def test_an_upload_differs_by_the_clip_norm_at_most(bench, monkeypatch, state):
 
 
 @pytest.mark.parametrize(("there", "parts"), [(True, 1), (False, None)])
-def test_a_device_works_on_each_example_by_itself(bench, monkeypatch, there, parts):
+def test_a_device_works_on_each_example_by_itself(loaded, monkeypatch, there, parts):
     """Whatever the settings say; in a simulation they come together, which is quicker."""
     given = []
     monkeypatch.setattr(answers, "is_on_a_device", lambda: there)
     monkeypatch.setattr(answers, "train_privately", lambda *work: given.append(work[5]))
-    ask("train", bench.model.initial_state(), DEVICE)
+    ask("train", loaded.model.initial_state(), DEVICE)
     assert [steps.micro_batch_size for steps in given] == [parts]
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_whether_examples_are_apart_is_found_out_without_them(bench, monkeypatch, state):
+def test_whether_examples_are_apart_is_found_out_without_them(loaded, monkeypatch, state):
     """Nor with the state that a server sends: it is known before either is there."""
     looked = []
 
@@ -295,10 +295,10 @@ def test_whether_examples_are_apart_is_found_out_without_them(bench, monkeypatch
 
     monkeypatch.setattr(private_steps, "check_apart", noted)
     for example in ("ordinary", "no number", "nothing"):
-        monkeypatch.setattr(bench.model, "has_examples_apart", False)
+        monkeypatch.setattr(loaded.model, "has_examples_apart", False)
         with suppress(ValueError):  # a state that is refused
             private_steps.train_privately(
-                bench.model, bench.task, examples_of(example), state_of(bench, state), 1.0,
+                loaded.model, loaded.task, examples_of(example), state_of(loaded, state), 1.0,
                 steps_of(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3), StepNoise(1.0, 1.0),
             )  # fmt: skip
     assert len(looked) == 3
@@ -307,7 +307,7 @@ def test_whether_examples_are_apart_is_found_out_without_them(bench, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["query", "train"])
-def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, caplog, kind):
+def test_why_examples_cannot_be_read_stays_on_the_device(loaded, monkeypatch, caplog, kind):
     """A server chooses labels, columns and lengths: a text, or its length, would be an answer."""
     told = set()
     for failure in (
@@ -320,7 +320,7 @@ def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, cap
             raise failure
 
         monkeypatch.setattr(ModelAndData, "partition", fails)
-        seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE))
+        seen = seen_in(ask(kind, loaded.model.initial_state(), DEVICE))
         assert NAME not in seen["text"]
         told.add(seen["text"])
     assert told == {f"RuntimeError: {KEPT}"}
@@ -345,7 +345,7 @@ def _folder(path):
 @pytest.mark.parametrize("kind", ["query", "train"])
 @pytest.mark.parametrize("name", FILES)
 def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
-    bench, tmp_path, caplog, kind, name
+    loaded, tmp_path, caplog, kind, name
 ):
     """Its node has as many as before: a server that chooses labels could read them by that."""
     for number in range(NUMBER):
@@ -354,7 +354,7 @@ def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
         Image.fromarray(np.full((8, 8), 20 * number, np.uint8)).save(folder / f"{number}.png")
     FILES[name](tmp_path / str(ROW % 2) / f"{ROW}.png")
     node = {"data-path": str(tmp_path)}
-    seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE, node), caplog.messages)
+    seen = seen_in(ask(kind, loaded.model.initial_state(), DEVICE, node), caplog.messages)
     assert not seen["fails"], seen
     assert NAME not in seen["text"]
     assert not seen["log"]

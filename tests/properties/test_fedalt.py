@@ -159,8 +159,8 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
     mean = torch.stack([own["own"] for own in parts.values()]).mean(0)
     torch.testing.assert_close(state["H"], mean, atol=step, rtol=0)
     assert float(mean.abs().max()) > 20 * step
-    with result_of(run.run_dir, 1) as bench:
-        for place, adapter in enumerate(bench.model.adapters):
+    with result_of(run.run_dir, 1) as loaded:
+        for place, adapter in enumerate(loaded.model.adapters):
             rest = sum(own["own"][place] for c, own in parts.items() if c != 1) / (clients - 1)
             torch.testing.assert_close(adapter.others, rest, atol=2 * step, rtol=0)
     assert read_config(settings).evaluate_on == ("server" if masked else "clients")

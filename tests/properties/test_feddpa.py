@@ -158,8 +158,8 @@ def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys
     run = simulate(SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}, 20)
     assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
     assert read_config(SMALL).evaluate_on == "clients"
-    with result_of(run.run_dir, client_with_a_part(run)) as bench:
-        assert any(adapter.mean.any() for adapter in bench.model.adapters)
+    with result_of(run.run_dir, client_with_a_part(run)) as loaded:
+        assert any(adapter.mean.any() for adapter in loaded.model.adapters)
     told = "mix two adapters by what they are given"
     for client in ([], ["--client", str(client_with_a_part(run))]):
         with pytest.raises(SystemExit):

@@ -42,10 +42,10 @@ def test_the_classifier_alone_is_trained(tmp_path):
     assert found.summary["trainable-parameters"] == 970  # 96 x 10 and 10
     replies = [json.loads(x) for x in (found.run_dir / "rounds.jsonl").read_text().splitlines()]
     assert {client["bytes-up"] for one in replies for client in one["clients"]} == {3880}
-    with result_of(found.run_dir) as bench:
-        state = bench.model.initial_state()
+    with result_of(found.run_dir) as loaded:
+        state = loaded.model.initial_state()
         assert list(state) == [CLASSIFIER]
-        now = torch.cat([p.detach().flatten() for p in bench.model.classifier])
+        now = torch.cat([p.detach().flatten() for p in loaded.model.classifier])
         assert not torch.equal(now, state[CLASSIFIER])
 
 
@@ -63,13 +63,13 @@ def test_it_comes_near_a_logistic_regression_on_the_same_features(tmp_path):
         tmp_path, classifier="trained", partition="iid",
         **{"num-rounds": 4, "local-steps": 30, "learning-rate": 3e-2, "eval-every": 4},
     )  # fmt: skip
-    with result_of(found.run_dir) as bench:
+    with result_of(found.run_dir) as loaded:
         features, labels = {}, {}
-        (test,) = bench.test_sets.values()
-        for name, encoded in (("train", bench.pooled(3)), ("test", test)):
+        (test,) = loaded.test_sets.values()
+        for name, encoded in (("train", loaded.pooled(3)), ("test", test)):
             examples = encoded.take(encoded.rows)
             with torch.inference_mode():
-                network = bench.model.network.eval()
+                network = loaded.model.network.eval()
                 out = network(pixel_values=examples["pixel_values"], output_hidden_states=True)
             features[name] = network.vit.layernorm(out.hidden_states[-1])[:, 0]
             labels[name] = examples["labels"]

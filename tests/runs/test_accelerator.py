@@ -40,8 +40,8 @@ def accelerator(monkeypatch):
 
 def a_round(settings, fraction, steps):
     """Two clients' calibration, if there is one, and two rounds of theirs; what came of them."""
-    bench = ModelAndData(read_config({"seed": 5, "lora-rank": 4} | settings))
-    model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
+    loaded = ModelAndData(read_config({"seed": 5, "lora-rank": 4} | settings))
+    model, task, clients = loaded.model, loaded.task, [loaded.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
     if model.method.calibration is not None:
         calibration = calibration_sums(model.method)
@@ -67,8 +67,8 @@ def a_round(settings, fraction, steps):
         state = pot.close()
     with model.holding(state, own.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
-        few = {name: held.select(held.rows[:32]) for name, held in bench.test_sets.items()}
-        measured = bench.evaluate(sets=few)
+        few = {name: held.select(held.rows[:32]) for name, held in loaded.test_sets.items()}
+        measured = loaded.evaluate(sets=few)
     kept = [tensor for part in own.values() for tensor in part.values()]
     assert {tensor.device.type for tensor in (*state.values(), *kept)} == {"cpu"}
     moved = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
@@ -129,14 +129,14 @@ def test_bases_from_data_on_an_accelerator(accelerator):
 
 def float16_client(settings, scale, precision="float16"):
     """A client's stepper with the loss scale at which float16 begins; nothing is cast here."""
-    bench = ModelAndData(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
-    model = bench.model
+    loaded = ModelAndData(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
+    model = loaded.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
     steps = LocalSteps(3, 8, 0.01, precision)
-    examples, state = bench.partition(0, 4).train, model.initial_state()
+    examples, state = loaded.partition(0, 4).train, model.initial_state()
 
     def work(do, *more):
-        return do(model, bench.task, examples, state, *more)
+        return do(model, loaded.task, examples, state, *more)
 
     return model, work, steps
 

@@ -59,14 +59,14 @@ def settings(tmp_path_factory):
     return of
 
 
-def batch_of(bench, number=8):
-    (first, *_) = bench.test_sets.values()
-    return bench.task.collate(first.take(np.arange(number)))
+def batch_of(loaded, number=8):
+    (first, *_) = loaded.test_sets.values()
+    return loaded.task.collate(first.take(np.arange(number)))
 
 
-def loss_of(network, bench):
+def loss_of(network, loaded):
     with torch.inference_mode():
-        return bench.task.loss(network.eval(), batch_of(bench))
+        return loaded.task.loss(network.eval(), batch_of(loaded))
 
 
 METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
@@ -89,21 +89,21 @@ def test_a_model_trains_and_comes_home(kind, method, settings, tmp_path):
     records = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
     assert not any(record["rejected"] for record in records)
     assert run.summary["rounds"] == 1
-    with result_of(run.run_dir) as bench:
-        assert len(bench.model.layers) == MATRICES.get(kind, 4)
-        deltas = bench.model.method.delta_weights(bench.model.adapters)
+    with result_of(run.run_dir) as loaded:
+        assert len(loaded.model.layers) == MATRICES.get(kind, 4)
+        deltas = loaded.model.method.delta_weights(loaded.model.adapters)
         assert all(delta.abs().max() > 0 for delta in deltas)
-        merged = merged_network(bench)
-        ours, theirs = loss_of(bench.model.network, bench), loss_of(merged, bench)
+        merged = merged_network(loaded)
+        ours, theirs = loss_of(loaded.model.network, loaded), loss_of(merged, loaded)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         if method in METHODS_OF_WEIGHTS:
             return
         base: Any = copy.deepcopy(
-            build_network(bench.config.model, bench.task, seed=99).network
+            build_network(loaded.config.model, loaded.task, seed=99).network
         )  # another classifier
-        loaded: Any = peft.PeftModel.from_pretrained(base, run.run_dir / "adapter")
+        reloaded: Any = peft.PeftModel.from_pretrained(base, run.run_dir / "adapter")
         # As it is called in training: PEFT's wrapper has no other methods of its own.
-        theirs = loss_of(loaded.base_model.model, bench)
+        theirs = loss_of(reloaded.base_model.model, loaded)
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
@@ -112,10 +112,10 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
     """Also where windows, a decoder or several linear layers of a classifier are in between."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": "fedit"}
     trained = {} if kind == "t5" else {"classifier": "trained"}
-    bench = ModelAndData(read_config(given | trained))
-    (examples, *_) = bench.test_sets.values()
-    with bench.model.holding(bench.model.initial_state()):
-        network, parameters = bench.model.network.eval(), bench.model.parameters()
+    loaded = ModelAndData(read_config(given | trained))
+    (examples, *_) = loaded.test_sets.values()
+    with loaded.model.holding(loaded.model.initial_state()):
+        network, parameters = loaded.model.network.eval(), loaded.model.parameters()
         check_trained(network, parameters)
         with torch.no_grad():
             for parameter in parameters:
@@ -123,16 +123,18 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
         by_example = ExampleGradients(network, parameters)
 
         def gradients(rows):
-            batch = bench.task.collate(examples.take(np.array(rows)))
-            sizes = task_with(ByExample, bench.task, "privacy=example").sizes(batch)
-            return by_example.of(lambda: bench.task.loss(network, batch), sizes)
+            batch = loaded.task.collate(examples.take(np.array(rows)))
+            sizes = task_with(ByExample, loaded.task, "privacy=example").sizes(batch)
+            return by_example.of(lambda: loaded.task.loss(network, batch), sizes)
 
         together = gradients([0, 1, 2])
         for row in range(3):
             for whole, alone in zip(together, gradients([row]), strict=True):
                 torch.testing.assert_close(whole[row], alone[0], rtol=1e-3, atol=1e-5)
             network.zero_grad()
-            bench.task.loss(network, bench.task.collate(examples.take(np.array([row])))).backward()
+            loaded.task.loss(
+                network, loaded.task.collate(examples.take(np.array([row])))
+            ).backward()
             for parameter, whole in zip(parameters, together, strict=True):
                 plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(whole[row], plain, rtol=1e-3, atol=1e-5)
@@ -143,21 +145,21 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
 def test_made_up_examples_show_whether_a_model_mixes_examples(kind, method, settings):
     """Before training, near the state at rest, whose zeros would hide gradients."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": method}
-    bench = ModelAndData(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
-    check_mixing_is_found(bench)
+    loaded = ModelAndData(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
+    check_mixing_is_found(loaded)
 
 
-def check_mixing_is_found(bench):
+def check_mixing_is_found(loaded):
     """Of a model as it is nothing is found; of one whose first layer mixes a batch it is."""
-    check_examples_apart(bench.model, bench.task)
-    assert bench.model.has_examples_apart
-    bench.model.has_examples_apart = False
-    reads = getattr(bench.model.network, "encoder", bench.model.network)  # T5's
+    check_examples_apart(loaded.model, loaded.task)
+    assert loaded.model.has_examples_apart
+    loaded.model.has_examples_apart = False
+    reads = getattr(loaded.model.network, "encoder", loaded.model.network)  # T5's
     hook = reads.get_input_embeddings().register_forward_hook(_mixed)
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        check_examples_apart(bench.model, bench.task)
+        check_examples_apart(loaded.model, loaded.task)
     hook.remove()
-    assert all(parameter.grad is None for parameter in bench.model.network.parameters())
+    assert all(parameter.grad is None for parameter in loaded.model.network.parameters())
 
 
 def _mixed(_, __, output):
@@ -171,8 +173,8 @@ def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):
     given = settings("bert") | {"classifier": "trained", "method": "fedit"}
     run = simulate(given | {"output-dir": str(tmp_path)}, 3)
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
-    with result_of(run.run_dir) as bench:
-        expected = loss_of(bench.model.network, bench)
+    with result_of(run.run_dir) as loaded:
+        expected = loss_of(loaded.model.network, loaded)
     again = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
     torch.testing.assert_close(loss_of(again.model.network, again), expected, rtol=1e-5, atol=1e-5)
     # For other labels it is drawn anew, of another size or not.
@@ -191,8 +193,8 @@ def test_an_export_is_of_the_models_own_precision(settings, tmp_path):
     given = settings("llama") | {"model": str(folder), "learning-rate": 1e-2}
     run = simulate(given | {"output-dir": str(tmp_path / "runs")}, 3)
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
-    with result_of(run.run_dir) as bench:
-        exact = dict(merged_network(bench).named_parameters())
+    with result_of(run.run_dir) as loaded:
+        exact = dict(merged_network(loaded).named_parameters())
     saved = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     for name, tensor in saved.items():
@@ -291,15 +293,15 @@ def test_a_presets_shape_is_that_of_its_model(settings):
 def test_padding_does_not_matter(settings):
     """A batch's loss is the mean of its texts', each by itself."""
     for kind in ("bert", "llama", "t5"):
-        bench = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
-        (first, *_) = bench.test_sets.values()
-        network = bench.model.network.eval()
+        loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
+        (first, *_) = loaded.test_sets.values()
+        network = loaded.model.network.eval()
         with torch.inference_mode():
             alone = [
-                bench.task.loss(network, bench.task.collate(first.take(np.array([row]))))
+                loaded.task.loss(network, loaded.task.collate(first.take(np.array([row]))))
                 for row in range(8)
             ]
-            together = bench.task.loss(network, batch_of(bench))
+            together = loaded.task.loss(network, batch_of(loaded))
         lengths = {int(first.take(np.array([r]))["attention_mask"].sum()) for r in range(8)}
         assert len(lengths) > 1
         torch.testing.assert_close(torch.stack(alone).mean(), together, rtol=1e-4, atol=1e-5)
@@ -307,17 +309,17 @@ def test_padding_does_not_matter(settings):
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
 def test_an_evaluation_by_length_measures_what_one_in_order_does(kind, settings, monkeypatch):
-    bench = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
-    (test, *_) = bench.test_sets.values()
+    loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
+    (test, *_) = loaded.test_sets.values()
     masks = test.take(np.arange(len(test)))["attention_mask"]
-    counts = np.asarray(bench.task.lengths(test))
+    counts = np.asarray(loaded.task.lengths(test))
     assert counts.tolist() == masks.sum(1).tolist()
     assert len(set(counts)) > 1
-    some = bench.task.lengths(test.select(np.array([3, 1])))
+    some = loaded.task.lengths(test.select(np.array([3, 1])))
     assert np.array_equal(np.asarray(some), counts[[3, 1]])
-    by_length = evaluate_all(bench.model, bench.task, {"test": test}, 8)
-    monkeypatch.setattr(type(bench.task), "lengths", lambda *_: None)
-    in_order = evaluate_all(bench.model, bench.task, {"test": test}, 8)
+    by_length = evaluate_all(loaded.model, loaded.task, {"test": test}, 8)
+    monkeypatch.setattr(type(loaded.task), "lengths", lambda *_: None)
+    in_order = evaluate_all(loaded.model, loaded.task, {"test": test}, 8)
     assert by_length == pytest.approx(in_order, rel=1e-5, abs=1e-7)
 
 
@@ -326,10 +328,10 @@ def test_lengths_of_texts_that_stay_in_their_file_are_the_same(settings, monkeyp
     for most in (2**28, 0):
         monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", most)
         monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
-        bench = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
-        train = bench.partition(1, 3).train
+        loaded = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
+        train = loaded.partition(1, 3).train
         assert isinstance(train.table, dict) == (most > 0)
-        found.append(np.asarray(bench.task.lengths(train)).tolist())
+        found.append(np.asarray(loaded.task.lengths(train)).tolist())
     assert found[0] == found[1]
 
 
@@ -345,17 +347,17 @@ def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
 
 
 def test_images_are_those_of_the_models_own_processor(settings):
-    bench = ModelAndData(read_config(settings("vit")))
-    reader, test = bench.task.reader, bench.splits["test"]
+    loaded = ModelAndData(read_config(settings("vit")))
+    reader, test = loaded.task.reader, loaded.splits["test"]
     opened = test.cast_column("image", datasets.Image())["image"][:8]  # by `datasets` itself
     images = [image.convert("RGB") for image in opened]
     expected = reader(images=images, return_tensors="pt")
     got = {}
-    network = bench.model.network.eval()
+    network = loaded.model.network.eval()
     handle = network.register_forward_pre_hook(
         lambda _, args, kwargs: got.update(kwargs), with_kwargs=True
     )
-    bench.task.loss(network, batch_of(bench))
+    loaded.task.loss(network, batch_of(loaded))
     handle.remove()
     torch.testing.assert_close(got["pixel_values"], expected["pixel_values"], rtol=1e-5, atol=1e-5)
 

@@ -94,15 +94,15 @@ def logits_of(network, examples):
 
 def check_logits(run, folders, client=None):
     """Each folder, loaded as its own README says of its kind, gives the logits of the server."""
-    with result_of(run.run_dir, client) as bench:
-        (encoded,) = bench.test_sets.values()
+    with result_of(run.run_dir, client) as loaded:
+        (encoded,) = loaded.test_sets.values()
         examples = encoded.take(encoded.rows[:32])
-        ours = logits_of(bench.model.network, examples)
+        ours = logits_of(loaded.model.network, examples)
     for folder in folders:
         if folder.name == "merged":
             theirs = AutoModelForImageClassification.from_pretrained(folder)
         else:
-            backbone = build_network(bench.config.model, bench.task, seed=99).network
+            backbone = build_network(loaded.config.model, loaded.task, seed=99).network
             theirs = peft.PeftModel.from_pretrained(backbone, folder)
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
 

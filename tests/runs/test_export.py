@@ -74,11 +74,11 @@ def model_files(folder):
 
 def test_the_exports_give_the_logits_of_the_run(run, exported):
     method = run.summary["method"]
-    with result_of(run.run_dir, client_of(run)) as bench:
-        (encoded,) = bench.test_sets.values()
+    with result_of(run.run_dir, client_of(run)) as loaded:
+        (encoded,) = loaded.test_sets.values()
         examples = encoded.take(encoded.rows[:32])
-        ours = logits_of(bench.model.network, examples)
-        means = bench.evaluate()
+        ours = logits_of(loaded.model.network, examples)
+        means = loaded.evaluate()
     if client_of(run) is None:
         assert means == pytest.approx(run.summary["metrics"]["final"])
 
@@ -92,7 +92,7 @@ def test_the_exports_give_the_logits_of_the_run(run, exported):
     if natural.is_dir():  # to the byte, so that it computes the same
         assert model_files(natural) == model_files(exported[form])
     for form in exported.keys() - {"merged"}:  # with another classifier
-        backbone = build_network(bench.config.model, bench.task, seed=99).network
+        backbone = build_network(loaded.config.model, loaded.task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, exported[form])
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
 
@@ -123,15 +123,15 @@ def test_an_exported_adapter_has_the_runs_own_bases_and_goes_on_training(given, 
     assert config.save_bases == (given.get("init") in ("data-aware", "first-round"))
     assert config.trainable_scales == ("scaling" not in given)
     assert config.base_seed == 5
-    with result_of(run.run_dir) as bench:
-        (encoded,) = bench.test_sets.values()
+    with result_of(run.run_dir) as loaded:
+        (encoded,) = loaded.test_sets.values()
         examples = encoded.take(encoded.rows[:32])
-        ours = logits_of(bench.model.network, examples)
-        backbone = build_network(bench.config.model, bench.task, seed=99).network
+        ours = logits_of(loaded.model.network, examples)
+        backbone = build_network(loaded.config.model, loaded.task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, tmp_path / "adapter", is_trainable=True)
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-5, atol=1e-5)
         layers = [module for module in theirs.modules() if isinstance(module, RavanLinear)]
-        for layer, adapter in zip(layers, bench.model.adapters, strict=True):
+        for layer, adapter in zip(layers, loaded.model.adapters, strict=True):
             assert torch.equal(layer.ravan_B["default"], adapter.B)
             assert torch.equal(layer.ravan_A["default"], adapter.A)
     before = [layer.ravan_H["default"].detach().clone() for layer in layers]
@@ -173,10 +173,10 @@ def test_a_card_says_how_to_load_it_and_that_works(run, exported, tmp_path, monk
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
         found: dict[str, Any] = {}
         exec(code.replace("this folder", str(folder)), found)
-        with result_of(run.run_dir, client_of(run)) as bench:
-            (encoded,) = bench.test_sets.values()
+        with result_of(run.run_dir, client_of(run)) as loaded:
+            (encoded,) = loaded.test_sets.values()
             examples = encoded.take(encoded.rows[:16])
-            ours = logits_of(bench.model.network, examples)
+            ours = logits_of(loaded.model.network, examples)
         theirs = logits_of(found["classify"].model, examples)
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 

@@ -123,8 +123,8 @@ def test_its_evaluation_reads_the_adapter_as_it_is(run):
     tokenizer = AutoTokenizer.from_pretrained(base)
     question = "<|im_start|>question\nIs it good?<|im_end|>\n<|im_start|>answer\n"
     ids = tokenizer.encode(question, return_tensors="pt")
-    with result_of(run_dir) as bench, torch.inference_mode():
-        expected = bench.model.network(ids).logits
+    with result_of(run_dir) as loaded, torch.inference_mode():
+        expected = loaded.model.network(ids).logits
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     out = model.generate(inputs=ids, max_new_tokens=2, do_sample=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})

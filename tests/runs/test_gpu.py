@@ -102,21 +102,21 @@ def test_few_bits_take_less_memory(how, llama):
     taken = []
     for quantized in ("none", how):
         before = torch.cuda.memory_allocated()
-        bench = ModelAndData(read_config(llama | {"backbone-dtype": quantized, "device": "cuda"}))
-        assert bench.model.device.type == "cuda"
+        loaded = ModelAndData(read_config(llama | {"backbone-dtype": quantized, "device": "cuda"}))
+        assert loaded.model.device.type == "cuda"
         taken.append(torch.cuda.memory_allocated() - before)
-        del bench
+        del loaded
     assert taken[1] < taken[0]
 
 
 def steps_take(settings, number=3):
     """The bytes of a model's steps beyond the model, and what the plan says."""
     config = read_config(settings | {"device": "cuda"})
-    bench = ModelAndData(config)
-    examples = bench.partition(0, 4).train
+    loaded = ModelAndData(config)
+    examples = loaded.partition(0, 4).train
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
-    model = bench.model
-    work = model, bench.task, examples, model.initial_state(), 1.0, steps
+    model = loaded.model
+    work = model, loaded.task, examples, model.initial_state(), 1.0, steps
     train_locally(*work, ClientRound(0, 1, 0))  # cuBLAS's workspaces are there
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -140,11 +140,11 @@ def test_steps_take_no_more_than_the_plan_says(precision):
 
 def test_an_evaluation_takes_no_more_than_was_counted():
     config = read_config({"device": "cuda"})
-    bench = ModelAndData(config)
-    bench.evaluate()
+    loaded = ModelAndData(config)
+    loaded.evaluate()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    bench.evaluate()
+    loaded.evaluate()
     assert torch.cuda.max_memory_allocated() - before < 1.2 * evaluation_memory(config)
 
 
@@ -192,8 +192,14 @@ def test_memory_is_given_back_only_where_others_have_less(pressed, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1))
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    bench = ModelAndData(read_config({"device": "cuda"}))
-    work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0
+    loaded = ModelAndData(read_config({"device": "cuda"}))
+    work = (
+        loaded.model,
+        loaded.task,
+        loaded.partition(0, 4).train,
+        loaded.model.initial_state(),
+        1.0,
+    )
     for client in range(3):
         train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), ClientRound(0, 1, client))
     assert len(calls) == (3 if pressed else 0)

@@ -40,9 +40,9 @@ def spoken(tmp_path_factory):
 
 
 def before(settings):
-    bench = ModelAndData(read_config(own_preset(settings)))
-    with bench.model.holding(bench.model.initial_state()):
-        return bench.evaluate()
+    loaded = ModelAndData(read_config(own_preset(settings)))
+    with loaded.model.holding(loaded.model.initial_state()):
+        return loaded.evaluate()
 
 
 @pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora"])
@@ -76,9 +76,9 @@ def test_the_result_answers_in_a_pipeline(spoken, tmp_path):
             asked, max_new_tokens=12, do_sample=False, return_full_text=False, eos_token_id=stop
         )
         assert out[0]["generated_text"] == mine
-    with result_of(run.run_dir) as bench, torch.inference_mode():
+    with result_of(run.run_dir) as loaded, torch.inference_mode():
         tokens = torch.tensor([[5, 6, 7]])
-        expected = bench.model.network(tokens).logits
+        expected = loaded.model.network(tokens).logits
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     card = (adapter / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0].replace("this folder", str(adapter))
@@ -139,9 +139,9 @@ def test_what_a_step_keeps_is_what_the_plan_counts(batching, at_a_time, tmp_path
     parts = {"batching": batching, "micro-batch-size": at_a_time}
     settings = preset(tmp_path, data="  loss-on: all\n", **parts)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
-    bench = ModelAndData(read_config(own_preset(settings)))
-    examples = bench.partition(0, 1).train
-    one, model = bench.task, bench.model
+    loaded = ModelAndData(read_config(own_preset(settings)))
+    examples = loaded.partition(0, 1).train
+    one, model = loaded.task, loaded.model
     batch = one.collate(examples.take(np.arange(at_a_time)))
     assert batch["input_ids"].shape == (at_a_time, 96)
     with model.holding(model.initial_state()):
@@ -151,7 +151,7 @@ def test_what_a_step_keeps_is_what_the_plan_counts(batching, at_a_time, tmp_path
             loss = one.loss(model.network, batch)
         measured = sum(size for size, _ in kept.values())
         del loss
-    counted = step_memory(bench.config, 1.0).activations
+    counted = step_memory(loaded.config, 1.0).activations
     # The plan counts keys as often as queries; packing has a mask on top.
     assert measured <= counted < (1.5 if batching == "packed" else 1.1) * measured
 
@@ -185,11 +185,11 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
     for given in (settings, settings | options):
         config = read_config(own_preset(given))
-        bench = ModelAndData(config)
-        seen, shapes = noted(bench.task, "packed" if config.packing else "collate")
-        examples, state = bench.partition(0, 2).train, bench.model.initial_state()
+        loaded = ModelAndData(config)
+        seen, shapes = noted(loaded.task, "packed" if config.packing else "collate")
+        examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
         steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
-        found = train_locally(bench.model, bench.task, examples, state, 1.0, steps, work)
+        found = train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
         results.append((found, sorted(seen), shapes))
     (first, expected, plain), (second, trained, laid_out) = results
     assert trained == expected
@@ -206,11 +206,11 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
 def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monkeypatch):
     """However long the others of the batch are, and in however many blocks logits are computed."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
-    bench = ModelAndData(read_config(own_preset(preset(tmp_path))))
-    task = task_with(ByExample, bench.task, "privacy=example")
-    examples = bench.partition(0, 1).train
-    with bench.model.holding(bench.model.initial_state()):
-        network, parameters = bench.model.network.train(), bench.model.parameters()
+    loaded = ModelAndData(read_config(own_preset(preset(tmp_path))))
+    task = task_with(ByExample, loaded.task, "privacy=example")
+    examples = loaded.partition(0, 1).train
+    with loaded.model.holding(loaded.model.initial_state()):
+        network, parameters = loaded.model.network.train(), loaded.model.parameters()
         by_example = ExampleGradients(network, parameters)
 
         def gradients(rows):
@@ -231,13 +231,13 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
 def test_a_private_client_trains_on_texts_in_parts(tmp_path):
     settings = preset(tmp_path) | {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
     config = read_config(own_preset(settings))
-    bench = ModelAndData(config)
-    seen, shapes = noted(bench.task, "collate")
-    examples, state = bench.partition(0, 2).train, bench.model.initial_state()
+    loaded = ModelAndData(config)
+    seen, shapes = noted(loaded.task, "collate")
+    examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
     steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
     noise = StepNoise(1.0, 1.0)
-    found = train_privately(bench.model, bench.task, examples, state, 1.0, steps, work, noise)
-    check_mixing_is_found(bench)
+    found = train_privately(loaded.model, loaded.task, examples, state, 1.0, steps, work, noise)
+    check_mixing_is_found(loaded)
     assert all(tensor.float().isfinite().all() for tensor in found.upload.values())
     assert seen
     assert max(rows for rows, _ in shapes) <= 2
@@ -250,9 +250,9 @@ def test_clients_evaluate_by_token(tmp_path):
     )
     run = simulate(settings, 3)
     found = run.summary["metrics"]["final"]
-    with result_of(run.run_dir) as bench:
-        parts = [bench.partition(n, 3).validation for n in range(3)]
-        whole = bench.evaluate(sets={str(n): part for n, part in enumerate(parts)})
+    with result_of(run.run_dir) as loaded:
+        parts = [loaded.partition(n, 3).validation for n in range(3)]
+        whole = loaded.evaluate(sets={str(n): part for n, part in enumerate(parts)})
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert found["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
 
@@ -273,8 +273,8 @@ def test_a_device_brings_its_own_conversations(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
-    bench = ModelAndData(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
-    assert len(bench.own_examples(str(own), 0).train) == 7
+    loaded = ModelAndData(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
+    assert len(loaded.own_examples(str(own), 0).train) == 7
 
 
 @pytest.mark.parametrize(

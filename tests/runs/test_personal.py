@@ -193,9 +193,9 @@ def test_local_clients_are_each_alone(tmp_path):
 
 def test_one_client_trains_on_the_examples_of_all(tmp_path):
     settings: dict[str, Scalar] = {"validation-share": 0.25, "partition": "dirichlet"}
-    bench = ModelAndData(read_config(settings | {"method": "centralised"}))
-    parts = [bench.partition(number, 3) for number in range(3)]
-    pooled = bench.pooled(3)
+    loaded = ModelAndData(read_config(settings | {"method": "centralised"}))
+    parts = [loaded.partition(number, 3) for number in range(3)]
+    pooled = loaded.pooled(3)
     assert sorted(pooled.rows) == sorted(row for part in parts for row in part.train.rows)
     assert not set(pooled.rows) & {row for part in parts for row in part.validation.rows}
     whole = ModelAndData(read_config({"method": "centralised"})).pooled(3)

@@ -91,9 +91,9 @@ def test_made_preferences_are_learned(preferred, tmp_path, capsys):
 
 def test_the_metrics_before_training_are_those_of_no_difference(preferred):
     _, settings, _ = preferred
-    bench = ModelAndData(read_config(own_preset(settings)))
-    with bench.model.holding(bench.model.initial_state()):
-        found = bench.evaluate()
+    loaded = ModelAndData(read_config(own_preset(settings)))
+    with loaded.model.holding(loaded.model.initial_state()):
+        found = loaded.evaluate()
     assert found["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert found["accuracy"] == 0
     assert found["margin"] == pytest.approx(0, abs=1e-6)
@@ -136,8 +136,8 @@ def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path)
     assert "text-generation" in card
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     tokens = torch.tensor([[5, 6, 7]])
-    with result_of(run.run_dir) as bench, torch.inference_mode():
-        expected = bench.model.network(tokens).logits
+    with result_of(run.run_dir) as loaded, torch.inference_mode():
+        expected = loaded.model.network(tokens).logits
     begun = ModelAndData(
         read_config(own_preset(settings | {"model": str(tmp_path / "merged"), "method": "fedit"}))
     )
@@ -152,8 +152,8 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, p
     """Of pairs as long as they may be: what is kept is the policy's alone, by its two texts."""
     _, settings, folder = preferred
     config = read_config(own_preset(settings | {"micro-batch-size": at_a_time, "batch-size": 4}))
-    bench = ModelAndData(config)
-    task, model = bench.task, bench.model
+    loaded = ModelAndData(config)
+    task, model = loaded.task, loaded.model
     ids = torch.full((2 * at_a_time, 64), 5)
     positions = torch.arange(ids.numel()).view_as(ids)[:, :-1].flatten()
     batch = {"input_ids": ids, "positions": positions, "targets": torch.full_like(positions, 5)}

@@ -120,14 +120,14 @@ def test_a_text_to_text_model_learns(small, tmp_path):
 
 
 def test_the_sources_of_mrqa_are_what_its_clients_differ_in(small):
-    bench = get_model_and_data(
+    loaded = get_model_and_data(
         read_config(small("mrqa-t5") | {"partition": "dirichlet-by-client:0.1"})
     )
-    sources = np.array(bench.splits["train"]["subset"][:])
+    sources = np.array(loaded.splits["train"]["subset"][:])
     assert set(sources) == set(SOURCES)
     shares = []
     for client in range(3):
-        mine = sources[bench.partition(client, 3).train.rows]
+        mine = sources[loaded.partition(client, 3).train.rows]
         shares.append(max(np.mean(mine == source) for source in SOURCES))
     assert max(shares) > 2 / 6
 

@@ -37,12 +37,12 @@ def whole(settings):
     return dict(ModelAndData(read_config(settings)).model.network.named_parameters())
 
 
-def logits_of(bench):
-    (first, *_) = bench.test_sets.values()
-    batch = bench.task.collate(first.take(first.rows[:8]))
+def logits_of(loaded):
+    (first, *_) = loaded.test_sets.values()
+    batch = loaded.task.collate(first.take(first.rows[:8]))
     batch.pop("labels")
     with torch.inference_mode():
-        return bench.model.network.eval()(**batch).logits
+        return loaded.model.network.eval()(**batch).logits
 
 
 @pytest.mark.parametrize("how", BITS)
@@ -73,9 +73,17 @@ def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings
         return unpacked[-1]
 
     monkeypatch.setattr(F, "dequantize_4bit", seen)
-    bench = ModelAndData(read_config(settings | {"backbone-dtype": "4bit", "precision": precision}))
+    loaded = ModelAndData(
+        read_config(settings | {"backbone-dtype": "4bit", "precision": precision})
+    )
     train_locally(
-        *(bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0),
+        *(
+            loaded.model,
+            loaded.task,
+            loaded.partition(0, 4).train,
+            loaded.model.initial_state(),
+            1.0,
+        ),
         *(LocalSteps(1, 4, 1e-3, precision), ClientRound(0, 1, 0)),
     )
     assert {weight.dtype for weight in unpacked} == {getattr(torch, precision)}
@@ -97,11 +105,11 @@ def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, 
     records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
     assert not [reply for record in records for reply in record["rejected"]]
     client = 0 if METHODS[method].personalised else None
-    with result_of(run.run_dir, client) as bench:
-        deltas = bench.model.method.delta_weights(bench.model.adapters)
+    with result_of(run.run_dir, client) as loaded:
+        deltas = loaded.model.method.delta_weights(loaded.model.adapters)
         assert all(delta.abs().max() > 0 for delta in deltas)
-        merged = merged_network(bench)
-        for layer, delta in zip(bench.model.layers, deltas, strict=True):
+        merged = merged_network(loaded)
+        for layer, delta in zip(loaded.model.layers, deltas, strict=True):
             weight = merged.get_parameter(f"{layer.name}.weight")
             old = whole[f"{layer.name}.base.weight"]
             torch.testing.assert_close(weight, old + delta, rtol=1e-5, atol=1e-6)

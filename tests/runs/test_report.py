@@ -117,8 +117,8 @@ def test_clients_that_are_no_longer_there_are_shown(runs, tmp_path):
 
 def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
     written = json.loads((runs[0] / "summary.json").read_text())["head-norms"]
-    with result_of(runs[0]) as bench:
-        for layer, adapter in zip(bench.model.layers, bench.model.adapters, strict=True):
+    with result_of(runs[0]) as loaded:
+        for layer, adapter in zip(loaded.model.layers, loaded.model.adapters, strict=True):
             assert isinstance(adapter, MultiHeadLinear)
             parts = adapter.B @ adapter.H @ adapter.A
             expected = torch.linalg.matrix_norm(parts).tolist()
@@ -344,9 +344,9 @@ def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
     with (tmp_path / "spectrum.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["group"] == "ravan"]
     rows = [row for row in rows if row["seed"] == "1"]
-    with result_of(runs[1]) as bench:
-        deltas = bench.model.method.delta_weights(bench.model.adapters)
-        names = [layer.name for layer in bench.model.layers]
+    with result_of(runs[1]) as loaded:
+        deltas = loaded.model.method.delta_weights(loaded.model.adapters)
+        names = [layer.name for layer in loaded.model.layers]
     assert [row["layer"] for row in rows] == names
     for row, delta in zip(rows, deltas, strict=True):
         values = torch.tensor([float(word) for word in row["singular-values"].split()])

@@ -707,9 +707,9 @@ def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
 def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
     config = read_config(QUICK | {"processes": "auto"})
     grid = cast(Any, SimpleNamespace(get_node_ids=lambda: [1, 2, 3]))
-    bench = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
+    loaded = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
     with pytest.raises(ValueError, match=r"whose nodes have no secure-keys, expected devices"):
-        check_simulation(grid, bench, config)
+        check_simulation(grid, loaded, config)
 
 
 def require(monkeypatch, wanted):

@@ -59,13 +59,13 @@ def benches(settings, **more):
     ]
 
 
-def upload_of(bench):
-    config = bench.config
+def upload_of(loaded):
+    config = loaded.config
     steps = LocalSteps(2, 8, 1e-2, config.precision)
     work = ClientRound(0, 1, 0)
-    examples = bench.partition(0, 4).train
-    state = bench.model.initial_state()
-    result = train_locally(bench.model, bench.task, examples, state, 1.0, steps, work)
+    examples = loaded.partition(0, 4).train
+    state = loaded.model.initial_state()
+    result = train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
     return result.upload
 
 
@@ -117,9 +117,9 @@ def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settin
 
 def test_a_kept_cast_follows_its_weight(settings):
     given = settings("vit") | {"precision": "bfloat16", "seed": 3}
-    bench = ModelAndData(read_config(given))
-    bench.evaluate()
-    linear = next(m for m in bench.model.network.modules() if isinstance(m, StoredLinear))
+    loaded = ModelAndData(read_config(given))
+    loaded.evaluate()
+    linear = next(m for m in loaded.model.network.modules() if isinstance(m, StoredLinear))
     x = torch.randn(2, linear.in_features)
     with torch.no_grad():
         linear.weight.mul_(2)
@@ -215,13 +215,13 @@ def test_a_merged_export_rounds_once(settings, tmp_path):
     given |= {"processes": 1}
     run = simulate(given, 2).run_dir
     assert json.loads((run / "config.json").read_text())["backbone-dtype"] == "bfloat16"
-    with result_of(run) as bench:
-        name = f"{bench.model.layers[0].name}.weight"
-        merged = merged_network(bench).get_parameter(name)
+    with result_of(run) as loaded:
+        name = f"{loaded.model.layers[0].name}.weight"
+        merged = merged_network(loaded).get_parameter(name)
         source = transformers.AutoModelForCausalLM.from_pretrained(
             str(given["model"]), dtype=torch.float32
         )
-        (delta, *_) = bench.model.method.delta_weights(bench.model.adapters)
+        (delta, *_) = loaded.model.method.delta_weights(loaded.model.adapters)
         expected = source.get_parameter(name) + delta
     assert merged.dtype == torch.float32
     np.testing.assert_array_equal(merged.detach().numpy(), expected.detach().numpy())

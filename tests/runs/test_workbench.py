@@ -12,8 +12,8 @@ from ravan_flwr.training.model_and_data import ModelAndData
 )
 def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monkeypatch):
     """In the same words for all of them, which are counted where many are told."""
-    bench = ModelAndData(read_config({"validation-share": share}))
-    monkeypatch.setattr(bench, "rows", lambda _: [np.arange(number)] * 2)
+    loaded = ModelAndData(read_config({"validation-share": share}))
+    monkeypatch.setattr(loaded, "rows", lambda _: [np.arange(number)] * 2)
     told = (
         rf"a client with {number} examples? would have none left to train on, since {number} "
         f"would be its validation split{advice} clients"
@@ -21,6 +21,6 @@ def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monk
     reasons = set()
     for partition in range(2):
         with pytest.raises(ValueError, match=told) as raised:
-            bench.partition(partition, 2)
+            loaded.partition(partition, 2)
         reasons.add(str(raised.value))
     assert len(reasons) == 1

@@ -155,7 +155,7 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
 def asked():
     """Ask a client of the digits to train, in the way that a message does."""
     run_config = PRIVATE | {"epsilon": 8.0, "local-steps": 2, "lora-rank": 1}
-    bench = get_model_and_data(read_config(run_config))
+    loaded = get_model_and_data(read_config(run_config))
     context = Context(
         run_id=1, node_id=1, node_config={"partition-id": 0, "num-partitions": 20},
         state=RecordDict(), run_config=run_config,
@@ -166,11 +166,11 @@ def asked():
             "round": 1, "budget-fraction": 1.0, "noise-multiplier": 2.0, "earlier-rounds": earlier
         }  # fmt: skip
         content = RecordDict(
-            {"arrays": to_record(bench.model.initial_state()), "config": ConfigRecord(settings)}
+            {"arrays": to_record(loaded.model.initial_state()), "config": ConfigRecord(settings)}
         )
         return answers.answer("train", content, context)
 
-    return ask, context, bench
+    return ask, context, loaded
 
 
 def rounds_in(context):
@@ -192,10 +192,10 @@ def test_a_round_is_in_the_nodes_state_before_its_training_begins(asked, monkeyp
 
 
 def test_a_reply_tells_no_loss_and_no_number_of_examples(asked):
-    ask, context, bench = asked
+    ask, context, loaded = asked
     reply = ask()
     assert set(reply.metric_records["metrics"]) == {"round", "derived", "recounted"}
-    assert set(reply.array_records["arrays"]) == set(bench.model.upload(bench.model.method))
+    assert set(reply.array_records["arrays"]) == set(loaded.model.upload(loaded.model.method))
     assert all(isinstance(array, Array) for array in reply.array_records["arrays"].values())
     assert rounds_in(context) == 1
     assert ask(earlier=4).metric_records["metrics"]["recounted"] == 1

@@ -106,12 +106,12 @@ def test_a_hopeless_dirichlet_says_what_to_do(splits):
 
 
 def test_a_validation_part_is_held_back_from_training():
-    bench = ModelAndData(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
+    loaded = ModelAndData(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
     whole = ModelAndData(read_config({})).partition(3, 20)
-    part = bench.partition(3, 20)
+    part = loaded.partition(3, 20)
     assert len(part.validation) == int(np.ceil(0.2 * len(whole.train)))
     assert sorted([*part.train.rows, *part.validation.rows]) == sorted(whole.train.rows)
-    assert np.array_equal(part.validation.rows, bench.partition(3, 20).validation.rows)
+    assert np.array_equal(part.validation.rows, loaded.partition(3, 20).validation.rows)
     config = read_config({"validation-share": 0.2, "partition": "iid"})
     with pytest.raises(ValueError, match="validation-share = 0.2: a client with 1 example "):
         ModelAndData(config).partition(5, 1438)

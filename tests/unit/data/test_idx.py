@@ -115,11 +115,11 @@ def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_
     settings: dict[str, Scalar] = {
         "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
     }  # fmt: skip
-    bench = ModelAndData(read_config(settings))
-    found = bench.test_sets["test"].take(np.arange(10))
+    loaded = ModelAndData(read_config(settings))
+    found = loaded.test_sets["test"].take(np.arange(10))
     images, labels = digits(10, 40)
     pictures = [Image.fromarray(image) for image in images]
-    expected = task_with(Predicts, bench.task, "predict").inputs({"image": pictures})[
+    expected = task_with(Predicts, loaded.task, "predict").inputs({"image": pictures})[
         "pixel_values"
     ]
     assert np.array_equal(found["pixel_values"].numpy(), expected)

@@ -20,7 +20,7 @@ from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker
-from tests.hand_made import SUMMARY, Nodes, bench_of, impatient, registered_client
+from tests.hand_made import SUMMARY, Nodes, impatient, loaded_of, registered_client
 
 __all__ = ["impatient"]
 
@@ -58,7 +58,7 @@ def directory(tmp_path):
 
 def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
-    client_registry = ClientRegistry(config, bench_of(), for_training=False)
+    client_registry = ClientRegistry(config, loaded_of(), for_training=False)
     client_registry.gather(nodes, wait=True)
     mail = MessageBuilder(client_registry.nodes, None)
     given = client_registry, mail, Status(client_registry, tell=None)

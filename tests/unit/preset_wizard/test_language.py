@@ -110,9 +110,9 @@ def test_preferences_are_drafted(tmp_path, monkeypatch):
     said, config = drafted(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
     assert "chosen from column 'chosen', rejected from column 'rejected'" in said
     assert (config.task, config.classifier, config.beta) == ("preference", "frozen", 0.1)
-    bench = get_model_and_data(config)
-    assert len(bench.test_sets["test"]) == 12
-    longest = int(bench.test_sets["test"].take(bench.test_sets["test"].rows[:1])["length"].max())
+    loaded = get_model_and_data(config)
+    assert len(loaded.test_sets["test"]) == 12
+    longest = int(loaded.test_sets["test"].take(loaded.test_sets["test"].rows[:1])["length"].max())
     assert longest <= config.max_length < longest + 8
 
 

@@ -50,15 +50,15 @@ def preset(tmp_path):
 def test_the_table_counts_what_clients_have(partition):
     settings = {"partition": partition, "local-epochs": 1.0, "validation-share": 0.2}
     assigned = assign(settings, 6)
-    bench = ModelAndData(read_config(settings))
-    labels = np.array(bench.splits["train"]["label"][:])
+    loaded = ModelAndData(read_config(settings))
+    labels = np.array(loaded.splits["train"]["label"][:])
     lines = as_text(assigned).splitlines()
     cells = [line.split() for line in lines[-6:]]
     for client, line in enumerate(cells):
-        mine = labels[bench.rows(6)[client]]
+        mine = labels[loaded.rows(6)[client]]
         counts = [np.count_nonzero(mine == label) for label in range(10)]
         assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
-        assert assigned.steps[client] == -(-len(bench.partition(client, 6).train) // 32)
+        assert assigned.steps[client] == -(-len(loaded.partition(client, 6).train) // 32)
     shares = assigned.report.shares
     whole = assigned.report.counts.sum(0) / assigned.report.sizes.sum()
     slow = np.mean([sum(abs(a - b) for a, b in zip(row, whole, strict=True)) / 2 for row in shares])

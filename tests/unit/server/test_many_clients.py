@@ -17,7 +17,7 @@ from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
-from tests.hand_made import Nodes, bench_of, impatient, registered_client, run
+from tests.hand_made import Nodes, impatient, loaded_of, registered_client, run
 
 __all__ = ["impatient"]
 
@@ -204,7 +204,7 @@ def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
 
 
 def test_the_bound_on_examples_follows_who_is_there():
-    registry = ClientRegistry(read_config({}), bench_of())
+    registry = ClientRegistry(read_config({}), loaded_of())
     for number, examples in enumerate((1, 1, 100), start=1):
         registry.nodes[number] = Node(number)
         registry._note(
@@ -279,7 +279,7 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
 
 
 def test_the_status_describes_those_of_this_step_and_counts_the_others():
-    registry = ClientRegistry(read_config({}), bench_of())
+    registry = ClientRegistry(read_config({}), loaded_of())
     told: list[Any] = []
     for number in range(1, DESCRIBED + 501):
         registry.nodes[number] = Node(number)

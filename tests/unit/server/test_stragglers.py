@@ -26,8 +26,8 @@ from ravan_flwr.server.sampling import Sampler, sample
 from tests.hand_made import (
     Nodes,
     Silent,
-    bench_of,
     impatient,
+    loaded_of,
     registered_client,
     run,
     settings_from,
@@ -400,7 +400,7 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
     nodes = Joins()
     nodes.registered[11] = registered_client(11, 0, num_partitions=1)
     config = read_config(settings_from({"min_replies": least}))
-    client_registry = recruiting.ClientRegistry(config, bench_of(), before)
+    client_registry = recruiting.ClientRegistry(config, loaded_of(), before)
     client_registry.recruit(nodes, wait=True)
     assert client_registry.partitions == 4
     assert client_registry.clients.keys() == {12, 13, 14}

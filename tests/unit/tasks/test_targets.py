@@ -97,10 +97,10 @@ def test_the_small_labels_are_learned_whole(folder, tmp_path):
     """As the preset has them: 32 tokens, and every label comes back from its target."""
     settings = {"preset": "newsgroups-t5", "model": str(folder)}
     data = str(save_data("newsgroups-t5", tmp_path))
-    bench = ModelAndData(read_config(settings | {"data": data, "max-length": 16}))
-    encoded = bench.test_sets["test"]
+    loaded = ModelAndData(read_config(settings | {"data": data, "max-length": 16}))
+    encoded = loaded.test_sets["test"]
     labels = encoded.take(np.arange(len(encoded)))["labels"]
-    texts = bench.task.reader.batch_decode(
+    texts = loaded.task.reader.batch_decode(
         [row[row != IGNORED] for row in labels], skip_special_tokens=True
     )
     assert texts == [right for (right,) in encoded.answers]

@@ -29,13 +29,13 @@ from scripts.pretrain_digits_vit import encode_backbone
 from testing.tiny import save_model
 
 
-def bench(**settings):
+def loaded(**settings):
     return ModelAndData(read_config({k.replace("_", "-"): v for k, v in settings.items()}))
 
 
 @pytest.fixture(scope="module")
 def shared():
-    return bench(seed=5)
+    return loaded(seed=5)
 
 
 def snapshot(model):
@@ -61,16 +61,16 @@ def train(shared, fraction=1.0, round_number=1, client=0, steps=2, state=None, *
 
 def test_the_batch_that_heads_are_scored_by_is_no_step(monkeypatch):
     """Of the losses that the network really gave: four batches are read, three are steps."""
-    bench_of_scores = bench(seed=5, scoring="gradient")
+    loaded_with_scores = loaded(seed=5, scoring="gradient")
     losses = []
-    whole = bench_of_scores.task.loss
+    whole = loaded_with_scores.task.loss
 
     def seen(network, batch):
         losses.append(whole(network, batch))
         return losses[-1]
 
-    monkeypatch.setattr(bench_of_scores.task, "loss", seen)
-    result = train(bench_of_scores, fraction=0.5, steps=3)
+    monkeypatch.setattr(loaded_with_scores.task, "loss", seen)
+    result = train(loaded_with_scores, fraction=0.5, steps=3)
     assert len(losses) == 4
     assert result.train_loss == pytest.approx(sum(float(x.detach()) for x in losses[1:]) / 3)
     assert result.train_loss != pytest.approx(sum(float(x.detach()) for x in losses) / 4)
@@ -105,7 +105,7 @@ KINDS = ["ravan", "full", "fedit", "fedex-lora", "fed-sb", "fedsa-lora"]
 )
 def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     """Pretrained weights, adapters and classifier come back to the bit, also after an error."""
-    shared = bench(seed=5, method=method, classifier=classifier)
+    shared = loaded(seed=5, method=method, classifier=classifier)
     before, alone = snapshot(shared.model), train(shared)
     state = shared.model.initial_state()
     for client in (1, 2):  # a state in the middle of a run, where W may have changed
@@ -132,7 +132,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
 
 
 def test_fixed_tensors_of_another_hash_are_refused():
-    model = bench(method="fed-sb", seed=5).model
+    model = loaded(method="fed-sb", seed=5).model
     size = model.method.calibration.bytes_down // 4
     sides = [(layer.out_features, layer.in_features) for layer in model.layers]
     B = torch.ones(size * sum(out for out, _ in sides) // sum(map(sum, sides)))
@@ -142,9 +142,9 @@ def test_fixed_tensors_of_another_hash_are_refused():
     assert model.derived == model.seed_fingerprint
     model.load_fixed(fixed)
     assert model.derived != model.seed_fingerprint
-    loaded = model.derived
+    back = model.derived
     model.load_fixed(fixed, checksum(fixed))
-    assert model.derived is loaded  # it has them: nothing is done again
+    assert model.derived is back  # it has them: nothing is done again
 
 
 def test_the_proximal_term_is_its_gradient(shared):
@@ -166,7 +166,7 @@ def test_only_adapters_and_classifier_are_trained(shared):
         "classifier.weight",
         "classifier.bias",
     }
-    frozen = bench(classifier="frozen", seed=5).model
+    frozen = loaded(classifier="frozen", seed=5).model
     names = {n for n, p in frozen.network.named_parameters() if p.requires_grad}
     assert {name.rsplit(".", 1)[-1] for name in names} == {"H", "s"}
     assert CLASSIFIER not in frozen.initial_state()
@@ -214,7 +214,7 @@ def test_bfloat16_trains_and_float16_wants_an_accelerator(shared):
 
 
 def test_the_seed_makes_the_classifier_and_the_fingerprint_tells():
-    one, two, other = bench(seed=1).model, bench(seed=1).model, bench(seed=2).model
+    one, two, other = loaded(seed=1).model, loaded(seed=1).model, loaded(seed=2).model
     assert one.seed_fingerprint == two.seed_fingerprint
     assert one.seed_fingerprint != pytest.approx(other.seed_fingerprint, rel=1e-3)
 
@@ -239,7 +239,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_model_that_is_not_bundled_lists_those_that_are():
     with pytest.raises(ValueError, match="model 'x' is not bundled; expected one of: digits-vit"):
-        build_network(ModelSpec("bundled", "x"), bench().task, 0)
+        build_network(ModelSpec("bundled", "x"), loaded().task, 0)
 
 
 def test_a_workbench_unpacks_its_backbone_once(monkeypatch):
@@ -250,7 +250,7 @@ def test_a_workbench_unpacks_its_backbone_once(monkeypatch):
         return read_backbone(path)
 
     monkeypatch.setattr("ravan_flwr.training.network.read_backbone", reading)
-    made = bench()
+    made = loaded()
     assert made.model.network.config.model_type == made.task.model_config["model_type"]
     assert len(read) == 1
 

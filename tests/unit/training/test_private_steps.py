@@ -28,7 +28,7 @@ QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
 WORK = ClientRound(0, 1, 3)
 
 
-def bench_of(**settings):
+def loaded_of(**settings):
     given: dict[str, Scalar] = {
         "method": "ravan",
         "partition": "iid",
@@ -39,29 +39,29 @@ def bench_of(**settings):
 
 
 @pytest.fixture(scope="module")
-def bench():
-    return bench_of()
+def loaded():
+    return loaded_of()
 
 
-def trained(bench, noise, rows=64, **settings):
+def trained(loaded, noise, rows=64, **settings):
     """What a client uploads, of so many examples."""
-    config = bench.config if not settings else bench_of(**settings).config
-    examples = bench.partition(3, 20).train.select(np.arange(rows))
+    config = loaded.config if not settings else loaded_of(**settings).config
+    examples = loaded.partition(3, 20).train.select(np.arange(rows))
     steps = steps_of(config, 1, len(examples))
-    state = bench.model.initial_state()
-    result = train_privately(bench.model, bench.task, examples, state, 1.0, steps, WORK, noise)
+    state = loaded.model.initial_state()
+    result = train_privately(loaded.model, loaded.task, examples, state, 1.0, steps, WORK, noise)
     return result.upload
 
 
-def gradients_of_step(bench, noise, **settings):
+def gradients_of_step(loaded, noise, **settings):
     """The gradient that one step has put into the parameters."""
-    config = bench_of(**settings).config if settings else bench.config
-    examples = bench.partition(3, 20).train.select(np.arange(48))
+    config = loaded_of(**settings).config if settings else loaded.config
+    examples = loaded.partition(3, 20).train.select(np.arange(48))
     stepper = PrivateStepper(
-        bench.model, bench.task, examples, steps_of(config, 1, 48), WORK, noise
+        loaded.model, loaded.task, examples, steps_of(config, 1, 48), WORK, noise
     )
-    with bench.model.holding(bench.model.initial_state()):
-        parameters = bench.model.parameters()
+    with loaded.model.holding(loaded.model.initial_state()):
+        parameters = loaded.model.parameters()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(0.01)
@@ -76,45 +76,45 @@ def all_drawn(monkeypatch):
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
 
-def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(bench, all_drawn):
+def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(loaded, all_drawn):
     """All are drawn where `batch-size` of them were expected: the mean times all by expected."""
-    of_48 = gradients_of_step(bench, QUIET, batch_size=32)
-    of_all = gradients_of_step(bench, QUIET, batch_size=48)
+    of_48 = gradients_of_step(loaded, QUIET, batch_size=32)
+    of_all = gradients_of_step(loaded, QUIET, batch_size=48)
     for expected_32, expected_48 in zip(of_48, of_all, strict=True):
         torch.testing.assert_close(expected_32, expected_48 * 48 / 32, rtol=1e-3, atol=1e-6)
-    examples = bench.partition(3, 20).train.select(np.arange(48))
-    with bench.model.holding(bench.model.initial_state()):
-        parameters = bench.model.parameters()
+    examples = loaded.partition(3, 20).train.select(np.arange(48))
+    with loaded.model.holding(loaded.model.initial_state()):
+        parameters = loaded.model.parameters()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(0.01)
-        bench.model.network.train()
-        bench.task.loss(bench.model.network, examples.take(np.arange(48))).backward()
+        loaded.model.network.train()
+        loaded.task.loss(loaded.model.network, examples.take(np.arange(48))).backward()
         plain = [parameter.grad.clone() for parameter in parameters]
     for got, right in zip(of_all, plain, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch_size": 5}, {"micro_batch_size": 1}], ids=str)
-def test_a_draw_that_is_too_large_is_worked_on_in_parts(bench, all_drawn, changes):
+def test_a_draw_that_is_too_large_is_worked_on_in_parts(loaded, all_drawn, changes):
     noise = StepNoise(1e-9, 0.5)
-    whole = gradients_of_step(bench, noise)
-    parts = gradients_of_step(bench, noise, **changes)
+    whole = gradients_of_step(loaded, noise)
+    parts = gradients_of_step(loaded, noise, **changes)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
 
 
 def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
-    bench, all_drawn, monkeypatch, caplog
+    loaded, all_drawn, monkeypatch, caplog
 ):
     """Not the whole step: then what the others add would follow from that one."""
     noise, took = StepNoise(1e-9, 0.5), Encoded.take
-    whole = gradients_of_step(bench, noise)
+    whole = gradients_of_step(loaded, noise)
     without = [7, 30]
     monkeypatch.setattr(
         private_steps, "subsample", lambda number, _: np.delete(np.arange(number), without)
     )
-    expected = gradients_of_step(bench, noise)
+    expected = gradients_of_step(loaded, noise)
 
     def take(self, rows):
         if set(rows) & set(without):
@@ -123,7 +123,7 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
 
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     monkeypatch.setattr(Encoded, "take", take)
-    found = gradients_of_step(bench, noise)
+    found = gradients_of_step(loaded, noise)
     assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
     assert len(caplog.records) == 2
     for one, other, all_of_them in zip(found, expected, whole, strict=True):
@@ -159,50 +159,50 @@ def test_examples_that_cannot_be_encoded_are_counted_and_fail_when_they_are_read
         encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
 
 
-def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
+def test_gradient_checkpointing_changes_nothing(loaded, all_drawn):
     noise = StepNoise(1e-9, 0.5)
-    other = bench_of(gradient_checkpointing=True)
-    pairs = zip(gradients_of_step(bench, noise), gradients_of_step(other, noise), strict=True)
+    other = loaded_of(gradient_checkpointing=True)
+    pairs = zip(gradients_of_step(loaded, noise), gradients_of_step(other, noise), strict=True)
     for one, again in pairs:
         torch.testing.assert_close(one, again, rtol=1e-4, atol=1e-7)
 
 
-def test_an_empty_draw_is_a_step_of_noise_alone(bench, monkeypatch):
+def test_an_empty_draw_is_a_step_of_noise_alone(loaded, monkeypatch):
     monkeypatch.setattr(private_steps, "subsample", lambda *_: np.arange(0))
     noise = StepNoise(3.0, 0.5)
-    gradient = torch.cat([g.flatten() for g in gradients_of_step(bench, noise)])
+    gradient = torch.cat([g.flatten() for g in gradients_of_step(loaded, noise)])
     assert float(gradient.std()) == pytest.approx(3.0 * 0.5 / 32, rel=0.1)
-    for still in gradients_of_step(bench, QUIET):
+    for still in gradients_of_step(loaded, QUIET):
         assert still.abs().max() < 1e-5
 
 
-def test_the_gradient_is_no_larger_than_clipping_allows(bench, all_drawn):
-    gradients = gradients_of_step(bench, StepNoise(1e-9, 0.5))
+def test_the_gradient_is_no_larger_than_clipping_allows(loaded, all_drawn):
+    gradients = gradients_of_step(loaded, StepNoise(1e-9, 0.5))
     norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
     assert 0.01 < norm <= 0.5 * 48 / 32
 
 
-def test_two_equal_rounds_differ_and_plain_ones_do_not(bench):
+def test_two_equal_rounds_differ_and_plain_ones_do_not(loaded):
     noise = StepNoise(1.0, 1.0)
-    first, second = trained(bench, noise), trained(bench, noise)
+    first, second = trained(loaded, noise), trained(loaded, noise)
     assert not torch.equal(first["H"], second["H"])
-    examples = bench.partition(3, 20).train
+    examples = loaded.partition(3, 20).train
     plain = [
         train_locally(
-            bench.model, bench.task, examples, bench.model.initial_state(), 1.0,
-            steps_of(bench.config, 1, len(examples)), WORK,
+            loaded.model, loaded.task, examples, loaded.model.initial_state(), 1.0,
+            steps_of(loaded.config, 1, len(examples)), WORK,
         ).upload["H"]
         for _ in range(2)
     ]  # fmt: skip
     assert torch.equal(*plain)
 
 
-def test_who_is_drawn_does_not_follow_from_the_seed(bench):
-    examples = bench.partition(3, 20).train
-    steps = steps_of(bench.config, 1, len(examples))
+def test_who_is_drawn_does_not_follow_from_the_seed(loaded):
+    examples = loaded.partition(3, 20).train
+    steps = steps_of(loaded.config, 1, len(examples))
     orders = []
     for _ in range(2):
-        stepper = PrivateStepper(bench.model, bench.task, examples, steps, WORK, QUIET)
+        stepper = PrivateStepper(loaded.model, loaded.task, examples, steps, WORK, QUIET)
         order = stepper.order_of(len(examples), None, WORK)
         orders.append([next(order).tolist() for _ in range(20)])
     assert orders[0] != orders[1]
@@ -210,17 +210,17 @@ def test_who_is_drawn_does_not_follow_from_the_seed(bench):
     assert stepper.rate == 32 / len(examples)
 
 
-def test_noise_comes_from_no_seed(bench, monkeypatch):
+def test_noise_comes_from_no_seed(loaded, monkeypatch):
     """With draws that are alike, all that two rounds differ by is noise."""
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
-    one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
+    one, other = trained(loaded, StepNoise(1.0, 1.0)), trained(loaded, StepNoise(1.0, 1.0))
     assert not torch.equal(one["H"], other["H"])
     monkeypatch.setattr(example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double())
-    one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
+    one, other = trained(loaded, StepNoise(1.0, 1.0)), trained(loaded, StepNoise(1.0, 1.0))
     assert torch.equal(one["H"], other["H"])
 
 
-def test_dropout_is_drawn_afresh(bench, monkeypatch):
+def test_dropout_is_drawn_afresh(loaded, monkeypatch):
     seeds = []
 
     def noted(number, device):
@@ -228,43 +228,43 @@ def test_dropout_is_drawn_afresh(bench, monkeypatch):
         return dropout_from(number, device)
 
     monkeypatch.setattr(private_steps, "dropout_from", noted)
-    trained(bench, QUIET, rows=4)
-    trained(bench, QUIET, rows=4)
+    trained(loaded, QUIET, rows=4)
+    trained(loaded, QUIET, rows=4)
     assert seeds[0] != seeds[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 20])
-def test_a_client_with_few_examples_has_them_all_in_every_batch(bench, rows):
+def test_a_client_with_few_examples_has_them_all_in_every_batch(loaded, rows):
     assert sampling_rate(32, rows) == 1.0
-    upload = trained(bench, StepNoise(1.0, 1.0), rows=rows)
+    upload = trained(loaded, StepNoise(1.0, 1.0), rows=rows)
     assert upload["H"].isfinite().all()
     assert upload["H"].any()
 
 
-def test_the_model_is_as_it_was_and_trained_in_some_heads_alone(bench):
-    before = {name: p.detach().clone() for name, p in bench.model.network.named_parameters()}
-    flags = {name: p.requires_grad for name, p in bench.model.network.named_parameters()}
-    examples = bench.partition(3, 20).train
+def test_the_model_is_as_it_was_and_trained_in_some_heads_alone(loaded):
+    before = {name: p.detach().clone() for name, p in loaded.model.network.named_parameters()}
+    flags = {name: p.requires_grad for name, p in loaded.model.network.named_parameters()}
+    examples = loaded.partition(3, 20).train
     result = train_privately(
-        bench.model, bench.task, examples, bench.model.initial_state(), 0.5,
-        steps_of(bench.config, 1, len(examples)), WORK, StepNoise(1.0, 1.0),
+        loaded.model, loaded.task, examples, loaded.model.initial_state(), 0.5,
+        steps_of(loaded.config, 1, len(examples)), WORK, StepNoise(1.0, 1.0),
     )  # fmt: skip
-    assert len(result.upload["H"]) == len(bench.model.layers) * 2
+    assert len(result.upload["H"]) == len(loaded.model.layers) * 2
     assert math.isnan(result.train_loss)
-    for name, p in bench.model.network.named_parameters():
+    for name, p in loaded.model.network.named_parameters():
         assert torch.equal(p, before[name])
         assert p.requires_grad == flags[name]
         assert p.grad is None
 
 
 def test_examples_that_mix_are_refused_before_anything_is_trained(monkeypatch):
-    bench = bench_of()
-    whole = bench.task.logits
+    loaded = loaded_of()
+    whole = loaded.task.logits
     monkeypatch.setattr(
-        type(bench.task), "logits", lambda self, network, batch: _mixed(whole(network, batch))
+        type(loaded.task), "logits", lambda self, network, batch: _mixed(whole(network, batch))
     )
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        trained(bench, QUIET)
+        trained(loaded, QUIET)
 
 
 def _mixed(logits):

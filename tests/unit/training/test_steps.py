@@ -25,17 +25,17 @@ WORK = ClientRound(0, 1, 0)
 QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}
 
 
-def trained(bench, **changes):
+def trained(loaded, **changes):
     """Train one client of the digits, and return what it sends."""
     config = read_config(QUICK | changes)
-    examples = bench.partition(0, 5).train
-    state = bench.model.initial_state()
+    examples = loaded.partition(0, 5).train
+    state = loaded.model.initial_state()
     steps = steps_of(config, 1, len(examples))
-    return train_locally(bench.model, bench.task, examples, state, 1.0, steps, WORK)
+    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, WORK)
 
 
 @pytest.fixture(scope="module")
-def bench():
+def loaded():
     return ModelAndData(read_config(QUICK))
 
 
@@ -60,10 +60,10 @@ def test_only_pinned_memory_is_copied_while_others_write_to_it(device, asynchron
 
 
 @pytest.mark.parametrize(("device", "fused"), [("cpu", True), ("cuda", True), ("mps", None)])
-def test_adam_is_fused_or_left_to_pytorch(bench, device, fused, monkeypatch):
+def test_adam_is_fused_or_left_to_pytorch(loaded, device, fused, monkeypatch):
     """`fused=False` would mean one parameter after the other."""
     steps = steps_of(read_config(QUICK), 1, 10)
-    stepper = Stepper(bench.model, bench.task, bench.partition(0, 5).train, steps, WORK)
+    stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 5).train, steps, WORK)
     stepper.device = torch.device(device)
     given = {}
     monkeypatch.setattr(torch.optim, "Adam", lambda _, **how: given.update(how))
@@ -79,8 +79,8 @@ def test_batches_are_cut_into_parts_in_their_order():
 
 
 @pytest.mark.parametrize("size", [5, 1])
-def test_parts_of_a_step_give_the_steps_of_the_whole(bench, size):
-    whole, parts = trained(bench), trained(bench, **{"micro-batch-size": size})
+def test_parts_of_a_step_give_the_steps_of_the_whole(loaded, size):
+    whole, parts = trained(loaded), trained(loaded, **{"micro-batch-size": size})
     assert parts.train_loss == pytest.approx(whole.train_loss, rel=1e-5)
     for name, tensor in whole.upload.items():
         if tensor.is_floating_point():
@@ -91,13 +91,13 @@ def test_parts_of_a_step_give_the_steps_of_the_whole(bench, size):
     "changes",
     [{"micro-batch-size": 12}, {"max-gradient-norm": 1e9}, {"server-optimizer": "none"}],
 )  # fmt: skip
-def test_what_changes_nothing_changes_no_bit(bench, changes):
-    before, after = trained(bench), trained(bench, **changes)
+def test_what_changes_nothing_changes_no_bit(loaded, changes):
+    before, after = trained(loaded), trained(loaded, **changes)
     assert before.train_loss == after.train_loss
     assert all(torch.equal(before.upload[name], after.upload[name]) for name in before.upload)
 
 
-def test_decay_and_clipping_are_pytorchs(bench, monkeypatch):
+def test_decay_and_clipping_are_pytorchs(loaded, monkeypatch):
     made, cut = [], []
     adam_w, clip = torch.optim.AdamW, torch.nn.utils.clip_grad_norm_
 
@@ -112,7 +112,7 @@ def test_decay_and_clipping_are_pytorchs(bench, monkeypatch):
 
     monkeypatch.setattr(torch.optim, "AdamW", noted)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
-    trained(bench, **{"weight-decay": 0.1, "max-gradient-norm": 1e-3})
+    trained(loaded, **{"weight-decay": 0.1, "max-gradient-norm": 1e-3})
     assert made[0]["weight_decay"] == 0.1
     assert len(cut) == 3
     assert max(cut) > 1e-3
@@ -153,9 +153,9 @@ def test_contradictions_are_refused():
 
 def test_a_client_of_a_natural_partition_that_can_learn_nothing_is_named():
     given = datasets.Dataset.from_dict({"user": ["a", "b", "b"], "text": ["x", "y", "z"]})
-    bench = ModelAndData(read_config({}))
-    vars(bench).update(splits={"train": given}, _train=given.select([0, 1]))
-    bench._check_users("user")  # each has one
-    vars(bench)["_train"] = given.select([1, 2])
+    loaded = ModelAndData(read_config({}))
+    vars(loaded).update(splits={"train": given}, _train=given.select([0, 1]))
+    loaded._check_users("user")  # each has one
+    vars(loaded)["_train"] = given.select([1, 2])
     with pytest.raises(ValueError, match="no example of 'a' can be learned.*value of 'user'"):
-        bench._check_users("user")
+        loaded._check_users("user")
