@@ -187,7 +187,7 @@ def _hold_rounds(
         )
         strategy.callbacks.all += [recorder, StatusFile(directory.path)]
         if config.deliver:
-            arguments = (config, strategy.registry, strategy.mail, strategy.status)
+            arguments = (config, strategy.registry, strategy.message_builder, strategy.status)
             delivery = resolve_name(DELIVERY)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(watching)
@@ -264,8 +264,8 @@ def _deliver_again(
         guard()
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
-    mail = MessageBuilder(registry.nodes, start.fixed)
-    arguments = (config, registry, mail, Status(registry, tell=None))
+    message_builder = MessageBuilder(registry.nodes, start.fixed)
+    arguments = (config, registry, message_builder, Status(registry, tell=None))
     resolve_name(DELIVERY)(grid, *arguments, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 

@@ -22,8 +22,9 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
     return {
         "round": number, "train-loss": 2.5 / number,
         "metrics": {"accuracy": 1 - math.exp(-number / 4), "loss": 2.3 / number},
-        "clients": [client(number % 4), client(4)], "rejected": [], "left-out": [], "resting": [],
-        "spare": [], "partitions": 5, "bytes-up": 50_000, "bytes-down": 102_000, "seconds": 4.0,
+        "clients": [client(number % 4), client(4)], "rejected": [], "not-eligible": [],
+        "skipped": [],
+        "unused": [], "partitions": 5, "bytes-up": 50_000, "bytes-down": 102_000, "seconds": 4.0,
         "phases": {"train": 3.0, "evaluate": 0.5},
     } | changes  # fmt: skip
 

@@ -32,7 +32,7 @@ CLIENT = {
 }  # fmt: skip
 ROUND = {
     "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
-    "left-out": [], "resting": [], "spare": [], "partitions": 4, "bytes-up": 1,
+    "not-eligible": [], "skipped": [], "unused": [], "partitions": 4, "bytes-up": 1,
     "bytes-down": 1, "seconds": 0.1, "phases": {},
 }  # fmt: skip
 # The summary of a run, likewise.
@@ -41,7 +41,7 @@ SUMMARY = {
     "num-clients": 4, "rounds": 3, "rank": 4, "learning-rate": 0.1, "trainable-parameters": 7,
     "adapter-parameters": 7, "metric": "accuracy",
     "metrics": {"final": {"accuracy": 0.5}, "best": {"accuracy": 0.5}}, "bytes-up": 1,
-    "bytes-down": 1, "rejected": 0, "collapsed": [], "without-effect": [], "left-out": [],
+    "bytes-down": 1, "rejected": 0, "collapsed": [], "without-effect": [], "not-eligible": [],
     "seconds": 1.0, "finished": "2026-01-01T12:00:00+00:00",
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ class DeliverAtEnd(Callback):
     grid: Grid
     config: Config
     registry: ClientRegistry
-    mail: MessageBuilder
+    message_builder: MessageBuilder
     status: Status
     directory: RunDirectory
     state: Tensors  # that of the last round, or of a run without a further one
@@ -126,10 +126,10 @@ class DeliverAtEnd(Callback):
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
-        collector = ReplyCollector(self.mail, notes, self.status)
+        collector = ReplyCollector(self.message_builder, notes, self.status)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
-            self.mail.message(client, KIND, number, arrays, settings)
+            self.message_builder.message(client, KIND, number, arrays, settings)
             for client in present
             if client.keeps_result
         ]

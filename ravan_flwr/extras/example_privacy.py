@@ -209,7 +209,7 @@ class Counted(Kind):
             able = self.account.with_room(clients)
             partitions = {client.partition_id for client in able}
             everyone = (client.partition_id for client in clients)
-            round_log.spent = [number for number in everyone if number not in partitions]
+            round_log.out_of_budget = [number for number in everyone if number not in partitions]
             return able
 
         chosen = self.run.sampler.sample(grid, round_log, with_room)

@@ -125,8 +125,8 @@ def _about_data(data: DataSummary, requested_clients: int) -> Iterator[str]:
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
     unused = sorted(set(data.train.column_names) - {column for _, column in spec.columns})
     yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
-    if data.left_out:
-        yield f"       splits that are not used: {', '.join(data.left_out)}"
+    if data.unused:
+        yield f"       splits that are not used: {', '.join(data.unused)}"
     if spec.labels:
         counts = sorted(data.counts["train"].get(label, 0) for label in spec.labels)
         least, most = counts[0], counts[-1]

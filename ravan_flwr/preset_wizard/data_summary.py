@@ -30,7 +30,7 @@ class DataSummary:
     kind: str  # of the files
     counts: Mapping[str, Mapping[str, int]]  # split -> class -> examples
     held_back: bool  # there is no test part, so that one is taken from `train`
-    left_out: Sequence[str]  # splits that are not used
+    unused: Sequence[str]  # splits that are not used
     train: datasets.Dataset
 
     @property
@@ -122,7 +122,7 @@ def look_at_data(
         else "of the hub",
         counts=_counts(used, label, spec, where),
         held_back=not test_name,
-        left_out=[split for split in splits if split not in (train_name, test_name)],
+        unused=[split for split in splits if split not in (train_name, test_name)],
         train=train,
     )
 

@@ -221,9 +221,9 @@ def _clients(run: RecordedRun) -> list[Chart]:
     """Draw how a metric differs from client to client, where they evaluate."""
     name = common_metric([run])
     statistics = {
-        record["round"]: record["spread"][name]
+        record["round"]: record["per-client"][name]
         for record in run.rounds
-        if name in record.get("spread", {})
+        if name in record.get("per-client", {})
     }
     if not statistics:
         return []

@@ -383,8 +383,8 @@ def _of_reply(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
 def _now(snapshot: RunSnapshot) -> dict[int, str]:
     """Find what each client is doing, in a run under way."""
     last: Mapping[str, Any] = snapshot.run.rounds[-1] if snapshot.run.rounds else {}
-    now = dict.fromkeys(last.get("resting", []), "is skipped: it was unresponsive")
-    now |= dict.fromkeys(last.get("left-out", []), "cannot afford it")
+    now = dict.fromkeys(last.get("skipped", []), "is skipped: it was unresponsive")
+    now |= dict.fromkeys(last.get("not-eligible", []), "cannot afford it")
     if snapshot.status is not None:
         now |= dict.fromkeys(snapshot.status["asked"], AT_WORK)
         now |= dict.fromkeys(snapshot.status["answered"], "has answered")

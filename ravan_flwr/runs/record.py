@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 
-Spread = TypedDict(  # of a metric over the clients, each counted once
-    "Spread",
+ClientStatistics = TypedDict(  # of a metric over the clients, each counted once
+    "ClientStatistics",
     {
         "clients": float,
         "mean": float,
@@ -95,11 +95,11 @@ RoundRecord = TypedDict(
         "metrics": Metrics,  # empty where nothing was evaluated
         "clients": list[ClientRecord],
         "rejected": list[Rejection],
-        "left-out": list[int],  # partitions that cannot afford the method
-        "resting": list[int],  # partitions that were silent before, and were not asked
-        "more-left-out": NotRequired[int],  # than are listed
-        "more-resting": NotRequired[int],
-        "spare": list[int],  # partitions whose replies were not needed
+        "not-eligible": list[int],  # partitions that cannot afford the method
+        "skipped": list[int],  # partitions that were unresponsive, and were not asked
+        "more-not-eligible": NotRequired[int],  # than are listed
+        "more-skipped": NotRequired[int],
+        "unused": list[int],  # partitions whose replies were not needed
         "partitions": int,  # in how many the data is shared
         "bytes-up": int,
         "bytes-down": int,
@@ -109,9 +109,9 @@ RoundRecord = TypedDict(
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
-        "spread": NotRequired[dict[str, Spread]],  # by metric
+        "per-client": NotRequired[dict[str, ClientStatistics]],  # by metric
         "privacy": NotRequired[Spent],  # of a private run
-        "spent": NotRequired[list[int]],  # partitions that have nothing left of their epsilon
+        "out-of-budget": NotRequired[list[int]],  # partitions out of privacy budget
         "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
         "secure": NotRequired[Masked],  # of a run with secure aggregation
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
@@ -158,12 +158,14 @@ Summary = TypedDict(
         "steps": NotRequired[int],  # of all clients in all rounds; an older run has not noted them
         "collapsed": list[int],  # rounds
         "without-effect": list[int],  # rounds
-        "left-out": list[int],
+        "not-eligible": list[int],
         "seconds": float,
         "finished": str,
         "code": NotRequired[str],  # version of the package and, of a checkout, its commit
         "processes": NotRequired[int],  # in which clients computed, of a run in process
-        "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
+        "per-client": NotRequired[
+            dict[str, ClientStatistics]
+        ],  # over the clients, of the last evaluation
         "unit": NotRequired[str],  # that epsilon is of: example, or none of a client's
         "epsilon": NotRequired[float],  # that a private run has spent, with this delta
         "delta": NotRequired[float],
@@ -234,7 +236,7 @@ def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:
     return record
 
 
-def spread_of(values: Sequence[float]) -> Spread:
+def statistics_of(values: Sequence[float]) -> ClientStatistics:
     """Describe the values of one metric, one a client."""
     import numpy as np  # noqa: PLC0415 (`--help` needs none)
 
@@ -252,6 +254,6 @@ def spread_of(values: Sequence[float]) -> Spread:
     }
 
 
-def spreads_of(answers: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+def per_client_statistics(answers: Sequence[Mapping[str, float]]) -> dict[str, ClientStatistics]:
     """Describe every metric of the clients' answers."""
-    return {name: spread_of([answer[name] for answer in answers]) for name in answers[0]}
+    return {name: statistics_of([answer[name] for answer in answers]) for name in answers[0]}

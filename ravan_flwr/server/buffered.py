@@ -37,7 +37,7 @@ from ravan_flwr.simulated_time.clock import SimulatedClock
 if TYPE_CHECKING:
     from ravan_flwr.server.round import Round
 
-OUT, TIMES, VERSION = "flight/out", "flight/times", "version-"  # names in a checkpoint
+OUT, TIMES, VERSION = "in-flight/sent", "in-flight/times", "version-"  # names in a checkpoint
 TRIES = 32  # to draw a client that is free, before the free ones are listed
 
 
@@ -65,7 +65,7 @@ def rebased(
     }
 
 
-class Flight:
+class InFlight:
     """Keep who is out with which version, and those versions, from one round to the next."""
 
     def __init__(self, memory: Mapping[str, torch.Tensor]) -> None:
@@ -131,7 +131,7 @@ class Buffered(Kind):
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
         config = self.run.config
-        self.flight, self.config = self.run.flight, config
+        self.in_flight, self.config = self.run.in_flight, config
         self.buffer = config.buffer_size or config.clients_per_round
         self.concurrency = config.concurrency or config.clients_per_round
         self._pool: list[RegisteredClient] = []
@@ -141,13 +141,13 @@ class Buffered(Kind):
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         """Fill the places of the clients that are not out any more."""
         round_, run, number = self.round, self.run, self.round.number
-        round_.collector.outstanding = self.flight.sent
-        self.flight.restore(round_, grid)
+        round_.collector.outstanding = self.in_flight.sent
+        self.in_flight.restore(round_, grid)
         self._give_up()
-        self.flight.keep(number, run.state.tensors, self.config.max_staleness)
+        self.in_flight.keep(number, run.state.tensors, self.config.max_staleness)
         able = run.sampler.able(grid, round_.round_log)
         self._pool = run.sampler.available(able, round_.round_log)
-        busy = {sent.client.node_id for sent in self.flight.sent.values()}
+        busy = {sent.client.node_id for sent in self.in_flight.sent.values()}
         free = [client for client in self._pool if client.node_id not in busy]
         places = min(max(0, self.concurrency - len(busy)), len(free))
         cohort = sample(free, places, self.config.seed, number)
@@ -162,17 +162,19 @@ class Buffered(Kind):
         round_, run = self.round, self.run
         collector, grid = round_.collector, round_.grid
         collector.send(grid, messages)
-        out = [sent.client for sent in self.flight.sent.values()]
+        out = [sent.client for sent in self.in_flight.sent.values()]
         run.status.begin("training", round_.number, clients=out)
         deadline = RoundDeadline(
             self.config.round_timeout, len(out), enough=self.buffer, clock=run.clock
         )
         collector.deadline = deadline
-        refused, outstanding = len(round_.round_log.rejected), self.flight.sent
+        refused, outstanding = len(round_.round_log.rejected), self.in_flight.sent
         while outstanding and not deadline.satisfied:
             if len(round_.round_log.rejected) - refused >= self.concurrency:
                 break
-            reply = next(pull_replies(grid, self.flight.inbox, list(outstanding), deadline), None)
+            reply = next(
+                pull_replies(grid, self.in_flight.inbox, list(outstanding), deadline), None
+            )
             if reply is None:
                 self._give_up()
                 break
@@ -181,7 +183,7 @@ class Buffered(Kind):
             yield reply
             if not deadline.satisfied:
                 collector.send(grid, round_.write(self._another()))
-        self.flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
+        self.in_flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
 
     def check(self, message: Message, client: RegisteredClient) -> Update:
         """Read the reply to the version that its client was sent, and bring it to this one."""
@@ -196,21 +198,21 @@ class Buffered(Kind):
             return update
         upload = rebased(
             self.round.method, update.upload, client.budget_fraction,
-            self.flight.versions[sent.number], self.run.state.tensors,
+            self.in_flight.versions[sent.number], self.run.state.tensors,
             weight_of_staleness(staleness),
         )  # fmt: skip
         return replace(update, upload=upload, staleness=staleness)
 
     def _another(self) -> list[RegisteredClient]:
         """Draw a client that is not out, and has not trained this version; none if none is left."""
-        busy = self._recipients | {sent.client.node_id for sent in self.flight.sent.values()}
+        busy = self._recipients | {sent.client.node_id for sent in self.in_flight.sent.values()}
         self._draws += 1
         random = generator(self.config.seed, "another", self.round.number, self._draws)
 
         def pick(clients: list[RegisteredClient]) -> RegisteredClient:
             return clients[int(torch.randint(len(clients), (), generator=random))]
 
-        if not self._pool or len(self.flight.sent) >= self.concurrency:
+        if not self._pool or len(self.in_flight.sent) >= self.concurrency:
             return []
         drawn = next(
             (m for m in (pick(self._pool) for _ in range(TRIES)) if m.node_id not in busy),
@@ -227,9 +229,9 @@ class Buffered(Kind):
     def _give_up(self) -> None:
         """Stop waiting for replies that have not come within the timeout."""
         timeout, now = self.config.round_timeout, self.run.clock.now
-        for key, sent in list(self.flight.sent.items()):
+        for key, sent in list(self.in_flight.sent.items()):
             if now - sent.time >= timeout:
-                del self.flight.sent[key]
+                del self.in_flight.sent[key]
                 self.round.round_log.count(0, sent.size)
                 self.round.collector.reject(sent.client, f"no reply within {timeout:g} s")
                 node = self.run.registry.nodes[sent.client.node_id]

@@ -108,9 +108,9 @@ class ClientRegistry:
     """Keep a record of every node, by node id: the clients so far, and those that were refused.
 
     Every client has this server's code, and the fingerprints of `loaded`, the server's model and
-    data. `parts` is in how many a resumed run shared its data. A run does not begin with fewer than `min-replies`
-    clients while others may still come. Without `for_training` one is enough, and it does not
-    matter into how many parts a node divides the data.
+    data. `parts` is in how many a resumed run shared its data. A run does not begin with fewer than
+    `min-replies` clients while others may still come. Without `for_training` one is enough, and it
+    does not matter into how many parts a node divides the data.
     """
 
     def __init__(

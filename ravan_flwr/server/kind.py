@@ -132,7 +132,7 @@ class Kind:
             with_seconds=run.config.privacy != "example",
         )  # fmt: skip
         if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
-            state = run.flight.versions.get(number, run.state.tensors)
+            state = run.in_flight.versions.get(number, run.state.tensors)
             upload = moved(self.round.method, trained.upload, client.budget_fraction, state)
             trained = replace(trained, upload=upload)
         if METHODS[run.config.method].pools:
@@ -228,4 +228,4 @@ class Calibrated(Kind):
         """Change the initial state; the fixed tensors travel from now on."""
         fixed, changed = self.calibration_sums.close()
         self.run.state.tensors |= changed
-        self.run.mail.keep_fixed(fixed)
+        self.run.message_builder.keep_fixed(fixed)

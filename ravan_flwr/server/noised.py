@@ -75,7 +75,7 @@ class Noised(Kind):
         round_log, registry = self.round.round_log, self.run.registry
         self.run.sampler.able(grid, round_log)  # notes who cannot afford to train
         present = {client.node_id for client in registry.present(grid)}
-        resting = {
+        skipped = {
             node_id
             for node_id in present
             if registry.nodes[node_id].is_skipped(MessageType.TRAIN, self.round.number)
@@ -84,8 +84,8 @@ class Noised(Kind):
         for client in (self.clients[i] for i in subsample(len(self.clients), self.account.rate)):
             if client.node_id not in present:
                 round_log.reject(client, "it is not connected; its change counts as zero")
-            elif client.node_id in resting:
-                round_log.resting.append(client.partition_id)
+            elif client.node_id in skipped:
+                round_log.skipped.append(client.partition_id)
             else:
                 cohort.append(client)
         return cohort

@@ -80,8 +80,10 @@ class Sent:
 class ReplyCollector:
     """Track outstanding messages, collect replies, reject late ones."""
 
-    def __init__(self, mail: MessageBuilder, round_log: RoundLog, status: Status) -> None:
-        self._mail, self._nodes = mail, mail.nodes
+    def __init__(
+        self, message_builder: MessageBuilder, round_log: RoundLog, status: Status
+    ) -> None:
+        self._message_builder, self._nodes = message_builder, message_builder.nodes
         self._round_log, self._status = round_log, status
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
@@ -111,7 +113,7 @@ class ReplyCollector:
         failed = failures_of(grid).count
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}
         for reply in pull_replies(
-            grid, self._mail.inbox, self._in_order(), self.deadline, late.keys()
+            grid, self._message_builder.inbox, self._in_order(), self.deadline, late.keys()
         ):
             answered = reply.metadata.reply_to_message_id
             if answered in self.outstanding:
@@ -144,7 +146,7 @@ class ReplyCollector:
             else:  # its node is there, and has the fixed tensors
                 self.deadline.use()
                 node.answered(self._kind)
-                node.has_fixed = self._mail.fixed is not None
+                node.has_fixed = self._message_builder.fixed is not None
 
     def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
         """Wait for the reply to a message that was sent."""
@@ -188,7 +190,7 @@ class ReplyCollector:
             self._round_log.count(0, sent.size)
             if self.deadline.satisfied:
                 why = ""
-                self._round_log.spare.append(client.partition_id)
+                self._round_log.unused.append(client.partition_id)
             elif failure:
                 why = ""
                 self._nodes[client.node_id].has_fixed = False  # it may not have got the message

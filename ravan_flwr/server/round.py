@@ -24,7 +24,7 @@ from ravan_flwr.messages.sparsity import sent_sparsely, sparsify, sparsity_of_ro
 from ravan_flwr.messages.wire import encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.record import Metrics, spreads_of
+from ravan_flwr.runs.record import Metrics, per_client_statistics
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.replies import Evaluated, most_validation_size, read_evaluated
@@ -50,7 +50,7 @@ class Round:
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.recipients: set[int] = set()  # nodes
-        self.collector = ReplyCollector(run.mail, self.round_log, run.status)
+        self.collector = ReplyCollector(run.message_builder, self.round_log, run.status)
         self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.kind = kind(self)
 
@@ -97,13 +97,13 @@ class Round:
         """
         if self.kind.has_enough or not self.kind.asks_more:
             return []
-        resting = self.round_log.resting
+        skipped = self.round_log.skipped
         clients = self.run.sampler.sample(
             self.grid,
             self.round_log,
             lambda able: [client for client in able if client.node_id not in self.recipients],
         )
-        self.round_log.resting = resting
+        self.round_log.skipped = skipped
         if clients:
             log.warning(
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
@@ -119,7 +119,7 @@ class Round:
             fraction = client.budget_fraction if self.method.parts else 1.0
             if fraction not in broadcasts:
                 broadcasts[fraction] = self._encoded(self.kind.broadcast(fraction))
-            message = self.run.mail.message(
+            message = self.run.message_builder.message(
                 client, self.kind.message_type, self.number, broadcasts[fraction],
                 self.kind.settings(client),
             )  # fmt: skip
@@ -144,7 +144,9 @@ class Round:
         run, kind = self.run, MessageType.EVALUATE
         arrays = self._encoded(run.state.tensors)
         clients = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
-        return [run.mail.message(client, kind, self.number, arrays, {}) for client in clients]
+        return [
+            run.message_builder.message(client, kind, self.number, arrays, {}) for client in clients
+        ]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
         """Return the means of what clients measured, weighted by what they are means over.
@@ -163,7 +165,7 @@ class Round:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
         numbers = [answer.units for answer in ordered]
-        self.round_log.spread = spreads_of(
+        self.round_log.per_client = per_client_statistics(
             [measures.completed(answer.metrics) for answer in ordered]
         )
         return measures.completed(

@@ -14,12 +14,12 @@ from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.record import (
     ClientRecord,
+    ClientStatistics,
     Masked,
     Metrics,
     Rejection,
     RoundRecord,
     Spent,
-    Spread,
 )
 from ravan_flwr.server.replies import Update
 
@@ -57,13 +57,15 @@ class RoundLog:
     clients: list[ClientRecord] = field(default_factory=list)
     rejected: list[Rejection] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
-    left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
-    resting: list[int] = field(default_factory=list)  # were silent before, and were not asked
-    spare: list[int] = field(default_factory=list)  # replies that were not needed any more
+    not_eligible: list[int] = field(default_factory=list)  # partitions that cannot afford to train
+    skipped: list[int] = field(default_factory=list)  # were unresponsive, and were not asked
+    unused: list[int] = field(default_factory=list)  # replies that were not needed
     began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
-    spent: list[int] = field(default_factory=list)  # have nothing left of their epsilon
+    out_of_budget: list[int] = field(default_factory=list)  # have nothing left of their epsilon
     recounted: list[int] = field(default_factory=list)  # had lost a part of their account
-    spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
+    per_client: dict[str, ClientStatistics] = field(
+        default_factory=dict
+    )  # of an evaluation, over the clients
     private: Spent | None = None  # what a private run has spent, this round included
     secure: Masked | None = None  # how a round went in which uploads were masked
     refused: str = ""  # why the round has no effect, if it has none
@@ -155,9 +157,9 @@ class RoundLog:
             "metrics": dict(metrics),
             "clients": self._sorted(),
             "rejected": self.rejected,
-            "left-out": self.left_out[:LISTED],
-            "resting": self.resting[:LISTED],
-            "spare": sorted(self.spare),
+            "not-eligible": self.not_eligible[:LISTED],
+            "skipped": self.skipped[:LISTED],
+            "unused": sorted(self.unused),
             "partitions": self.partitions,
             "bytes-up": self.bytes_up,
             "bytes-down": self.bytes_down,
@@ -170,11 +172,11 @@ class RoundLog:
             "train-loss": self.train_loss,
             "privacy": self.private,
             "secure": self.secure,
-            "more-left-out": max(0, len(self.left_out) - LISTED) or None,
-            "more-resting": max(0, len(self.resting) - LISTED) or None,
+            "more-not-eligible": max(0, len(self.not_eligible) - LISTED) or None,
+            "more-skipped": max(0, len(self.skipped) - LISTED) or None,
             "refused": self.refused or None,
-            "spread": self.spread or None,
-            "spent": self.spent[:LISTED] or None,
+            "per-client": self.per_client or None,
+            "out-of-budget": self.out_of_budget[:LISTED] or None,
             "recounted": sorted(self.recounted) or None,
             "began-anew": sorted(self.began_anew) or None,
         }

@@ -80,8 +80,8 @@ class RunRecorder(Callback):
             save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
             self.progress.round(record)
         else:  # what a calibration made
-            assert self.strategy.mail.fixed is not None
-            save_fixed(folder, from_record(self.strategy.mail.fixed))
+            assert self.strategy.message_builder.fixed is not None
+            save_fixed(folder, from_record(self.strategy.message_builder.fixed))
             save_checkpoint(folder, 0, dict(state), self.strategy.memory)
             self.progress.calibrated(record)
         self.trackers.round(record)
@@ -122,7 +122,7 @@ def summary_of(
         "rejected": sum(len(record["rejected"]) for record in records),
         "collapsed": [record["round"] for record in records if "collapsed" in record],
         "without-effect": [record["round"] for record in records if "refused" in record],
-        "left-out": records[-1]["left-out"] if records else [],
+        "not-eligible": records[-1]["not-eligible"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "code": code_version(),
@@ -133,8 +133,8 @@ def summary_of(
     links = [record["link-bytes-estimate"] for record in records if "link-bytes-estimate" in record]
     if links:
         summary["link-bytes-estimate"] = sum(links)
-    if spreads := [record["spread"] for record in records if record.get("spread")]:
-        summary["spread"] = spreads[-1]
+    if spreads := [record["per-client"] for record in records if record.get("per-client")]:
+        summary["per-client"] = spreads[-1]
     if config.until_metric:
         summary["until-metric"] = config.until_metric
         if (first := reached(config, metric, records)) is not None:

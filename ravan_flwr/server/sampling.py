@@ -27,24 +27,24 @@ log = getLogger(__name__)
 
 
 def sample(
-    clients: Sequence[RegisteredClient], number: int, seed: int, round_number: int, spare: int = 0
+    clients: Sequence[RegisteredClient], number: int, seed: int, round_number: int, reserve: int = 0
 ) -> list[RegisteredClient]:
     """Draw the clients of a round as a function of its number, sorted by partition id.
 
-    So many `spare` ones follow, sorted likewise: the first are the same with or without them.
+    `reserve` further clients follow, sorted likewise: the cohort is the same with or without them.
     """
     order = torch.randperm(len(clients), generator=generator(seed, "sample", round_number))
     pool = sorted(clients, key=lambda client: client.partition_id)
-    cohort, reserve = order[:number], order[number : number + spare]
-    return [pool[i] for part in (cohort, reserve) for i in sorted(part.tolist())]
+    parts = order[:number], order[number : number + reserve]
+    return [pool[i] for part in parts for i in sorted(part.tolist())]
 
 
 class Sampler:
-    """Choose clients that are connected, can afford the method, and do not rest."""
+    """Choose clients that are connected, can afford the method, and are not skipped."""
 
     def __init__(self, config: Config, method: Method, registry: ClientRegistry) -> None:
         self.config, self.method, self.registry = config, method, registry
-        self._left_out: list[int] = []  # in the round before, to log a change once
+        self._not_eligible: list[int] = []  # in the round before, to log a change once
 
     def sample(
         self,
@@ -59,8 +59,8 @@ class Sampler:
         config, able = self.config, self.able(grid, round_log)
         clients = self.available(able if among is None else among(able), round_log, self._least)
         number = min(config.clients_per_round, len(clients))
-        spare = config.asked_of(len(clients)) - number
-        return sample(clients, number, config.seed, round_log.number, spare)
+        reserve = config.asked_of(len(clients)) - number
+        return sample(clients, number, config.seed, round_log.number, reserve)
 
     def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """List the connected clients that can afford to train; the others are left out."""
@@ -70,13 +70,13 @@ class Sampler:
             for fraction in {m.budget_fraction for m in clients}
             if self.method.can_train(fraction)
         }
-        round_log.left_out = [m.partition_id for m in clients if m.budget_fraction not in able]
-        if round_log.left_out != self._left_out:
-            self._left_out = round_log.left_out
+        round_log.not_eligible = [m.partition_id for m in clients if m.budget_fraction not in able]
+        if round_log.not_eligible != self._not_eligible:
+            self._not_eligible = round_log.not_eligible
             log.info(
                 "%s left out, which cannot afford the whole of %s: partitions %s",
-                count(len(round_log.left_out), "client"), self.config.method,
-                listed(map(str, round_log.left_out), 20, ", ") or "none",
+                count(len(round_log.not_eligible), "client"), self.config.method,
+                listed(map(str, round_log.not_eligible), 20, ", ") or "none",
             )  # fmt: skip
         everybody = () if able else self.registry.clients.values()
         fractions = sorted({client.budget_fraction for client in everybody})
@@ -96,7 +96,7 @@ class Sampler:
         """List those of these that do not sit the round out; the log has the others."""
         available = self.registry.without_skipped(able, MessageType.TRAIN, round_log.number, least)
         ids = {client.node_id for client in available}
-        round_log.resting = [m.partition_id for m in able if m.node_id not in ids]
+        round_log.skipped = [m.partition_id for m in able if m.node_id not in ids]
         return available
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:

@@ -20,7 +20,7 @@ from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.buffered import Flight
+from ravan_flwr.server.buffered import InFlight
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import Calibrated, kind_of
 from ravan_flwr.server.privacy_budget import PrivacyBudget
@@ -69,9 +69,9 @@ class FederatedTuning(Strategy):
         partitions = start.records[-1]["partitions"] if start.records else None
         self.registry = ClientRegistry(config, loaded, partitions)
         self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
-        self.mail = MessageBuilder(self.registry.nodes, start.fixed)
+        self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
         self.status = Status(self.registry, self.callbacks.on_status)
-        self.flight = Flight(start.memory)
+        self.in_flight = InFlight(start.memory)
         self.sampler = Sampler(config, self.method, self.registry)
 
     def steps(self, client: RegisteredClient) -> int:
@@ -110,10 +110,12 @@ class FederatedTuning(Strategy):
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
-        if self.method.calibration is not None and self.mail.fixed is None:
+        if self.method.calibration is not None and self.message_builder.fixed is None:
             arrays, _ = self._train(0, arrays, grid)
-            assert self.mail.fixed is not None  # the round has made them
-            self.state.derived = self.loaded.model.load_fixed(from_record(self.mail.fixed))
+            assert self.message_builder.fixed is not None  # the round has made them
+            self.state.derived = self.loaded.model.load_fixed(
+                from_record(self.message_builder.fixed)
+            )
             self._record()
         for number in range(self._resume_point.first, num_rounds + 1):
             if why := self._why_over(number):
@@ -245,7 +247,7 @@ class FederatedTuning(Strategy):
         return (
             self.state.memory
             | self.clock.memory
-            | self.flight.memory(self.clock)
+            | self.in_flight.memory(self.clock)
             | (self.registry.memory if isinstance(self.clock, SimulatedClock) else {})
             | (self.privacy.memory if self.privacy else {})
         )

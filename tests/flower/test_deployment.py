@@ -157,7 +157,7 @@ def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_
     assert run.wait() == "finished:completed"
     for record in run.rounds:
         assert [c["partition-id"] for c in record["clients"]] == [0, 1]
-        assert (record["left-out"], record["rejected"], record["partitions"]) == ([2], [], 3)
+        assert (record["not-eligible"], record["rejected"], record["partitions"]) == ([2], [], 3)
     assert len(run.rounds) == 3
     assert len(deployment.listed_nodes()) == 3  # node 3 never came in
     summary = json.loads((run.directory / "summary.json").read_text())

@@ -148,7 +148,7 @@ class Server:
         self.honest = self.nodes.answer(first, self.message(first)).content
 
     def message(self, node, number=1):
-        message = self.strategy.mail.message(node, "train", number, self.sent, {})
+        message = self.strategy.message_builder.message(node, "train", number, self.sent, {})
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         if self.round is not None:
             self.round.collector.expect(message, node)

@@ -95,7 +95,7 @@ def test_a_resumed_run_ends_with_the_same_bits_on_every_client(method, tmp_path)
     resumed = run(tmp_path, method=method, resume=str(part.run_dir))
     assert same_parts(parts_of(whole), parts_of(resumed))
     assert resumed.summary["metrics"] == whole.summary["metrics"]
-    assert resumed.summary["spread"] == whole.summary["spread"]
+    assert resumed.summary["per-client"] == whole.summary["per-client"]
     assert resumed.summary["began-anew"] == 0
     # Back to round 1, whose parts are still there.
     back = run(tmp_path, method=method, resume=f"{part.run_dir}@1")
@@ -210,11 +210,11 @@ def test_one_client_trains_on_the_examples_of_all(tmp_path):
 def test_the_spread_over_clients_is_that_of_what_they_measured(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit")
     for record in records_of(simulation):
-        assert record["spread"].keys() == record["metrics"].keys()
-    spread = simulation.summary["spread"]["accuracy"]
+        assert record["per-client"].keys() == record["metrics"].keys()
+    spread = simulation.summary["per-client"]["accuracy"]
     assert spread["clients"] == 3
     assert spread["min"] <= spread["lower-quartile"] <= spread["median"] <= spread["max"]
-    assert "spread" not in run(tmp_path, method="fedit", num_rounds=1).summary
+    assert "per-client" not in run(tmp_path, method="fedit", num_rounds=1).summary
 
 
 @pytest.mark.parametrize("words", [["export", "--as", "merged"], ["predict"], ["evaluate"]])

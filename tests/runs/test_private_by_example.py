@@ -57,7 +57,7 @@ def test_a_run_with_private_examples_learns_and_goes_on_counting(tmp_path, capsy
     assert all(rounds == 3 for _, rounds in after.values())  # as many as it was calibrated for
     records = rounds_of(again)
     assert any(record.get("recounted") for record in records)
-    assert any(record.get("spent") for record in records)
+    assert any(record.get("out-of-budget") for record in records)
     (run.run_dir / "privacy.json").unlink()
     with pytest.raises(ValueError, match=r"privacy\.json: it is missing"):
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 99}, CLIENTS)

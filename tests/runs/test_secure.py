@@ -562,7 +562,7 @@ def test_who_shares_nonsense_ends_a_round_and_rests(tmp_path, monkeypatch):
     first, second = records_of(run)
     assert "partition 3 has shared something else than its secrets; skipped" in first["refused"]
     assert "refused" not in second
-    assert second["resting"] == [3]
+    assert second["skipped"] == [3]
 
 
 def spoiling(reply, holders, groups=1):
@@ -593,7 +593,7 @@ def test_who_spoils_a_third_of_its_shares_and_drops_out_costs_one_round(tmp_path
     assert "report no share: 0, 1; skipped from now on: partition 3" in first["refused"]
     for record in others:
         assert "refused" not in record
-        assert record["resting"] == [3]
+        assert record["skipped"] == [3]
 
 
 def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monkeypatch):
@@ -612,7 +612,7 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
     run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
     first, second = records_of(run)
     assert "3 shares" in first["refused"]
-    assert second["resting"] == [2]
+    assert second["skipped"] == [2]
     assert "refused" not in second
 
 

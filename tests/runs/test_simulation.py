@@ -77,7 +77,8 @@ def test_a_run_directory_has_everything(tmp_path):
     for line in lines:
         record = json.loads(line)
         assert set(record) == {
-            "round", "train-loss", "metrics", "clients", "rejected", "left-out", "resting", "spare",
+            "round", "train-loss", "metrics", "clients", "rejected", "not-eligible", "skipped",
+            "unused",
             "partitions", "bytes-up", "bytes-down", "time", "seconds", "phases",
         }  # fmt: skip
         assert set(record["metrics"]) == {"loss", "accuracy"}
@@ -607,16 +608,16 @@ def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
     records = [record for record in map(json.loads, lines) if record["round"]]
     shares = {c["partition-id"]: c["budget-fraction"] for r in records for c in r["clients"]}
     by_share = {c["budget-fraction"]: c["bytes-up"] for r in records for c in r["clients"]}
-    assert all(record["left-out"] == simulation.summary["left-out"] for record in records)
+    assert all(record["not-eligible"] == simulation.summary["not-eligible"] for record in records)
     if get_model_and_data(read_config(SMALL | {"method": method})).model.method.parts:
-        assert simulation.summary["left-out"] == []
+        assert simulation.summary["not-eligible"] == []
         assert len(by_share) > 1
         assert list(dict(sorted(by_share.items())).values()) == sorted(by_share.values())
     else:
         everybody = {p: budget_fraction("uniform", 0, p) for p in range(6)}
         assert set(shares.values()) == {1.0}
         expected = [p for p, share in everybody.items() if share < 1]
-        assert simulation.summary["left-out"] == expected
+        assert simulation.summary["not-eligible"] == expected
 
 
 def test_a_method_that_nobody_can_afford_says_so(tmp_path):

@@ -60,8 +60,8 @@ def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
     client_registry = ClientRegistry(config, loaded_of(), for_training=False)
     client_registry.gather(nodes, wait=True)
-    mail = MessageBuilder(client_registry.nodes, None)
-    given = client_registry, mail, Status(client_registry, tell=None)
+    message_builder = MessageBuilder(client_registry.nodes, None)
+    given = client_registry, message_builder, Status(client_registry, tell=None)
     return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)
 
 

@@ -170,8 +170,8 @@ def test_clients_with_nothing_left_are_left_alone_until_too_few_have():
     notes, budget, _, result = hold(nodes, rounds=99, epsilon=limit)
     for p, room in enumerate(rooms):
         assert sum(one == p for _, one, _ in nodes.asked) == room
-    assert notes.records[1].get("spent") is None
-    assert notes.records[2]["spent"] == [p for p, room in enumerate(rooms) if room == 2]
+    assert notes.records[1].get("out-of-budget") is None
+    assert notes.records[2]["out-of-budget"] == [p for p, room in enumerate(rooms) if room == 2]
     assert len(notes.records) == max(rooms)
     assert budget.is_spent
     assert budget.epsilon <= limit
@@ -210,7 +210,7 @@ def test_a_client_that_refuses_is_rejected_with_its_reason_and_not_asked_again()
         {"client": "partition 1", "reason": "it trains no further: nothing is\\nleft"}
     ]
     assert [record["rejected"] for record in notes.records[2:]] == [[], []]
-    assert notes.records[2]["spent"] == [1]
+    assert notes.records[2]["out-of-budget"] == [1]
     assert [len(record["clients"]) for record in notes.records] == [4, 3, 3, 3]
 
 

@@ -18,8 +18,9 @@ from ravan_flwr.server.round_log import RoundLog
 from tests.hand_made import registered_client
 
 OPTIONAL = {
-    "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
-    "reached", "spent", "recounted", "secure", "link-bytes-estimate",
+    "refused", "collapsed", "per-client", "began-anew", "more-not-eligible", "more-skipped",
+    "privacy",
+    "reached", "out-of-budget", "recounted", "secure", "link-bytes-estimate",
 }  # fmt: skip
 SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
@@ -43,9 +44,9 @@ def test_the_ledger_writes_every_key(round_log):
 
 
 def test_private_clients_without_room_or_account_are_named(round_log):
-    round_log.spent, round_log.recounted = [2, 3], [1, 0]
+    round_log.out_of_budget, round_log.recounted = [2, 3], [1, 0]
     record = round_log.record({}) | {"privacy": SPENT | {"unit": "example"}}
-    assert (record["spent"], record["recounted"]) == ([2, 3], [0, 1])
+    assert (record["out-of-budget"], record["recounted"]) == ([2, 3], [0, 1])
     assert check(record, RoundRecord) is record
 
 

@@ -115,7 +115,7 @@ def test_three_clients_by_hand():
     used = [(r["time"], c["partition-id"], c.get("staleness", 0)) for r in notes.records
             for c in r["clients"]]  # fmt: skip
     assert used == [(1.0, 0, 0), (2.0, 0, 0), (2.5, 1, 2), (3.0, 0, 1), (4.0, 2, 4)]
-    assert sorted(strategy.flight.versions) == [4, 5]  # what somebody is out with
+    assert sorted(strategy.in_flight.versions) == [4, 5]  # what somebody is out with
 
 
 @pytest.mark.parametrize("seconds", [[3.0, 1.0, 2.0], [2.0, 3.0, 1.0]])
@@ -133,7 +133,7 @@ def test_an_update_that_is_too_old_is_rejected():
     told = [one for record in notes.records for one in record["rejected"]]
     assert len(told) >= 1
     assert "expected at most max-staleness = 3" in told[0]["reason"]
-    assert min(strategy.flight.versions) >= 12 - 3
+    assert min(strategy.in_flight.versions) >= 12 - 3
 
 
 def test_a_lying_version_costs_its_own_reply():

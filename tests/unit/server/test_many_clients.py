@@ -91,7 +91,7 @@ def test_clients_that_rest_are_found_without_comparing_all_with_all():
         with Counted() as counted, pytest.MonkeyPatch.context() as patch:
             patch.setattr(Node, "is_skipped", skipped)
             notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-        assert len(notes.records[0]["resting"]) == clients / 2
+        assert len(notes.records[0]["skipped"]) == clients / 2
         return counted.number
 
     assert of_a_round(160) < 4.2 * of_a_round(40)
@@ -242,13 +242,13 @@ def test_the_size_of_a_record_and_of_a_checkpoint_depend_on_who_takes_part():
 def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
     round_log = RoundLog(1, 10_000)
     round_log.clients.append({"partition-id": 3, "train-loss": 1.0})  # type: ignore[typeddict-item]
-    assert not {"more-left-out", "more-resting"} & round_log.record({}).keys()
-    round_log.left_out, round_log.resting = list(range(7000)), list(range(7000, 7000 + LISTED))
+    assert not {"more-not-eligible", "more-skipped"} & round_log.record({}).keys()
+    round_log.not_eligible, round_log.skipped = list(range(7000)), list(range(7000, 7000 + LISTED))
     record = round_log.record({})
-    assert record["left-out"] == list(range(LISTED))
-    assert record["more-left-out"] == 7000 - LISTED
-    assert record["resting"] == round_log.resting
-    assert "more-resting" not in record
+    assert record["not-eligible"] == list(range(LISTED))
+    assert record["more-not-eligible"] == 7000 - LISTED
+    assert record["skipped"] == round_log.skipped
+    assert "more-skipped" not in record
     assert len(json.dumps(record)) < 20_000
 
 
@@ -272,7 +272,7 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
     notes, _, _ = run(
         nodes, rounds=2, method="fedit", clients_per_round=4, evaluate_fn=lambda *_: None
     )
-    assert all(len(record["left-out"]) == 100 for record in notes.records)
+    assert all(len(record["not-eligible"]) == 100 for record in notes.records)
     (line,) = [m for m in caplog.messages if "left out" in m]
     assert "partitions 100, 101, " in line
     assert line.endswith("119, and 80 more")

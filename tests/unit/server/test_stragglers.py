@@ -105,7 +105,7 @@ def test_who_is_silent_again_and_again_is_asked_less_often():
     )
     asked = [r["round"] for r in notes.records if r["rejected"]]
     assert asked == [1, 2, 4, 8]  # sits out 0, 1, 3 rounds
-    resting = [r["round"] for r in notes.records if r["resting"] == [1]]
+    resting = [r["round"] for r in notes.records if r["skipped"] == [1]]
     assert resting == [3, 5, 6, 7]
 
 
@@ -176,7 +176,7 @@ def test_more_clients_are_asked_than_are_used():
     notes, _, _ = run(Nodes(), over_sample=1.5, **given)
     for record, state, other in zip(notes.records, notes.states, plain.states, strict=True):
         assert torch.equal(state["H"], other["H"])  # in process the same come first
-        assert (len(record["clients"]), len(record["spare"])) == (2, 1)
+        assert (len(record["clients"]), len(record["unused"])) == (2, 1)
         assert not record["rejected"]
 
 
@@ -212,13 +212,13 @@ def test_spare_clients_take_the_place_of_silent_ones():
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert [c["partition-id"] for c in notes.records[0]["clients"]] == [2, 3]
-    assert sorted(notes.records[0]["spare"]) == [0, 1]
+    assert sorted(notes.records[0]["unused"]) == [0, 1]
 
 
 def test_spare_ones_do_not_change_who_is_sampled():
     clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     for number in range(50):
-        alone, more = sample(clients, 3, 0, number), sample(clients, 3, 0, number, spare=4)
+        alone, more = sample(clients, 3, 0, number), sample(clients, 3, 0, number, reserve=4)
         assert more[:3] == alone
         assert len({m.partition_id for m in more}) == 7
 
