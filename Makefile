@@ -13,7 +13,7 @@ help:
 	@echo "make simulate  the same in one process"
 	@echo "make test      all tests; WORKERS=0 in one process"
 	@echo "make quick     the tests of single parts and of the properties"
-	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
+	@echo "make e2e       only the tests of a deployment: SuperLink, reverse proxy (needs nginx), SuperNodes, signals"
 	@echo "make networks  docs/deploy.md on hosts in network namespaces, with faults (root, Linux, nginx; ten minutes)"
 	@echo "make compat    the oldest and the newest Flower that install: what is used of its private parts, a run, a deployment"
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
@@ -45,7 +45,7 @@ quick: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \
-		tests/flower/test_fence.py tests/flower/test_secure.py tests/processes/test_signals.py $(ARGS)
+		tests/flower/test_reverse_proxy.py tests/flower/test_secure.py tests/processes/test_signals.py $(ARGS)
 
 networks: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -v -rs --durations=0 -m networks tests/networks $(ARGS)

@@ -5,7 +5,7 @@
     python -m benchmarks.clients --flower --processes 2
 
 The setting is that of pfl-research's CIFAR-10 benchmark in shape: 50,000 training images of
-32 x 32 x 3 in ten classes, dealt out evenly, 50 clients a round, one pass in batches of ten. The
+32 x 32 x 3 in ten classes, partitioned evenly, 50 clients a round, one pass in batches of ten. The
 images are crops of scikit-learn's two photographs, since CIFAR-10 itself is a download; what is
 in an image does not change what a step costs. The network has the shape of `digits-vit` with
 patches of 4 x 4: 64 and a class token, 0.3 million parameters, random, with a LoRA of rank 4 on

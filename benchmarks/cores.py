@@ -22,7 +22,7 @@ BARS = {"quiet": 1.4, "busy": 0.9}  # times as quick as one process
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, and say whether the bars are met."""
+    """Measure, print the table, and report whether the bars are met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="of each setting")
     parser.add_argument("--rounds", type=int, default=4, help="of a run; the first does not count")

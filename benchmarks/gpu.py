@@ -1,4 +1,4 @@
-"""Measure on a GPU what only a GPU can tell, in parts with a time limit each.
+"""Measure on a GPU what needs a GPU, in parts with a time limit each.
 
     make gpu-first                                       # ten minutes; a table in docs/gpu.md
     python -m benchmarks.gpu steps --preset glue-llama   # one part, with another model
@@ -48,7 +48,7 @@ from ravan_flwr import simulate
 from ravan_flwr.adapters import stored
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.sharing import MOST_A_GPU, USABLE
+from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, USABLE
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
@@ -410,7 +410,7 @@ def classes() -> Iterator[str]:
 def fitting(room: float, need: Footprint) -> str:
     """Say how many clients fit beside the server; or that both fit as one process."""
     if room >= need.server + need.client:
-        return str(min(MOST_A_GPU, int((room - need.server) // need.client)))
+        return str(min(MAX_CLIENTS_PER_GPU, int((room - need.server) // need.client)))
     return "in process" if room >= max(need.client, need.server) else "no"
 
 

@@ -243,7 +243,7 @@ def apart(uploads: list[Tensors], expected: list[Tensors]) -> float:
 
 
 def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure every row; a row that fails says why."""
+    """Measure every row; a row that fails has its reason."""
     loaded = Bench(preset, precision, given)
     rows: dict[str, Callable[[Bench], list[Tensors]]] = {
         FIRST: one_at_a_time,

@@ -27,7 +27,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.lengths import docstrings
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
@@ -131,7 +131,7 @@ def loaded_of(folder: Path, kept_in: str, precision: str, device: str) -> ModelA
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
         "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
-    loaded = ModelAndData(read_config(own_preset(settings)))
+    loaded = ModelAndData(read_config(with_preset_path(settings)))
     loaded.model  # noqa: B018 (built before anything is timed)
     return loaded
 

@@ -47,7 +47,7 @@ LEAST = 1.2  # times as quick, an evaluation and training
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, and say whether the bar is met."""
+    """Measure, print the table, and report whether the bar is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=1024, help="of the evaluation")
     parser.add_argument("--steps", type=int, default=16, help="of training")

@@ -3,7 +3,7 @@
     python -m benchmarks.liars --output liars.jsonl
 
 All ten clients take part in each of six rounds, with ten local steps of eight examples. A liar
-trains like the others and then sends something else: `LIES` says what. Each cell is a whole run;
+trains like the others and then sends something else, by `LIES`. Each cell is a whole run;
 its line is written when it ends, and cells that are in the file already are not run again.
 `--table` prints what is there.
 
@@ -25,7 +25,8 @@ from flwr.app import Message
 from torch import Tensor
 
 from ravan_flwr.launch import in_process as simulation
-from ravan_flwr.launch.in_process import InProcessGrid, simulate
+from ravan_flwr.launch.in_process import simulate
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
@@ -233,7 +234,7 @@ def main() -> None:
     done = read(given.output)
     known = {json.dumps({k: c[k] for k in KEYS} | {"seed": c["seed"]}) for c in done}
     torch.set_num_threads(1)
-    simulation.InProcessGrid = LyingGrid  # type: ignore[misc]
+    simulation.InProcessGrid = LyingGrid  # type: ignore[attr-defined]
     for cell in [] if given.table else cells(given.methods):
         if json.dumps(cell | {"seed": given.seed}) not in known:
             ended = cell | {"seed": given.seed} | accuracy_of(cell, given.seed)

@@ -5,7 +5,7 @@
 
 Every row is a process of its own, with `digits-vit`, one local step, and 60,000 images of 8 x 8:
 scikit-learn's digits with noise, or the folder that is named. "Ready" is from the end of imports
-to the first message of the first round: the data is read and dealt out, every client was asked.
+to the first message of the first round: the data is read and partitioned, every client was asked.
 "The rest" of a round is what is neither training nor evaluation; its difference between rows, by
 the clients that one has more, is what a client costs a round that it is not in.
 """

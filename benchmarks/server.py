@@ -1,4 +1,4 @@
-"""Measure the server's work in a round, against Flower's FedAvg; and a roster of thousands.
+"""Measure the server's work in a round, against Flower's FedAvg; and a registry of thousands.
 
     python benchmarks/server.py                    # two minutes
 
@@ -167,7 +167,7 @@ def resident() -> float:
 
 
 def sampling(clients: int = 10_000) -> float:
-    """Time the sampling of a round's clients from a large roster."""
+    """Time the sampling of a round's clients from a large registry."""
     drawn_from = [
         RegisteredClient(
             node_id=n,

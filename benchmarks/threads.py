@@ -30,7 +30,7 @@ BAR = 2.0  # ours, busy, to the quickest setting, busy
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, and say whether the bar is met."""
+    """Measure, print the table, and report whether the bar is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of a run; the first does not count")

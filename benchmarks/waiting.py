@@ -1,4 +1,4 @@
-"""Tell the share of a time in which a GPU had nothing to do, from PyTorch's own profile.
+"""Compute in which part of a time a GPU had nothing to do, from PyTorch's own profile.
 
 A profile is a trace of events: kernels and copies on the GPU, each with a start and a duration.
 The GPU was busy in their union, since kernels of several streams overlap. A profiler makes the

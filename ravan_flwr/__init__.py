@@ -3,14 +3,14 @@
 For scripts and notebooks (docs/python.md):
 
     simulate(settings, num_clients)     run the app in this process -> run_dir, summary
-    Callback                            watch a run: simulate(..., callbacks=[...])
-    plan_of(settings, num_clients)      what a run will train, send and need, as text
+    Callback                            hooks into a run: simulate(..., callbacks=[...])
+    plan_of(settings, num_clients)      a run's trained parameters, bytes and memory, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
-    watch_run(run, port)                the page of a run under way, until Ctrl-C
-    write_spectra(runs, folder, top)    singular values of what runs added
-    evaluate(run, data)                 a run's result on other examples, class by class
-    predict(run, data, output)          its answers for a table or a folder of images
+    watch_run(run, port)                serve the dashboard of a run, until Ctrl-C
+    write_spectra(runs, folder, top)    singular values of the runs' delta-weights
+    evaluate(run, data)                 metrics of a run's result on labelled examples, by class
+    predict(run, data, output)          a run's answers for a table or a folder of images
     export_run(run, form, folder)       a PEFT or transformers folder
     run_study(file, folder, jobs)       a grid of runs, and its tables
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ravan_flwr.studies.running import run_study
     from ravan_flwr.training.plan import plan_of
 
-# Imported when first used: most of them bring torch and Flower.
-_HOMES = {
+# Imported on first use, since most of them import torch and Flower.
+_MODULES = {
     "Callback": "ravan_flwr.runs.callback",
     "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names above when it is first used."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    """Return a public name of the package, imported on first use."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

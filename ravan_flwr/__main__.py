@@ -1,4 +1,4 @@
-"""`python -m ravan_flwr` is `ravan-flwr`."""
+"""Run the command `ravan-flwr` by `python -m ravan_flwr`."""
 
 from ravan_flwr.cli import main
 

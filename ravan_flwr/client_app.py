@@ -1,18 +1,18 @@
-"""Serve as Flower's ClientApp: hand each message to who answers it; import nothing heavy before.
+"""Define Flower's ClientApp: it dispatches each message, and imports nothing heavy before.
 
-Flower's deployment runtime starts a process for every message. This module is what such a
-process loads first: it asks the warm worker, if the node has one, and imports torch if not.
+Flower's deployment runtime starts a process for every message, which loads this module first. The
+module asks the node's warm worker. It imports torch if the node has none.
 
-    query      who this node is, what it has, and what it can afford
+    query      the node's description: its data, budget fraction and software
     train      a round of local steps from the server's broadcast
-    calibrate  what the method needs of this node's data before the first round
-    evaluate   the global model's metrics on the examples that this node holds back
+    calibrate  the method's calibration on this node's data, before the first round
+    evaluate   the global model's metrics on this node's validation split
     deliver    the run's result, to be kept in a folder of this node
     keys       fresh keys for a secure round, signed
-    shares     a check of who takes part in a secure round, and this node's secrets shared with them
-    masked     as `train`, and what is sent is masked
-    agree      this node's signature of who has sent masked numbers
-    unmask     the shares by which the sum is unmasked, told once
+    shares     a check of a secure round's clients, and shares of this node's secrets for them
+    masked     as `train`, with a masked upload
+    agree      this node's signature of the list of clients that sent masked numbers
+    unmask     the shares by which the sum is unmasked, revealed once
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
-"""Open files that others wrote: regular ones alone, and none larger than it may be.
+"""Open untrusted files: only regular files, up to a size limit.
 
-A pipe that nobody writes to would wait for ever, and a device such as `/dev/zero` has no end.
+Reading a pipe without a writer would block for ever, and a device such as `/dev/zero` has no end.
 """
 
 import os
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 TEXT = 2**26  # bytes of a file that is read into memory whole
 LARGE = 2**36  # bytes of a file of examples, of weights, or of a run's records
-_FEW, _RATIO = 2**28, 100  # bytes that any file may unpack to; times its size that a large one may
+_UNPACKED, _RATIO = 2**28, 100  # a file may unpack to so many bytes, or so many times its size
 
 
 @contextmanager
 def opened(path: Path, most: int) -> Iterator[BinaryIO]:
-    """Open a regular file of at most `most` bytes for reading; ValueError for anything else."""
-    with open(path, "rb", opener=_without_waiting) as file:
+    """Open a regular file of at most `most` bytes to read; raise ValueError for other files."""
+    with open(path, "rb", opener=_open_nonblocking) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(
@@ -34,8 +34,8 @@ def opened(path: Path, most: int) -> Iterator[BinaryIO]:
         yield file
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a path; of a pipe, do not wait for somebody to write to it."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a path without blocking on a pipe that has no writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
@@ -52,8 +52,8 @@ def check_file(path: Path, most: int = LARGE) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Let the names of a folder's files outlast a loss of power."""
-    with suppress(OSError):  # some systems have no way to do it
+    """Flush the names of a folder's files to disk, so that they survive a loss of power."""
+    with suppress(OSError):  # some systems do not support it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -62,17 +62,17 @@ def flush_folder(folder: Path) -> None:
 
 
 def check_unpacked(path: Path, packed: int, unpacked: int) -> None:
-    """Raise ValueError if a file's content becomes far larger than the file when it is read."""
-    if unpacked > LARGE or unpacked > max(_FEW, _RATIO * packed):
+    """Raise ValueError if a file's content is far larger when it is unpacked."""
+    if unpacked > LARGE or unpacked > max(_UNPACKED, _RATIO * packed):
         raise ValueError(
             f"{path}: its {packed:,} bytes unpack to {unpacked:,} or more, expected {LARGE:,} at "
             f"most, and {_RATIO} times the file's size; write the file anew without packing it"
         )
 
 
-def first_wrong(error: "ValidationError") -> str:
-    """Return the first thing that is wrong, in one line."""
+def first_error(error: "ValidationError") -> str:
+    """Return the first of a validation's errors, in one line."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "its content"
+    location = ".".join(map(str, first["loc"])) or "its content"
     value = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
-    return f"{place}: got {value}: {first['msg']}"
+    return f"{location}: got {value}: {first['msg']}"

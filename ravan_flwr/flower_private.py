@@ -1,7 +1,7 @@
-"""All that is used of Flower beyond flwr.app, flwr.clientapp and flwr.serverapp.
+"""Collect the parts of Flower that are used beyond flwr.app, flwr.clientapp and flwr.serverapp.
 
-Flower may move or change each of these in any release. tests/unit/test_flower_private.py has a test
-for each, which says what broke, and `make compat` runs it with the oldest and the newest Flower.
+Any release of Flower may move or change them. tests/unit/test_flower_private.py has a test for each
+part, and `make compat` runs it with the oldest and the newest Flower.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ __all__ = [
 
 
 def check_before_inflating(check: Callable[[dict[str, bytes]], None]) -> None:
-    """Let Flower's grid check every reply's objects before it puts them together.
+    """Make Flower's grid call `check` on every reply's objects before it inflates them.
 
-    The module of the grid takes half a second to import, which a run in process does without.
+    The grid's module takes half a second to import, and a run in process does not need it.
     """
     from flwr.superlink.grid import http_grid  # noqa: PLC0415
 
@@ -38,14 +38,14 @@ def check_before_inflating(check: Callable[[dict[str, bytes]], None]) -> None:
 
 
 def flower_home() -> Path:
-    """Return Flower's folder; what knows it takes a quarter of a second to import."""
+    """Return Flower's folder, by a module that takes a quarter of a second to import."""
     from flwr.supercore.utils import get_flwr_home  # noqa: PLC0415
 
     return get_flwr_home()
 
 
 def retry_invoker_of(grid: object) -> Any:
-    """Return what repeats the calls of Flower's grid over HTTP; None of another grid."""
+    """Return the retry invoker of Flower's grid over HTTP; None for other grids."""
     return getattr(grid, "_retry_invoker", None)
 
 
@@ -55,13 +55,13 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def parse_node_config(text: str) -> dict[str, Any]:
-    """Read a node config as `flower-supernode --node-config` does; ValueError if it cannot."""
+    """Return a node config, read as by `flower-supernode --node-config`, or raise ValueError."""
     from click import ClickException  # noqa: PLC0415
     from flwr.common.config import parse_config_args  # noqa: PLC0415
 
     try:
         return dict(parse_config_args([text]))
-    except (ClickException, OSError) as error:  # it takes what ends with .toml for a file
+    except (ClickException, OSError) as error:  # it reads a text that ends with .toml as a file
         raise ValueError(
             f"node config: got {text!r}, expected KEY=VALUE pairs, with texts in quotation marks, "
             "such as 'partition-id=0 data-path=\"/srv/data\"'; correct it"

@@ -1,4 +1,4 @@
-"""Import torch and what builds on it faster."""
+"""Speed up the import of torch and of libraries that build on it."""
 
 import gc
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import what is heavy in here, in a process that is about to use it.
+    """Disable garbage collection in this block, for heavy imports.
 
-    Imports make a million objects that stay, and looking through them for garbage again and
-    again takes a fifth of their time.
+    Imports make a million permanent objects. Repeated garbage collection among them takes a fifth
+    of the imports' time.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -7,27 +7,27 @@ import torch
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """Derive a 63-bit seed for one purpose, such as ("train", round, partition id)."""
+    """Return a 63-bit seed for one purpose, such as ("train", round, partition id)."""
     text = "\x1f".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """Make a generator on the CPU for one purpose, the same on every machine."""
+    """Return a generator on the CPU for one purpose, the same on every machine."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
 
 
 class ClientRound(NamedTuple):
-    """Name one client's work in one round: all its randomness is a function of this."""
+    """One client's work in one round: all its randomness is a function of these fields."""
 
     seed: int
     round: int
     partition_id: int
 
     def derive(self, purpose: str) -> int:
-        """Derive a seed for one purpose within this work."""
+        """Return a seed for one purpose within this work."""
         return derive(self.seed, purpose, self.round, self.partition_id)
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Make a generator for one purpose within this work."""
+        """Return a generator for one purpose within this work."""
         return generator(self.seed, purpose, self.round, self.partition_id)

@@ -1,4 +1,4 @@
-"""Serve as Flower's ServerApp: put a run together, start it, save what comes out."""
+"""Define Flower's ServerApp: set up a run, start it, save its result."""
 
 import dataclasses
 import math
@@ -20,8 +20,13 @@ from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
 from ravan_flwr.reports.export import natural_form, write_result
 from ravan_flwr.runs.callback import Callbacks
-from ravan_flwr.runs.console import Progress, logging_to, show, show_in_one_line
-from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
+from ravan_flwr.runs.console import Progress, log_to_stdout, log_without_traceback, logging_to
+from ravan_flwr.runs.directory import (
+    RunDirectory,
+    is_write_error,
+    resume_advice,
+    write_error_message,
+)
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
@@ -32,17 +37,17 @@ from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
     ResumePoint,
-    go_on,
     is_to_be_delivered,
+    load_resume_point,
+    open_resumed_run,
     output_folder,
     report_if_finished,
-    resumed,
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.superlink import ask_again, guard
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
@@ -59,41 +64,41 @@ app = ServerApp()
 log = getLogger(__name__)
 
 DELIVERY = "ravan_flwr.extras.delivery:DeliverAtEnd"  # imported by runs that deliver
-RESULT = "ravan-flwr"  # the record in the context's state that says where the result lies
+RESULT = "ravan-flwr"  # the record in the context's state with the path of the run directory
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run once, as Flower calls it."""
+    """Run the federation once; Flower calls this."""
     run(grid, context)
 
 
 def run(grid: Grid, context: Context, callbacks: Iterable[object] = ()) -> None:
-    """Run once, from the configuration to the summary.
+    """Run the federation once, from the configuration to the summary.
 
-    Of an error that this package raises, Flower logs one line.
+    Flower logs one line for an error that this package raises.
 
     Args:
-        grid: Flower's, or that of a simulation in this process.
-        context: Flower's, with the run config.
-        callbacks: What watches the run: `Callback` has the hooks.
+        grid: Flower's grid, or the grid of a simulation in this process.
+        context: Flower's context, with the run config.
+        callbacks: Objects with hooks of `Callback`, called during the run.
     """
     try:
-        watching = Callbacks(callbacks)  # refused, if at all, before anything is loaded
-        show()
-        _run(grid, context, watching)
+        user_callbacks = Callbacks(callbacks)  # raises before anything is loaded
+        log_to_stdout()
+        _run(grid, context, user_callbacks)
     except Exception as error:
         if not in_process(grid):
-            show_in_one_line(error)
+            log_without_traceback(error)
         raise
 
 
-def _run(grid: Any, context: Context, watching: Callbacks) -> None:
-    """Read, build, open or create the run directory; hold the rounds; save what comes out."""
+def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
+    """Read the config, load the model, open or create the run directory, run the rounds."""
     config = read_config(context.run_config)
     check_devices(grid, config)
-    earlier, back_to = resumed(config)
-    # Refused, if at all, before anything is loaded.
+    earlier, from_round = open_resumed_run(config)
+    # These checks raise before anything is loaded.
     parent = output_folder(config) if earlier is None else earlier.path.parent
     check_tracking(config.tracking)
     with ExitStack() as stack:
@@ -104,12 +109,12 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         if simulating(grid):
             check_simulation(grid, loaded, config)
         config = dataclasses.replace(loaded.config, rank=loaded.model.method.rank)
-        # What is refused is refused before anything is written.
+        # These checks raise before anything is written.
         kind_of(config).check_model(loaded.model)
         if earlier is None:
             start = ResumePoint(loaded.model.initial_state())
         else:
-            start = go_on(earlier, back_to, config, loaded)
+            start = load_resume_point(earlier, from_round, config, loaded)
         check_limits(config, loaded.task.metric, start.records)
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
@@ -123,24 +128,24 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
             clock.resume(start.time, start.memory)
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
-        if back_to is None and is_to_be_delivered(directory, config, start):
+        if from_round is None and is_to_be_delivered(directory, config, start):
             _deliver_again(grid, loaded, config, directory, start)
             return
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
         report_settings_without_effect(context.run_config, config, grid)
-        with _noting_failures(directory):
+        with _recording_failure(directory):
             if earlier is None:
                 directory.write_settings(context.run_config)
-            _hold_rounds(grid, loaded, config, directory, start, watching)
+            _run_rounds(grid, loaded, config, directory, start, user_callbacks)
 
 
 @contextmanager
-def _noting_failures(directory: RunDirectory) -> Iterator[None]:
-    """Write why a run fails in its directory, and say where that is."""
+def _recording_failure(directory: RunDirectory) -> Iterator[None]:
+    """Write the reason of a failure to `failure.json`; log the run directory."""
     try:
-        (directory.path / "failure.json").unlink(missing_ok=True)  # of before it was resumed
+        (directory.path / "failure.json").unlink(missing_ok=True)  # written before the resume
         yield
     except (Exception, RunNotRunningException) as error:
         failure: Exception | RunNotRunningException = error
@@ -148,11 +153,11 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
             failure = RuntimeError(
                 "Flower has ended this run: it was stopped, or its process gave no sign of life "
                 "for too long, as after a suspension of the machine or a jump of its clock; "
-                + how_to_go_on(directory.path)
+                + resume_advice(directory.path)
             )
-        elif isinstance(error, OSError) and is_of_writing(error, directory.path):
-            drop_status(directory.path)  # a full disk keeps it at what was done before
-            failure = OSError(not_written(error, directory.path))
+        elif isinstance(error, OSError) and is_write_error(error, directory.path):
+            drop_status(directory.path)  # on a full disk it would stay at an earlier step
+            failure = OSError(write_error_message(error, directory.path))
         with suppress(OSError):  # the disk itself may be what failed
             directory.write_json("failure.json", {"error": f"{type(failure).__name__}: {failure}"})
         log.info("run directory: %s", directory.path)
@@ -160,21 +165,21 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
             raise
         raise failure from error
     except KeyboardInterrupt:
-        log.info("stopped; %s", how_to_go_on(directory.path))
+        log.info("stopped; %s", resume_advice(directory.path))
         raise
 
 
-def _hold_rounds(
+def _run_rounds(
     grid: Any, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
-    watching: Callbacks,
+    user_callbacks: Callbacks,
 ) -> None:  # fmt: skip
-    """Let the strategy hold the rounds; write summary, result and report."""
+    """Run the rounds with the strategy; write summary, result and report."""
     if start.last_round is None:
         directory.write_json("config.json", config.as_dict())
     metric, budget = loaded.task.metric, kind_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, loaded, start, privacy=privacy)
-    strategy.registry.owners.update({} if start.last_round is None else directory.read_owners())
+    strategy.registry.owners.update({} if start.last_round is None else directory.read_node_keys())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
         as progress,
@@ -190,7 +195,7 @@ def _hold_rounds(
             arguments = (config, strategy.registry, strategy.message_builder, strategy.status)
             delivery = resolve_name(DELIVERY)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
-        strategy.callbacks.all.append(watching)
+        strategy.callbacks.all.append(user_callbacks)
         strategy.callbacks.on_run_begin()
         strategy.start(
             grid,
@@ -199,7 +204,7 @@ def _hold_rounds(
             config.round_timeout,
             evaluate_fn=_evaluation_of(loaded, config, directory, recorder),
         )
-    recorder.drop_later_rounds()  # where there was no further round
+    recorder.drop_later_rounds()  # not done yet if no further round was run
     summary = summary_of(loaded, config, strategy.records, len(strategy.registry.clients))
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.as_record()))
@@ -214,7 +219,7 @@ def _hold_rounds(
 def _evaluation_of(
     loaded: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
 ) -> Callable[[int, ArrayRecord], MetricRecord] | None:
-    """Return what measures a state on the server's test examples; None if clients evaluate."""
+    """Return a function that evaluates a state on the server; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
 
@@ -240,7 +245,7 @@ def _evaluation_of(
 def _save_result(
     final: Tensors, loaded: ModelAndData, directory: RunDirectory, summary: Summary
 ) -> None:
-    """Write the summary, the result's folder and its card; the run has not failed then."""
+    """Write the summary, the result's folder and its card: the run has succeeded then."""
     form, model = natural_form(loaded), loaded.model
     folder = directory.path / RESULT_FOLDERS[form]
     if model.method.personal is not None:
@@ -258,28 +263,28 @@ def _save_result(
 def _deliver_again(
     grid: Grid, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
 ) -> None:
-    """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
+    """Deliver a finished run's result to the nodes connected now; change nothing else of it."""
     registry = ClientRegistry(config, loaded, for_training=False)
     if not in_process(grid):
-        guard()
-        ask_again(grid, config.round_timeout)
+        install_object_check()
+        retry_failed_calls(grid, config.round_timeout)
     registry.gather(grid, wait=True)
     message_builder = MessageBuilder(registry.nodes, start.fixed)
-    arguments = (config, registry, message_builder, Status(registry, tell=None))
+    arguments = (config, registry, message_builder, Status(registry, report=None))
     resolve_name(DELIVERY)(grid, *arguments, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:
-    """Write the page of the run, if it is wanted and can be."""
+    """Write the run's report and return its path; None if it is off or cannot be written."""
     if not config.report:
         return None
     folder = directory.path / "report"
     try:
-        from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (it draws)
+        from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (imports Matplotlib)
 
         return write_report([directory.path], folder)
-    except Exception as error:  # noqa: BLE001 (the result is safe already)
+    except Exception as error:  # noqa: BLE001 (the result is saved already)
         message = "no report in %s: %s; the result is whole; try again with ravan-flwr report %s"
         log.warning(message, folder, error, directory.path)
         return None

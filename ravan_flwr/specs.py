@@ -1,55 +1,55 @@
-"""Define plain values for all rooms: what a setting holds, where a model and data come from."""
+"""Define plain types for all subpackages: values of settings, sources of models and data."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
-# Set in the environment by who has said how many nodes there are to be: no advice on it then.
+# An environment variable: the user has set the number of nodes, so the server gives no advice.
 NODES_CHOSEN = "RAVAN_FLWR_NODES_CHOSEN"
-# By these a user sets how many threads a process computes with.
+# Environment variables for a process's number of compute threads.
 THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Say where the backbone comes from."""
+    """The source of the backbone."""
 
     source: Literal["bundled", "hub"]  # a file of training/backbones; an id, or a folder
     name: str
     revision: str = ""
-    # What its config.json says of its shape: a plan needs no more, and so no hub.
+    # The part of its config.json that sets its shape. A plan needs only this, and so no hub.
     shape: tuple[tuple[str, Scalar], ...] = ()
-    targets: tuple[str, ...] = ()  # ends of the names of the layers to adapt; none: the table's
+    targets: tuple[str, ...] = ()  # suffixes of layers to adapt; empty: the architecture's default
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Say where the examples come from, and what each of their columns is for."""
+    """The source of the examples, and the role of each of their columns."""
 
-    source: Literal["sklearn-digits", "hub"]  # the latter: an id of the hub, or a folder
+    source: Literal["sklearn-digits", "hub"]  # hub: an id of the hub, or a folder
     name: str = ""
     subset: str = ""
     revision: str = ""
-    train: str = "train"  # the split that clients share
+    train: str = "train"  # the split that is partitioned among clients
     tests: tuple[tuple[str, str], ...] = (("test", "test"),)  # name -> split, of the server
-    test_share: float = 0.2  # of `train` that is held back where there is no split `test`
+    test_share: float = 0.2  # fraction of `train` to test on where there is no split `test`
     columns: tuple[tuple[str, str], ...] = ()  # role -> column
     partition_by: str = "label"  # the role or column that a Dirichlet partition makes uneven
-    labels: tuple[str, ...] = ()  # the classes, in the order of their numbers; none: see `settled`
+    labels: tuple[str, ...] = ()  # the classes, by number; empty: see `labels_known`
     prompt: str = ""  # what a text-to-text model is given, with {column roles} in it
     target_length: int = 0  # tokens of an answer
-    # Of a language model: what is written before an answer (the first of which all columns have
-    # text), its tokenizer's chat template in place of its own, what is done with texts that are too
-    # long, and which tokens are learned.
+    # For a language model: the prompts before an answer (the first whose columns all have text
+    # is used), a chat template in place of the tokenizer's, the treatment of texts that are too
+    # long, and the tokens of the loss.
     prompts: tuple[str, ...] = ()
     chat_template: str = ""
     overlong: str = "cut"  # or "drop"
     loss_on: str = "answers"  # or "all"
 
     @property
-    def settled(self) -> bool:
-        """Tell whether the labels are known, which else the examples tell."""
+    def labels_known(self) -> bool:
+        """Return whether the labels are known; otherwise they are read from the examples."""
         return bool(self.labels) or not self.column("label")
 
     def column(self, role: str) -> str:
@@ -57,5 +57,16 @@ class DataSpec:
         return dict(self.columns).get(role, "")
 
 
-# By the form of an export, the folder of a run's directory, or of a device, that holds it.
+def targets_of(text: str) -> tuple[str, ...]:
+    """Return the suffixes of layers' names in a text with commas."""
+    suffixes = tuple(suffix.strip() for suffix in text.split(","))
+    if not all(suffixes):
+        raise ValueError(
+            f"targets = {text!r}: expected ends of layers' names with commas between them, such as "
+            "q_proj,v_proj; correct it"
+        )
+    return suffixes
+
+
+# Form of an export -> its folder, in a run's directory or on a device.
 RESULT_FOLDERS = {"peft": "adapter", "merged": "merged"}

@@ -1,4 +1,4 @@
-"""Fill templates of files that are no HTML, such as Markdown and YAML."""
+"""Fill Jinja templates of files other than HTML, such as Markdown and YAML."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 
-def filled(template: Path, filters: dict[str, Callable[[Any], str]], **values: Any) -> str:
-    """Fill a template; what comes from outside must go through one of the filters."""
+def fill_template(template: Path, filters: dict[str, Callable[[Any], str]], **values: Any) -> str:
+    """Return a filled template; it must pass untrusted values through one of the filters."""
     return _compiled(template, *filters.items()).render(**values)
 
 

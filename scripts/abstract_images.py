@@ -214,7 +214,7 @@ class Drawing:
         return (middle + strength * chosen).clamp(0.02, 1), pattern
 
     def _ground(self, n: int) -> Tensor:
-        """Draw what is behind: black mostly, or an even grey, or a shade."""
+        """Draw the background: black mostly, or an even grey, or a shade."""
         kind = self._uniform(n, 0, 1)
         axis = torch.linspace(-1, 1, IMAGE)
         shade = self._uniform(n, -0.2, 0.2) * axis.view(1, 1, -1, 1)

@@ -5,7 +5,7 @@
 The pages that readers see first (`FIRST`) repeat some of them: each number with an interval there
 must stand in one of these tables, or be how far two rows of one table are apart.
 
-A table stands between marks (`<!-- study NAME: TITLE -->`). Its study's file says what its rows
+A table stands between marks (`<!-- study NAME: TITLE -->`). Its study's file has what its rows
 are, its record (`NAME.jsonl`) what their runs came to. Nothing is shared with `ravan_flwr/studies`:
 where the two disagree, one of them is wrong. It ends with 1 and a line for each such cell.
 """
@@ -37,7 +37,7 @@ Values = dict[int, float]  # by seed
 
 
 def key_of(words: Iterable[str]) -> frozenset[str]:
-    """Say which run it is; one on a validation split has an `eval-every` of its own."""
+    """Return which run it is; one on a validation split has an `eval-every` of its own."""
     return frozenset(word for word in words if not word.startswith("eval-every="))
 
 

@@ -3,17 +3,23 @@
     python -m scripts.check_words            list pages, words, and what is wrong
     python -m scripts.check_words --quiet    list what is wrong alone
 
-It ends with 1 if a document has a word of `REPLACED`, or is longer than its limit. Counted is prose
-with hand-written tables: no code, and nothing that a program wrote between marks.
+It ends with 1 if a document, or a comment or docstring of the package, has a word of `REPLACED`, or
+if a document is longer than its limit. Counted is prose with hand-written tables: no code, and
+nothing that a program wrote between marks.
 """
 
+import ast
+import io
 import re
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PAGE, ALL = 700, 1500, 40_000  # words at most: README.md, a page, all but reference
+HOUSE = r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()"
+MEMBER = r"\broster\b|\bmembers?\b"
 # Words of our own -> the field's.
 REPLACED = {
     r"(?<!to )told apart|tells? (?:the )?\w+ apart": "significantly different",
@@ -24,7 +30,7 @@ REPLACED = {
     r"classifiers? (?:only|alone)\b": "linear probe",
     r"deal(?:s|t|ing)? (?:\w+ ){0,3}out\b|\bdealing\b|who has what": "partition, partition report",
     r"own part\b": "personal parameters",
-    r"\broster\b|\bmembers?\b": "client registry, registered client",
+    MEMBER: "client registry, registered client",
     r"\bledger\b": "round log",
     r"\bto fold\b|\bfold(?:s|ed|ing)?\b": "accumulate",
     r"\bresting\b|silent(?:ly)?\b": "skipped, unresponsive",
@@ -33,13 +39,22 @@ REPLACED = {
     r"\binsists?\b|\binsisting\b": "require",
     r"\bdrafts?\b|\bdrafting\b": "create a preset, preset wizard",
     r"\blive page\b|\blive view\b": "dashboard",
-    r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()": "package, subpackage, layer",
+    HOUSE: "package, subpackage, layer",
     r"\blaws?\b": "property",
     r"\bsceptics?\b|\benem(?:y|ies)\b|\bnewcomers?\b": "(leave it out)",
     r"\bsomebody\b|\bnobody\b": "the noun that is meant",
     r"\bgoes on\b|\bgoes with\b|\bcomes of\b": "continues, belongs to, results from",
 }
-# The record of a release says what names were before it; a page of generated keys is no prose.
+# Of comments and docstrings, in which code acts, and an enum has members.
+IN_CODE = {
+    pattern: better for pattern, better in REPLACED.items() if pattern not in (HOUSE, MEMBER)
+}
+IN_CODE |= {
+    r"\b(?:any|every)body\b|\bwhoever\b|\bwhom\b": "the noun that is meant",
+    r"\b[Tt]ell(?:s|ing)?\b|\btold\b|\b[Ss]ay(?:s|ing)? (?:so|why|whether|which|what)\b":
+        "return, log, report, raise, state",
+}  # fmt: skip
+# The record of a release has the names before it; a page of generated keys is no prose.
 NOT_PROSE = {"CHANGELOG.md"}
 REFERENCE = {"docs/settings.md", "docs/commands.md", "docs/api.md"}
 MADE = re.compile(r"^<!-- (?!end of)[^\n]* -->\n.*?^<!-- end of [^\n]* -->$", re.M | re.S)
@@ -70,10 +85,25 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     return {name: text for name, text in sorted(names.items()) if name not in NOT_PROSE}
 
 
-def replaced(text: str) -> Iterator[tuple[int, str, str]]:
+def comments(source: str) -> str:
+    """Return the comments and docstrings of a module, each in its line."""
+    lines = [""] * (source.count("\n") + 1)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = token.string
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if ast.get_docstring(node):
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[first:last] = source.splitlines()[first:last]
+    return "\n".join(lines)
+
+
+def replaced(text: str, table: Mapping[str, str] = REPLACED) -> Iterator[tuple[int, str, str]]:
     """Find words that the shared vocabulary replaces: line, word, what to write."""
     for number, line in enumerate(prose(text).splitlines(), 1):
-        for pattern, better in REPLACED.items():
+        for pattern, better in table.items():
             for match in re.finditer(pattern, line, re.IGNORECASE):
                 yield number, match[0], better
 
@@ -86,6 +116,12 @@ def wrong(root: Path = ROOT) -> list[str]:
         for name, text in documents.items()
         for line, word, better in replaced(text)
     ]
+    for path in sorted(root.glob("ravan_flwr/**/*.py")):
+        source = comments(path.read_text(encoding="utf-8"))
+        found += [
+            f"{path.relative_to(root)}:{line}: {word!r}, write: {better}"
+            for line, word, better in replaced(source, IN_CODE)
+        ]
     counts = {name: words(text) for name, text in documents.items() if name not in REFERENCE}
     for name, count in counts.items():
         limit = README if name == "README.md" else PAGE

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from scripts.draw_house import ROOT
+from scripts.draw_layers import ROOT
 
 WIDTH, HEIGHT = 1240, 1290  # of the report's first screen
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

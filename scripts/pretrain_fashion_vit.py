@@ -2,7 +2,7 @@
 
 The network learns to name the outline and the pattern of drawn images (`abstract_images.py`),
 which have nothing to do with clothes. The classifier over them is thrown away; what is left is
-saved as a folder that `transformers` reads. It does not travel with the app: whoever wants it makes
+saved as a folder that `transformers` reads. It does not travel with the app: a user makes
 it once, and copies it to all devices of a federation, which must have the same. The same seed draws
 the same images everywhere, but the bits of what is trained differ between kinds of processors,
 numbers of threads and versions of PyTorch, and so do results, a little: compare runs on one folder.
@@ -10,7 +10,7 @@ numbers of threads and versions of PyTorch, and so do results, a little: compare
     pip install -e ".[pretrain]"
     python -m scripts.pretrain_fashion_vit       # about 15 minutes of one core
 
-An interrupted training goes on where it was when it is started again with the same options.
+An interrupted training continues where it was when it is started again with the same options.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
 from ravan_flwr.data.hub import no_bars
-from ravan_flwr.data.model_folder import made_folder
+from ravan_flwr.data.model_folder import pretrained_folder
 from scripts.abstract_images import IMAGE, PATTERNS, SHAPES, Drawing, outlines
 from scripts.pretraining import Checkpoint, evenly, log, normalise, small_vit, stacked, train
 
@@ -74,7 +74,7 @@ def arguments_given() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=made_folder(NAME))
+    parser.add_argument("--output", type=Path, default=pretrained_folder(NAME))
     parser.add_argument("--sheet", type=Path, help="write a sheet of training images and stop")
     given = parser.parse_args()
     if (given.output / "config.json").exists() and not given.sheet:

@@ -84,7 +84,7 @@ def normalise(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep in a file what a training that goes on needs, and the options that it has."""
+    """Keep in a file what a resumed training needs, and its options."""
 
     path: Path
     options: Mapping[str, int | float]

@@ -28,7 +28,7 @@ import click
 
 from ravan_flwr.launch.submit import COMPLETED
 from ravan_flwr.launch.superlink import LocalSuperLink
-from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
+from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -110,7 +110,7 @@ def package_files(root: Path) -> set[str]:
 
 def of_apps(files: set[str]) -> set[str]:
     """Keep what server and clients need: neither subpackages of commands, nor studies."""
-    commands = (*(f"{PACKAGE}/{name}/" for name in BESIDE_THE_APPS), "conf/studies/")
+    commands = (*(f"{PACKAGE}/{name}/" for name in NOT_IN_APPS), "conf/studies/")
     return {name for name in files - {TYPED} if not name.startswith(commands)}
 
 

@@ -1,4 +1,4 @@
-"""Copy a checkout as somebody works in it, but with little to search: `.venv` has 50,000 files."""
+"""Copy a checkout as a developer has it, without `.venv`, which has 50,000 files."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Start a whole deployment on loopback, with TLS and SuperNode authentication; end every process.
 
 Each machine of a real deployment is a folder here, which is the `FLWR_HOME` of its processes;
-by that they are found, whoever started them.
+by that they are found, whichever process started them.
 
     with Deployment(tmp_path, nodes=3) as deployment:
         for number in range(3):
@@ -12,8 +12,8 @@ by that they are found, whoever started them.
         assert run.wait() == "finished:completed"
     assert deployment.left_running == []
 
-With `fenced=True` the server is as docs/deploy.md has it: nginx with deploy/fence.conf before the
-SuperLink, ServerApps in processes that are not below it; devices know the fence's address alone.
+With `behind_proxy=True` the server is as in docs/deploy.md: nginx with deploy/reverse-proxy.conf
+before the SuperLink, ServerApps in processes of their own; devices know nginx's address alone.
 """
 
 import json
@@ -53,15 +53,15 @@ class Deployment(AbstractContextManager["Deployment"]):
     """A SuperLink, started on entry, and SuperNodes with keys, none of them registered yet."""
 
     def __init__(
-        self, folder: Path, nodes: int, *, fenced: bool = False, scripts: Path = SCRIPTS
+        self, folder: Path, nodes: int, *, behind_proxy: bool = False, scripts: Path = SCRIPTS
     ) -> None:
         self.folder, self.keys = folder, folder / "keys"
         self._scripts = scripts  # where `python`, `flwr` and Flower's other commands are
         self.left_running: list[str] = []  # our processes that did not end by themselves
         self._port, self._gate = _free_ports(2)
         self.inside = f"127.0.0.1:{self._port}"  # what the operator knows
-        self.address = f"127.0.0.1:{self._gate}" if fenced else self.inside
-        self.fenced = fenced
+        self.address = f"127.0.0.1:{self._gate}" if behind_proxy else self.inside
+        self.behind_proxy = behind_proxy
         self._beside: list[subprocess.Popen[bytes]] = []  # what belongs to the SuperLink
         self._nodes = nodes
         self.app = copy_app(folder / "app")
@@ -107,7 +107,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         return ours
 
     def write_config(self, machine: str, address: str) -> None:
-        """Tell the `flwr` of a machine where the SuperLink is."""
+        """Configure the `flwr` of a machine with the SuperLink's address."""
         (self._home(machine) / "config.toml").write_text(
             f'[superlink.{NAME}]\naddress = "{address}"\n'
             f'root-certificates = "{self.keys}/authority/ca.crt"\n'
@@ -128,17 +128,17 @@ class Deployment(AbstractContextManager["Deployment"]):
         self._superlink = self.start(
             "superlink",
             # The real one where its log is read: it sets its level when it is imported.
-            str(SCRIPTS / "flower-superlink") if self.fenced else "flower-superlink",
+            str(SCRIPTS / "flower-superlink") if self.behind_proxy else "flower-superlink",
             "--enable-supernode-auth",
             "--ssl-ca-certfile", str(secrets / "ca.crt"),
             "--ssl-certfile", str(secrets / "superlink.crt"),
             "--ssl-keyfile", str(secrets / "superlink.key"),
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
-            "--isolation", "process" if self.fenced else "subprocess",
+            "--isolation", "process" if self.behind_proxy else "subprocess",
             environment=RARELY
             # With every call that it is asked, also those that it hides otherwise.
-            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {}),
+            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.behind_proxy else {}),
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -153,8 +153,8 @@ class Deployment(AbstractContextManager["Deployment"]):
             return False
 
         wait_for(answers, "the SuperLink to answer")
-        if self.fenced:
-            self._start_fence()
+        if self.behind_proxy:
+            self._start_proxy()
             self.start_serverapps()
 
     def start_serverapps(self) -> None:
@@ -178,29 +178,30 @@ class Deployment(AbstractContextManager["Deployment"]):
             for pid in pids:
                 _send(pid, signal.SIGCONT)
 
-    def _start_fence(self) -> None:
-        """Start the nginx that devices reach: deploy/fence.conf with this machine's addresses."""
-        text, home = (ROOT / "deploy" / "fence.conf").read_text(), self._home("fence")
+    def _start_proxy(self) -> None:
+        """Start nginx for devices: deploy/reverse-proxy.conf with this machine's addresses."""
+        text, home = (ROOT / "deploy" / "reverse-proxy.conf").read_text(), self._home("proxy")
         for old, new in (
             ("listen 8000 ", f"listen 127.0.0.1:{self._gate} "),
             ("server 127.0.0.1:8001;", f"server {self.inside};"),
-            ("/run/credentials/ravan-fence.service", str(self.keys / "superlink")),
+            ("/run/credentials/ravan-proxy.service", str(self.keys / "superlink")),
         ):
             assert old in text
             text = text.replace(old, new)
-        (home / "fence.conf").write_text(text)
+        (home / "reverse-proxy.conf").write_text(text)
         # Started by root, its workers would be another user, who cannot enter the folder.
         options = [] if os.getuid() else ["-g", "user root;"]
         assert NGINX is not None
-        command = [NGINX, "-p", f"{home}/", "-e", "stderr", "-c", f"{home}/fence.conf", *options]
-        self._beside.append(self.start("fence", *command))
+        where = ["-p", f"{home}/", "-e", "stderr", "-c", f"{home}/reverse-proxy.conf"]
+        command = [NGINX, *where, *options]
+        self._beside.append(self.start("proxy", *command))
 
         def listens() -> bool:
             if self._beside[-1].poll() is not None:
-                raise RuntimeError(f"the fence ended: {self.log('fence')}")
+                raise RuntimeError(f"the reverse proxy ended: {self.log('proxy')}")
             return _listens(self.address)
 
-        wait_for(listens, "the fence to listen")
+        wait_for(listens, "the reverse proxy to listen")
 
     def health(self) -> int:
         """Run the containers' health check of the SuperLink; return its exit status."""
@@ -255,7 +256,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         )  # fmt: skip
 
     def wait_for_node(self, number: int) -> bool:
-        """Wait for a node; return whether it connected; its log says why if not."""
+        """Wait for a node; return whether it connected; its log has the reason if not."""
         process = self._supernodes[number]
 
         def settled() -> bool:
@@ -265,7 +266,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         return process.poll() is None
 
     def is_running(self, number: int) -> bool:
-        """Tell whether a SuperNode's process is there."""
+        """Return whether a SuperNode's process is there."""
         return self._supernodes[number].poll() is None
 
     def stop_node(self, number: int) -> None:
@@ -411,7 +412,7 @@ class Run:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"it goes on after {PATIENCE:g} s: {self.log[-2000:]}") from None
-        # `--stream` also ends when one of its calls fails; the run goes on.
+        # `--stream` also ends when one of its calls fails; the run continues.
         wait_for(lambda: self.status.startswith("finished"), "the end of the run")
         return self.status
 

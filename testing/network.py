@@ -51,7 +51,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 def why_not() -> str:
-    """Say why there can be no network here; "" if there can."""
+    """Return why there can be no network here; "" if there can."""
     for program in ("unshare", "nsenter", "ip", "tc"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -154,7 +154,7 @@ class Host:
         return done.stdout
 
     def start(self, script: str) -> "Program":
-        """Start what goes on, with its output in a file."""
+        """Start a process that keeps running, with its output in a file."""
         log = self._folder / f"log-{len(self._programs)}"
         self._programs.append(Program(self._inside(script), log))
         return self._programs[-1]

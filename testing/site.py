@@ -20,14 +20,14 @@ from testing.deployment import NGINX, wait_for
 from testing.network import Network, Program, why_not
 
 SOON = 900.0  # seconds; a busy machine is no fault
-SERVERS = ("superlink", "superexec", "fence")
+SERVERS = ("superlink", "superexec", "proxy")
 # Rounds that no longer wait for a device that is away take a third of the time.
 QUICK = "report=false local-steps=5 straggler-grace=20"
 RUNS = "/var/lib/ravan-serverapp/runs"
 
 
 def why_no_site() -> str:
-    """Say why there can be no site here; "" if there can."""
+    """Return why there can be no site here; "" if there can."""
     return why_not() or ("" if NGINX else "nginx is not installed")
 
 
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def stream_ended(self) -> bool:
-        """Tell whether `flwr run --stream` has ended, which says nothing of the run."""
+        """Return whether `flwr run --stream` has ended; the run may continue."""
         return self.program.process.poll() is not None
 
     @property

@@ -189,7 +189,7 @@ def texts(number: int, seed: int = 0) -> list[str]:
 
 
 def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:
-    """Draw a picture for each label: noise around a grey that tells the label."""
+    """Draw a picture for each label: noise around a grey that depends on the label."""
     draw = np.random.default_rng(seed)
     shades = (
         draw.integers(0, 60, (len(labels), 20, 20, 3))
@@ -316,7 +316,7 @@ ARCHITECTURES = {
 def save_data(
     preset: str, folder: Path, glue_task: str = "", train: int = 120, test: int = 40
 ) -> Path:
-    """Save a data set's repository: its files, and README.md to say which is which."""
+    """Save a data set's repository: its files, and README.md, which lists them."""
     name, subset = DATA[preset, glue_task]
     facts = published(name)
     kind = facts["format"]

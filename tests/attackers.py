@@ -84,7 +84,7 @@ class DtypeIsList(Attacker):
 
 
 class ManySides(Attacker):
-    told = "has a shape of 200000 sides, expected 8 at most"
+    told = "has 200000 dimensions, expected 8 at most"
 
     def reply(self, honest, message):
         sides = (2**40,) * 200_000

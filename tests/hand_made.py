@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from ravan_flwr.config.keys import LIMITS
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient

@@ -1,6 +1,6 @@
 """Results of runs that nobody ran, for tests of what is made of them."""
 
-from ravan_flwr.studies.choosing import candidates, choose, planned
+from ravan_flwr.studies.choosing import candidates, choose, table_runs
 from ravan_flwr.studies.results import Result
 
 
@@ -20,7 +20,7 @@ def result(value, metric="accuracy", rate=1e-3, **changes):
 
 def fill(study, results, value_of, metric="accuracy"):
     """Note a result for each run of a study, rates first, until none is lacking."""
-    for runs in (candidates, planned):
+    for runs in (candidates, table_runs):
         while lacking := [run for run in runs(study, results) if results.of(run) is None]:
             if all(results.failure(run) for run in lacking):
                 break
@@ -28,10 +28,10 @@ def fill(study, results, value_of, metric="accuracy"):
                 settings = dict(run.settings)
                 value = value_of(settings)
                 if value is None:
-                    results.note_failure(run, "it diverged")
+                    results.add_failure(run, "it diverged")
                     continue
                 rate = settings.get("learning-rate", 1e-3)
-                results.note(run, result(value, metric, rate))
+                results.add(run, result(value, metric, rate))
 
 
 def chosen(row, results):
@@ -44,8 +44,8 @@ def chosen(row, results):
 def ends(interval):
     """Where an interval begins and ends."""
     assert interval is not None
-    assert interval.half is not None
-    return interval.mean - interval.half, interval.mean + interval.half
+    assert interval.half_width is not None
+    return interval.mean - interval.half_width, interval.mean + interval.half_width
 
 
 def found(results, run):

@@ -167,7 +167,7 @@ class Lines(TrainingProcessCallback):  # type: ignore[misc]
         *,
         central_iteration: int,
     ) -> tuple[bool, Metrics]:
-        """Tell the round's number and metrics."""
+        """Print the round's number and metrics."""
         found = aggregate_metrics.to_simple_dict().items()
         told = {str(name): float(str(value)) for name, value in found}
         with self.file.open("a") as file:

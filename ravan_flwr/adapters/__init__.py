@@ -1,4 +1,4 @@
-"""Adapt frozen linear layers by something small to train, in pure torch."""
+"""Adapt frozen linear layers with small trainable adapters, in pure torch."""
 
 from ravan_flwr.adapters.attach import Layer, attach, find_layers, without_adapters
 from ravan_flwr.adapters.bases import make_bases

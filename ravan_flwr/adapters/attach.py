@@ -1,4 +1,4 @@
-"""Find the layers to adapt, and put adapters in their places."""
+"""Find the layers to adapt, and replace them by adapters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ Adapter = TypeVar("Adapter", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Layer:
-    """Name one adapted matrix of a network, with its sides."""
+    """The name and the shape of one adapted matrix of a network."""
 
     name: str
     out_features: int
     in_features: int
 
 
-# The query and value projections of the self-attention, by architecture (`model_type`), where
-# they are one matrix with the keys that one. More than one spelling where releases of
-# `transformers` differ.
+# The query and value projections of the self-attention, by architecture (`model_type`); where one
+# matrix has queries, keys and values, that matrix. Releases of `transformers` differ in the names
+# of some architectures: these have several.
 _OF_VISION = ("attention.q_proj", "attention.v_proj", "attention.query", "attention.value")
 _OF_BERT = ("self.query", "self.value")
 _OF_DECODERS = ("self_attn.q_proj", "self_attn.v_proj")
@@ -41,7 +41,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 
 def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
-    """Find the linear layers whose names end in a target, in the network's order."""
+    """Return the linear layers whose names end in a target, in the network's order."""
     linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
     layers = [
         Layer(name, linear.out_features, linear.in_features)
@@ -59,7 +59,7 @@ def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
 def attach(
     network: nn.Module, layers: Sequence[Layer], adapt: Callable[[Layer, nn.Linear], Adapter]
 ) -> dict[str, Adapter]:
-    """Replace every layer by what `adapt` makes of it; return these adapters by layer name."""
+    """Replace every layer by the adapter that `adapt` returns; return them by layer name."""
     adapters: dict[str, Adapter] = {}
     for layer in layers:
         linear = network.get_submodule(layer.name)
@@ -73,7 +73,7 @@ def attach(
 
 @contextmanager
 def without_adapters(network: nn.Module) -> Iterator[None]:
-    """Compute meanwhile as the network does without its adapters; no copy is made.
+    """Put the layers without adapters back into the network for the context, without a copy.
 
     Each adapter has the layer that it replaced as `base`. The result is the pretrained network,
     unless a method changes pretrained weights.

@@ -1,20 +1,20 @@
 """Make the frozen bases of RAVAN's heads: B_i (out, r) and A_i (r, in), i = 1..h.
 
-The paper (section 3.1) compares four ways to make them:
+The paper (section 3.1) compares four schemes:
 
-- `normal`: every entry drawn from a normal distribution; in high dimension the heads'
-  subspaces are nearly orthogonal.
-- `gram-schmidt`: the r h columns of all B_i, and the r h rows of all A_i, orthonormalised
-  together; the heads' subspaces are orthogonal exactly.
+- `normal`: every entry is drawn from a normal distribution. In high dimension the heads' subspaces
+  are nearly orthogonal.
+- `gram-schmidt`: the r h columns of all B_i, and the r h rows of all A_i, are orthonormalised
+  together. The heads' subspaces are exactly orthogonal.
 - `constant`: all heads share one B and one A.
-- `shared-subspace`: B_i = M R_i and A_i = R_i N with invertible R_i that differ.
+- `shared-subspace`: B_i = M R_i and A_i = R_i N with different invertible R_i.
 
-The paper does not give the normal distribution's width. Here the columns of every B_i and
-the rows of every A_i have norm 1 in every scheme (in expectation where they are
-random), so that one learning rate serves all of them.
+The paper does not give the width of the normal distribution. Here the columns of every B_i and the
+rows of every A_i have norm 1 in every scheme, in expectation where they are random. So one learning
+rate suits all schemes.
 
-Bases never travel: both sides make them from (seed, layer, scheme), in float64 on the CPU,
-rounded to float32 at the end.
+These bases never travel: both sides compute them from (seed, layer, scheme) in float64 on the CPU,
+and round them to float32.
 """
 
 import math
@@ -34,7 +34,7 @@ def make_bases(
     scheme: str, *, heads: int, rank: int, out_features: int, in_features: int, seed: int,
     layer: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Make B (heads, out, r) and A (heads, r, in), in float32."""
+    """Return B (heads, out, r) and A (heads, r, in), in float32."""
     if rank > min(out_features, in_features):
         raise ValueError(
             f"rank = {rank}: layer {layer} is {out_features} x {in_features}, so expected at most "
@@ -70,9 +70,10 @@ def _shared_subspace(heads: int, rank: int, out: int, in_: int, random: torch.Ge
 
 
 def describe_bases(bases: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Describe the layers that have these bases by name, and the first of the bases by their sums.
+    """Return the layers' sizes, the first layer's name, and the sums of its B and A.
 
-    An adapter's folder has it, so that it is not loaded onto another network, nor with other bases.
+    It is saved with an adapter, and checked when the adapter is loaded: against loading it onto
+    another network, or with other bases.
     """
     first, (B, A) = next(iter(bases.items()))
     sizes = Counter(f"{B.shape[1]} x {A.shape[2]}" for B, A in bases.values())
@@ -93,17 +94,16 @@ def _randn(random: torch.Generator, *shape: int) -> Tensor:
 
 
 def _orthonormal_heads(heads: int, rank: int, side: int, random: torch.Generator) -> Tensor:
-    """Draw (heads, side, rank), orthonormal over all columns of all heads as far as they fit.
+    """Draw (heads, side, rank), with orthonormal columns over all heads if they fit.
 
-    A space of `side` dimensions holds the columns of side // rank whole heads. Where there
-    are more heads, the rest start a new orthonormal block: still orthonormal among
-    themselves, and in general position to the earlier blocks.
+    A space of `side` dimensions has room for the columns of side // rank whole heads. Further heads
+    start a new block: orthonormal among themselves, and in general position to the earlier blocks.
     """
     fit = side // rank
     blocks = []
     for start in range(0, heads, fit):
         count = min(fit, heads - start)
-        # QR is Gram-Schmidt once the signs of R's diagonal are positive.
+        # QR is Gram-Schmidt if the diagonal of R is positive.
         Q, R = torch.linalg.qr(_randn(random, side, count * rank))
         Q = Q * torch.where(R.diagonal() < 0, -1.0, 1.0)
         blocks.append(Q.reshape(side, count, rank).transpose(0, 1))

@@ -1,7 +1,8 @@
-"""Compute the gradients of each example's own loss in a layer, without a loop over examples.
+"""Compute per-example gradients of a layer's parameters, without a loop over examples.
 
-One backward pass over a batch has all that is needed: a layer's inputs x_t and the gradients g_t of
-its outputs, of which an example's tokens t depend on that example alone. Summed over these tokens,
+One backward pass over a batch gives all that is needed: a layer's inputs x_t and the gradients g_t
+of its outputs. Those of an example's tokens t depend on that example alone. With sums over these
+tokens, the gradients of the example's loss are
 
     y = W x + b                     dW = sum_t g_t x_t^T,             db = sum_t g_t
     y = W x + scale B A x           dB = scale sum_t g_t (A x_t)^T
@@ -9,11 +10,12 @@ its outputs, of which an example's tokens t depend on that example alone. Summed
     y = W x + sum_i s_i B_i H_i A_i x
         G_i = sum_t (B_i^T g_t) (A_i x_t)^T,    dH_i = s_i G_i,    ds_i = <H_i, G_i>
 
-So an example's gradient of a core takes what the layer's factors are multiplied with anyway, and
-has r^2 numbers. It is the same in whatever form the layer was computed. All of it is in float32.
+So an example's gradient of a core needs only products with the layer's factors, and has r^2
+numbers. It does not depend on the form, factored or merged, in which the layer was computed. All
+computations are in float32.
 
-`RULES` says for which layers this is known. One that is not among them cannot be trained with
-privacy of each example.
+`RULES` has a rule for each supported kind of layer. A layer without a rule cannot be trained with
+example-level privacy.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,26 +28,26 @@ from ravan_flwr.adapters.lora import LoRALinear
 from ravan_flwr.adapters.multihead import MultiHeadLinear
 from ravan_flwr.adapters.stored import StoredLinear
 
-IsTrained = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
-Gradients = Iterator[tuple[Tensor, Tensor]]  # of a parameter with its gradients, (examples, *shape)
+IsTrained = Callable[[Tensor], bool]  # whether a parameter is trained
+Gradients = Iterator[tuple[Tensor, Tensor]]  # parameters with their gradients, (examples, *shape)
 
 
-# Yields gradients of a layer's own parameters. x is (examples, tokens, in), the gradient of the
-# output (examples, tokens, out).
+# Yields the gradients of a layer's own parameters, from its input x (examples, tokens, in) and the
+# gradient of its output (examples, tokens, out).
 Rule = Callable[[Any, Tensor, Tensor, IsTrained], Gradients]
 
 
-def rule_of(layer: nn.Module) -> Rule | None:
-    """Find the rule for a layer; None if there is none."""
+def gradient_rule(layer: nn.Module) -> Rule | None:
+    """Return the rule for a layer; None if there is none."""
     if isinstance(layer, nn.Linear) and type(layer) not in (nn.Linear, StoredLinear):
-        return None  # it may compute anything
+        return None  # an unknown subclass may compute anything
     return next((rule for kind, rule in RULES.items() if isinstance(layer, kind)), None)
 
 
-def ruled(layer: nn.Module) -> list[Tensor]:
-    """List the parameters that the rule of a layer is for."""
-    own = getattr(layer, "subset", None) or layer  # of a multi-head layer's trained heads
-    return list(own.parameters(recurse=False))
+def ruled_parameters(layer: nn.Module) -> list[Tensor]:
+    """Return the parameters that the rule of a layer covers."""
+    source = getattr(layer, "subset", None) or layer  # the trained heads of a multi-head layer
+    return list(source.parameters(recurse=False))
 
 
 def _linear(layer: nn.Linear, x: Tensor, g: Tensor, is_trained: IsTrained) -> Gradients:

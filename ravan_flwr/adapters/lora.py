@@ -1,12 +1,12 @@
 """Adapt a linear layer by a LoRA: y = W x + b + scale B A x (Hu et al., 2022).
 
-W and b are frozen; B (out, r) and A (r, in) are trained, or B alone. `scale` is LoRA's
-alpha / r as one number, so that it means the same for every rank.
+W and b are frozen; B (out, r) and A (r, in) are trained, or one of them. `scale` is LoRA's
+alpha / r as one number, so that its meaning does not depend on the rank.
 
-`ProductSum` sums products B A and finds their singular values; while the rank is small, without
-the matrix. A sum of products is one product of the factors side by side. Its singular value
-decomposition is that of a small core: with QR decompositions B = Q R and A^T = P S, B A = Q (R
-S^T) P^T."""
+`ProductSum` sums products B A and decomposes the sum, without the (out, in) matrix while the rank
+is small. A sum of products is one product: the B side by side, times the A stacked. Its singular
+value decomposition follows from that of a small core: with QR decompositions B = Q R and A^T = P S,
+B A = Q (R S^T) P^T."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ravan_flwr.adapters.stored import StoredLinear
 
 
 class LoRALinear(nn.Module):
-    """Add a product of small rank to a frozen linear layer."""
+    """A frozen linear layer plus a product of small rank."""
 
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float = 1.0) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class LoRALinear(nn.Module):
         self.set_factors(B, A)
 
     def set_factors(self, B: Tensor, A: Tensor) -> None:
-        """Take copies of these as B and A, of whatever rank; both are trained then."""
+        """Load copies of B and A, of any rank, and make both trainable."""
         expected = (self.base.out_features, len(A)), (len(A), self.base.in_features)
         if (B.shape, A.shape) != expected:
             raise ValueError(
@@ -42,7 +42,7 @@ class LoRALinear(nn.Module):
         y: Tensor = self.base(x)
         plain = type(self.base) in (nn.Linear, StoredLinear)
         if plain and u.dtype == y.dtype == self.B.dtype:
-            # In place: neither a tensor of the product nor a pass that adds it.
+            # In place: no tensor for the product, and no separate pass for the sum.
             flat = y.view(-1, y.shape[-1]).addmm_(
                 u.view(-1, u.shape[-1]), self.B.mT, alpha=self.scale
             )
@@ -50,49 +50,49 @@ class LoRALinear(nn.Module):
         return y + F.linear(u if self.scale == 1 else self.scale * u, self.B)
 
     def delta_weight(self) -> Tensor:
-        """Compute scale B A, (out, in)."""
+        """Return scale B A, (out, in)."""
         return self.scale * self.B @ self.A
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Give B and A whose product is the delta-weight, scale included."""
+        """Return two factors whose product is the delta-weight, scale included."""
         with torch.no_grad():
             return self.scale * self.B, self.A.detach()
 
 
 class ProductSum:
-    """Sum w_i B_i A_i in float64, exact to rounding.
+    """The sum of w_i B_i A_i in float64, exact up to rounding.
 
-    The factors are kept until they would have more columns than the matrix has. Then the matrix is
-    smaller than they are, and takes them in: memory does not grow with the number of products.
+    The sum is kept as factors until their rank exceeds the smaller side of the matrix. Then they
+    are added to the matrix as a product, so that memory does not grow with the number of products.
     """
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.side = min(out_features, in_features)
-        self.folded: Tensor | None = None
+        self.dense_sum: Tensor | None = None
         self._Bs = [torch.zeros(out_features, 0, dtype=torch.float64)]
         self._As = [torch.zeros(0, in_features, dtype=torch.float64)]
 
     def add(self, B: Tensor, A: Tensor, weight: float = 1.0) -> None:
-        """Add one more product, B (out, r) and A (r, in)."""
+        """Add weight * B A, with B (out, r) and A (r, in)."""
         self._Bs.append(weight * B.double())
         self._As.append(A.double())
         if sum(map(len, self._As)) > self.side:
             self.dense()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Give B (out, k) and A (k, in) of those products that the matrix has not taken in."""
+        """Return B (out, k) and A (k, in) of the products that are not yet in the matrix."""
         return torch.cat(self._Bs, dim=1), torch.cat(self._As)
 
     def dense(self) -> Tensor:
-        """Make the matrix of all of them, (out, in), which takes in those that are left."""
+        """Return the matrix (out, in) of all products; it replaces the factors."""
         B, A = self.factors()
-        self.folded = B @ A if self.folded is None else self.folded.addmm_(B, A)
+        self.dense_sum = B @ A if self.dense_sum is None else self.dense_sum.addmm_(B, A)
         del self._Bs[1:], self._As[1:]
-        return self.folded
+        return self.dense_sum
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Find U (out, k), k singular values, V^T (k, in); each column of U has its sign fixed."""
-        if self.folded is not None:
+        """Return U (out, k), k singular values and V^T (k, in), with signs by `fix_signs`."""
+        if self.dense_sum is not None:
             return svd(self.dense())
         B, A = self.factors()
         Q, R = torch.linalg.qr(B)
@@ -102,28 +102,28 @@ class ProductSum:
 
 
 def product_norm(B: Tensor, A: Tensor) -> float:
-    """Compute |B A|_F from two (r, r) matrices: |B A|^2 = sum((B^T B) * (A A^T))."""
+    """Return |B A|_F from two (r, r) matrices: |B A|^2 = sum((B^T B) * (A A^T))."""
     B, A = B.double(), A.double()
     return float(((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt())
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find U, the singular values in falling order, V^T; each column of U has its sign fixed."""
+    """Return U, the singular values in descending order and V^T, with signs by `fix_signs`."""
     return fix_signs(*torch.linalg.svd(matrix, full_matrices=False))
 
 
 def fix_signs(U: Tensor, S: Tensor, Vh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the largest entry of each column of U positive; the decomposition is the same."""
+    """Return the same decomposition, with the largest entry of each column of U positive."""
     largest = U.gather(0, U.abs().argmax(0, keepdim=True))[0]
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
     return U * signs, S, signs[:, None] * Vh
 
 
 def complete_rows(V: Tensor, rows: int, random: torch.Generator) -> Tensor:
-    """Complete the orthonormal rows V (k, n) by others, drawn at random, up to `rows`."""
+    """Return the orthonormal rows V (k, n) with random orthonormal rows appended, `rows` in all."""
     k, n = V.shape
     basis = torch.randn(n, rows - k, generator=random, dtype=torch.float64)
-    # Twice is enough: Gram-Schmidt against V loses its digits only once.
+    # Twice is enough: the second pass restores the orthogonality that rounding cost in the first.
     for _ in range(2):
         basis = torch.linalg.qr(basis - V.mT @ (V @ basis))[0]
     return torch.cat([V, basis.mT])

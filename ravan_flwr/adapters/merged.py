@@ -1,23 +1,24 @@
-"""Compute a multi-head layer merged: one weight a step, and a backward pass that keeps little.
+"""Compute a multi-head layer in its merged form: one weight a step, and little kept for backward.
 
     y = x (W + B C A)^T + b,    B C A = sum_i B_i C_i A_i
 
-With N tokens, h heads of rank r and a layer of `out` x `in`, multiplications for one step:
+With N tokens, h heads of rank r, K of them trained, and a layer of `out` x `in`, one step takes
+these multiplications beyond those of the frozen layer:
 
     merging W + B C A          h r in out + h r^2 in
-    the gradient of the K trained C_i, the cheapest of
+    the gradient of the trained C_i, the cheapest of
       by tokens                N K r (out + in) + K r^2 in    (gy B)^T x, then A^T
       by factors               N K r (out + in) + N K r^2     (gy B)^T (x A^T)
       by the dense gradient    N out in + K r out in + K r^2 in    B^T (gy^T x) A^T
 
-The factored form, y = x W^T + ((x A^T) C^T) B^T, takes N h r (out + in) + N h r^2 forward, as
-much backward, and N K r^2 for the gradient of C: more as soon as there are more tokens than the
-layer has rows or so. For the backward pass it keeps x A^T and its product with C, N h r numbers
-each, where the merged form keeps x and the merged weight.
+The factored form, y = x W^T + ((x A^T) C^T) B^T, takes N h r (out + in) + N h r^2 forward, as many
+backward, and N K r^2 for the gradient of C. That is more if there are more tokens than the layer
+has rows, roughly. For the backward pass it keeps x A^T and its product with C, N h r numbers each;
+the merged form keeps x and the merged weight.
 
-Merging rounds W + B C A to the dtype of W. In float32 that loses nothing that matters; in
-bfloat16, of 8 bits, it loses every update below a 256th of its weight. So the merged form is
-for inputs of float32 or more, outside autocast, and for weights that can be widened to that.
+Merging rounds W + B C A to the dtype of W. In float32 this rounding is negligible. In bfloat16,
+with a significand of 8 bits, it loses every update below 1/256 of its weight. So the merged form is
+used for inputs of at least 32 bits, outside autocast, and weights are widened to that precision.
 """
 
 from typing import Any
@@ -29,20 +30,20 @@ from torch.nn import functional as F
 
 from ravan_flwr.adapters.stored import autocasts
 
-ENOUGH_BITS = 32  # of a weight in which no small update is lost
+MIN_BITS = 32  # of a dtype in which merging loses no small update
 
 
-def loses_nothing(weight: Tensor, x: Tensor) -> bool:
-    """Tell whether a weight, widened and merged, keeps small updates: by the products' bits."""
-    if not weight.is_floating_point() or torch.finfo(x.dtype).bits < ENOUGH_BITS:
+def keeps_small_updates(weight: Tensor, x: Tensor) -> bool:
+    """Return whether merging in the dtype of x keeps small updates of the weight."""
+    if not weight.is_floating_point() or torch.finfo(x.dtype).bits < MIN_BITS:
         return False
     return not autocasts(x)
 
 
 class MergedLinear(torch.autograd.Function):
-    """Compute y as above, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
+    """The merged form, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
 
-    C's gradient is that of the heads `trained`, all of them if None, and zero for the others.
+    The gradient of C is computed for the heads `trained`, all if None; it is zero for the others.
     """
 
     @staticmethod
@@ -73,7 +74,7 @@ class MergedLinear(torch.autograd.Function):
 def core_gradients(
     gy: Tensor, x: Tensor, B: Tensor, A: Tensor, heads: int, trained: Tensor | None
 ) -> Tensor:
-    """Compute B_i^T gy^T x A_i^T for the trained heads, zero for the others: (heads, r, r)."""
+    """Return B_i^T gy^T x A_i^T for the trained heads, zero for the others: (heads, r, r)."""
     rank = len(A) // heads
     As = A.view(heads, rank, -1)
     if trained is not None:
@@ -99,13 +100,13 @@ def core_gradients(
 
 
 def cheapest_way(tokens: int, out: int, in_: int, heads: int, rank: int) -> str:
-    """Find the cheapest way to the gradient of that many cores: by tokens, factors, or dense."""
+    """Return the cheapest way to compute the gradient of `heads` cores: a key of the costs."""
     costs = gradient_costs(tokens, out, in_, heads, rank)
     return min(costs, key=costs.__getitem__)
 
 
 def gradient_costs(tokens: int, out: int, in_: int, heads: int, rank: int) -> dict[str, int]:
-    """Count the multiplications of each way."""
+    """Return the multiplications of each way."""
     width = heads * rank
     thin = tokens * width * (out + in_)
     last = width * rank * in_
@@ -117,7 +118,7 @@ def gradient_costs(tokens: int, out: int, in_: int, heads: int, rank: int) -> di
 
 
 def merged_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank: int) -> int:
-    """Count a merged step beyond what the frozen layer costs; no `trained`, no backward."""
+    """Return a merged step's cost beyond the frozen layer's; without backward if `trained` is 0."""
     merge = heads * rank * in_ * (out + rank)
     if not trained:
         return merge
@@ -125,6 +126,6 @@ def merged_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank:
 
 
 def factored_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank: int) -> int:
-    """Count a factored step beyond what the frozen layer costs; no `trained`, no backward."""
+    """Return a factored step's cost beyond the frozen layer's, as `merged_cost`."""
     pass_ = tokens * heads * rank * (out + in_ + rank)
     return 2 * pass_ + tokens * trained * rank * rank if trained else pass_

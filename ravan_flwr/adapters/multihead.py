@@ -1,14 +1,14 @@
 """Adapt a linear layer by RAVAN's heads: y = W x + b + sum_i s_i B_i H_i A_i x (section 3).
 
-W, b, B and A are frozen; H_i (r, r) and s_i are trained. One head with s = 1 is LoRA-XS,
-and Fed-SB up to its initialisation.
+W, b, B_i (out, r) and A_i (r, in) are frozen; H_i (r, r) and s_i are trained. With one head and
+s = 1 it is LoRA-XS and Fed-SB, up to their initialisation.
 
-A client that cannot afford all heads trains some of them (`train_heads`). The others stay
-in the forward pass as constants: they are no parameters any more, so that neither gradient
-nor optimiser state of them exists, and nothing of them is kept for the backward pass.
+A client whose budget does not allow all heads trains some of them (`train_heads`). The others stay
+in the forward pass as constants. They have no gradient and no optimiser state, and none of their
+activations is kept for the backward pass.
 
-The layer has two exact forms, factored as above and merged (merged.py); it takes the one that
-is less work, by its shapes, the number of tokens, and how many heads are trained.
+The layer has two exact forms, factored as above and merged (merged.py). It takes the cheaper one,
+which depends on its shapes, the number of tokens, and the number of trained heads.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.adapters.merged import MergedLinear, factored_cost, loses_nothing, merged_cost
+from ravan_flwr.adapters.merged import MergedLinear, factored_cost, keeps_small_updates, merged_cost
 from ravan_flwr.adapters.stored import autocasts, cast_once
 
 
 class MultiHeadLinear(nn.Module):
-    """Add `heads` trainable cores between frozen bases to a frozen linear layer.
+    """A frozen linear layer with `heads` trainable cores between frozen bases.
 
-    `B` is (heads, out, r), `A` is (heads, r, in); parameters `H` (heads, r, r), zero at
-    first, and `s` (heads,), one at first. `form` is "merged", "factored", or "auto".
+    `B` is (heads, out, r), `A` is (heads, r, in). The parameters are `H` (heads, r, r), initially
+    zero, and `s` (heads,), initially one. `form` is "merged", "factored", or "auto".
     """
 
-    A_stack: Tensor  # (heads * r, in): all A_i on top of each other, so that one product does
+    A_stack: Tensor  # (heads * r, in): all A_i stacked, for one product with all
     B_stack: Tensor  # (out, heads * r): all B_i side by side
 
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, form: str = "auto") -> None:
@@ -56,16 +56,16 @@ class MultiHeadLinear(nn.Module):
 
     @property
     def A(self) -> Tensor:
-        """View the A_i as (heads, r, in)."""
+        """Return a view of the A_i, (heads, r, in)."""
         return self.A_stack.view(self.heads, self.rank, -1)
 
     @property
     def B(self) -> Tensor:
-        """View the B_i as (heads, out, r)."""
+        """Return a view of the B_i, (heads, out, r)."""
         return self.B_stack.view(-1, self.heads, self.rank).transpose(0, 1)
 
     def set_bases(self, B: Tensor, A: Tensor) -> None:
-        """Take other bases of the same shapes."""
+        """Replace the bases by others of the same shapes."""
         with torch.no_grad():
             self.B_stack.copy_(side_by_side(B))
             self.A_stack.copy_(A.flatten(0, 1))
@@ -77,37 +77,37 @@ class MultiHeadLinear(nn.Module):
         return Heads(self.B_stack, self.A_stack, self.H, self.s, self.subset)
 
     def delta_weight(self) -> Tensor:
-        """Compute sum_i s_i B_i H_i A_i, (out, in), as the layer is now."""
+        """Return sum_i s_i B_i H_i A_i, (out, in), with the current values."""
         return self._heads().delta_weight()
 
     def train_heads(self, heads: Sequence[int]) -> None:
-        """Train these heads alone from now on, by their H and s."""
+        """Train only these heads' H and s from now on."""
         self.train_all_heads()
         self.H.requires_grad_(False)
         self.s.requires_grad_(False)
         self.subset = _Subset(self, heads)
 
     def train_all_heads(self) -> None:
-        """Undo `train_heads`: H and s are the parameters again, with the values they had."""
+        """Undo `train_heads`: train H and s of all heads again, with the values before it."""
         self.subset = None
         self.H.requires_grad_(True)
         self.s.requires_grad_(True)
 
     def trained_heads(self) -> list[int]:
-        """List the heads that are trained now, in ascending order."""
+        """Return the heads that are trained now, in ascending order."""
         return list(range(self.heads)) if self.subset is None else self.subset.heads
 
     def products(self) -> Tensor:
-        """Compute s_i H_i of the heads that are trained now, (K, r, r): what a client uploads."""
+        """Return s_i H_i of the heads that are trained now, (K, r, r), for the upload."""
         source = self.subset or self
         return _products(source.H, source.s).detach()
 
 
 class Heads(NamedTuple):
-    """Hold what one layer's heads compute with, wherever it is kept.
+    """The tensors of one layer's heads.
 
-    The mathematics of RAVAN's layer is here and in the two functions below, for `MultiHeadLinear`
-    and for PEFT's layer alike (peft/layer.py).
+    RAVAN's computation is in this class and the two functions below, which `MultiHeadLinear` and
+    the layer for PEFT (peft/layer.py) share.
     """
 
     B_stack: Tensor  # (out, heads * r)
@@ -117,18 +117,18 @@ class Heads(NamedTuple):
     subset: "_Subset | None" = None  # the heads that are trained, if not all
 
     def cores(self) -> Tensor:
-        """Compute s_i H_i of all heads, (heads, r, r)."""
+        """Return s_i H_i of all heads, (heads, r, r)."""
         if self.subset is None:
             return _products(self.H, self.s)
         return self.subset.joined(_products(self.subset.H, self.subset.s), self._constants())
 
     def delta_weight(self) -> Tensor:
-        """Compute sum_i s_i B_i H_i A_i, (out, in)."""
+        """Return sum_i s_i B_i H_i A_i, (out, in)."""
         A = self.A_stack.view(*self.H.shape[:2], -1)
         return self.B_stack @ torch.bmm(self.cores(), A).flatten(0, 1)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Compute sum_i s_i B_i H_i A_i x of x (..., in), factored."""
+        """Return sum_i s_i B_i H_i A_i x for x (..., in), in the factored form."""
         heads, rank, _ = self.H.shape
         if not autocasts(x):
             x = x.to(self.A_stack.dtype)
@@ -138,10 +138,10 @@ class Heads(NamedTuple):
         return F.linear(v, cast_once(self.B_stack, v))
 
     def _apply_cores(self, u: Tensor) -> Tensor:
-        """Compute s_i H_i u_i for all heads and tokens, (heads, tokens, r).
+        """Return s_i H_i u_i for all heads and tokens, (heads, tokens, r).
 
-        Of u only the trained heads' part is kept; copying into place (`index_copy`) would keep
-        what it copies, too.
+        Autograd keeps only the trained heads' part of u. `index_copy` in place of `joined` would
+        keep its source, too.
         """
         if self.subset is None:
             return _apply(u, _products(self.H, self.s))
@@ -150,7 +150,7 @@ class Heads(NamedTuple):
         return self.subset.joined(trained, _apply(u_frozen, self._constants()))
 
     def _constants(self) -> Tensor:
-        """Compute s_i H_i of the heads that are not trained."""
+        """Return s_i H_i of the heads that are not trained."""
         assert self.subset is not None
         frozen = self.subset.others
         return _products(self.H.detach()[frozen], self.s.detach()[frozen])
@@ -159,13 +159,13 @@ class Heads(NamedTuple):
 def multihead_linear(
     x: Tensor, base: nn.Module, weight: Tensor, adapters: Sequence[Heads], form: str = "auto"
 ) -> Tensor:
-    """Compute W x + b + sum_i s_i B_i H_i A_i x in the form that is less work.
+    """Return W x + b + sum_i s_i B_i H_i A_i x, computed in the cheaper form.
 
     Args:
         x: the input, (..., in).
         base: the frozen layer that computes W x + b.
         weight: its W as (out, in); a layer may keep it transposed.
-        adapters: the heads that are added, of one adapter or of several.
+        adapters: the heads of one adapter or of several.
         form: "merged", "factored", or "auto".
 
     Returns:
@@ -185,12 +185,12 @@ def multihead_linear(
 
 
 def merges(x: Tensor, weight: Tensor, bias: Tensor | None, heads: Heads, form: str) -> bool:
-    """Tell whether to use W + B C A as one weight: if it loses nothing, and is less work."""
+    """Return whether to use the merged form: if it keeps small updates, and is cheaper."""
     if weight.requires_grad or (bias is not None and bias.requires_grad):
-        return False  # as in Fed-SB's first round: merging is for constants
+        return False  # as in Fed-SB's first round; the merged form needs constants
     if form != "auto":
         return form == "merged"
-    if x.dtype != heads.A_stack.dtype or not loses_nothing(weight, x):
+    if x.dtype != heads.A_stack.dtype or not keeps_small_updates(weight, x):
         return False
     count, rank, _ = heads.H.shape
     trained = count if heads.subset is None else len(heads.subset.heads)
@@ -201,11 +201,11 @@ def merges(x: Tensor, weight: Tensor, bias: Tensor | None, heads: Heads, form: s
 
 
 class _Subset(nn.Module):
-    """Hold copies of some heads as parameters."""
+    """The trained heads of a layer: copies of their H and s as parameters."""
 
     index: Tensor  # (K,): the trained heads
     others: Tensor  # (heads - K,)
-    place: Tensor  # (heads,): where each head is in [index, others]
+    position: Tensor  # (heads,): the position of each head in [index, others]
 
     def __init__(self, layer: MultiHeadLinear, heads: Sequence[int]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _Subset(nn.Module):
         for name, values in {
             "index": self.heads,
             "others": order[len(heads) :],
-            "place": sorted(range(layer.heads), key=order.__getitem__),
+            "position": sorted(range(layer.heads), key=order.__getitem__),
         }.items():
             tensor = torch.tensor(values, dtype=torch.long, device=layer.H.device)
             self.register_buffer(name, tensor, persistent=False)
@@ -222,20 +222,20 @@ class _Subset(nn.Module):
         self.s = nn.Parameter(layer.s.detach()[self.index])
 
     def joined(self, trained: Tensor, frozen: Tensor) -> Tensor:
-        """Join what was computed for either kind of heads, in the order of the heads."""
-        return torch.cat([trained, frozen]).index_select(0, self.place)
+        """Return the results for both kinds of heads, in the order of the heads."""
+        return torch.cat([trained, frozen]).index_select(0, self.position)
 
 
 def _products(H: Tensor, s: Tensor) -> Tensor:
-    """Multiply s_i H_i, (heads, r, r)."""
+    """Return s_i H_i, (heads, r, r)."""
     return s[:, None, None] * H
 
 
 def _apply(u: Tensor, cores: Tensor) -> Tensor:
-    """Multiply C_i u_i for heads and tokens, (heads, tokens, r)."""
+    """Return C_i u_i for heads and tokens, (heads, tokens, r)."""
     return torch.bmm(u, cores.to(u.dtype).mT)
 
 
 def side_by_side(B: Tensor) -> Tensor:
-    """Put (heads, out, r) side by side, (out, heads * r)."""
+    """Return B (heads, out, r) side by side, (out, heads * r)."""
     return B.transpose(0, 1).flatten(1)

@@ -1,16 +1,16 @@
-"""Find the leading subspaces of a gradient from linear sketches of it: bases from data.
+"""Compute the leading singular subspaces of a gradient from linear sketches, for RAVAN's bases.
 
 Let G = dL/dW (out, in) be a client's gradient of an adapted matrix. It uploads
 
     Y = G Omega   (out, k)      and      Z = Psi G   (l, in)
 
-with Omega and Psi drawn from the seed on both sides. Both are linear in G, so that the sum
-of the clients' sketches is the sketch of the sum of their gradients, exactly, and nobody
-sees a gradient of anybody. From the sum the server has G ~ Q (Psi Q)^+ Z with Q an
-orthonormal basis of Y's columns (Tropp et al., "Practical sketching algorithms for low-rank
-matrix approximation", 2017), and from that the leading singular vectors.
+with Omega and Psi drawn from the seed on both sides. Both sketches are linear in G, so the sum of
+the clients' sketches is exactly the sketch of the sum of their gradients. No full gradient is sent.
+From the sum the server computes G ~ Q (Psi Q)^+ Z, with Q an orthonormal basis of Y's columns
+(Tropp et al., "Practical sketching algorithms for low-rank matrix approximation", 2017), and from
+that the leading singular vectors.
 
-The first heads take them in order, r at a time; the rest of the heads is filled with an
+The first heads take the singular vectors in order, r each. The other heads are filled with an
 orthonormal complement, so that all heads are orthogonal, as with Gram-Schmidt.
 """
 
@@ -31,22 +31,22 @@ OVERSAMPLING = 8  # columns of Y beyond the wanted dimensions
 
 @contextmanager
 def watch_gradients(
-    layer: MultiHeadLinear, see: Callable[[Tensor, Tensor], None]
+    layer: MultiHeadLinear, on_gradient: Callable[[Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Call `see(x, dL/dy)`, both (tokens, features), in every backward pass through a layer.
+    """Call `on_gradient(x, dL/dy)`, both (tokens, features), in every backward pass of a layer.
 
-    No head is trained meanwhile: of their activations nothing is kept, only x, which the
-    layers of a block share. A backward pass costs less memory than one that trains all heads
+    No head is trained within the context. Only x is kept, which the layers of a block share, and no
+    activation of the heads. So a backward pass needs less memory than one that trains all heads
     (benchmarks/ravan_memory.py).
     """
-    # Nothing is trainable meanwhile: a zero that wants a gradient starts the graph.
+    # No parameter is trainable here, so a zero that requires a gradient starts the graph.
     zero = torch.zeros((), device=layer.H.device, requires_grad=True)
 
     def watch(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         x = inputs[0].detach().flatten(0, -2)
         output = output + zero.to(output.dtype)
         dtype = layer.H.dtype
-        output.register_hook(lambda gy: see(x.to(dtype), gy.flatten(0, -2).to(dtype)))
+        output.register_hook(lambda gy: on_gradient(x.to(dtype), gy.flatten(0, -2).to(dtype)))
         return output
 
     layer.train_heads([])
@@ -60,25 +60,25 @@ def watch_gradients(
 
 @dataclass(frozen=True)
 class Sketcher:
-    """Describe the sketches of one layer's gradient, for so many leading dimensions."""
+    """The sizes and test matrices of the sketches of one layer's gradient."""
 
     layer: Layer
-    dimensions: int
+    dimensions: int  # number of leading singular vectors
     seed: int
 
     @property
     def k(self) -> int:
-        """Count the columns of Y."""
+        """Return the number of columns of Y."""
         return min(self.dimensions + OVERSAMPLING, self.layer.in_features, self.layer.out_features)
 
     @property
     def l(self) -> int:  # noqa: E743 (the paper's name)
-        """Count the rows of Z: more than Y has columns, so that Psi Q is well conditioned."""
+        """Return the number of rows of Z: more than k, so that Psi Q is well conditioned."""
         return min(2 * self.k + 1, self.layer.out_features)
 
     @property
     def size(self) -> int:
-        """Count the numbers that a client sends for this layer."""
+        """Return the number of entries that a client sends for this layer."""
         return self.layer.out_features * self.k + self.l * self.layer.in_features
 
     def test_matrices(self) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Sketcher:
         return (Omega / math.sqrt(self.k)).float(), (Psi / math.sqrt(self.l)).float()
 
     def subspaces(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the leading left (out, dimensions) and right (in, dimensions) singular vectors."""
+        """Return the leading left (out, dimensions) and right (in, dimensions) singular vectors."""
         split = self.layer.out_features * self.k
         Y = flat[:split].view(self.layer.out_features, self.k).double()
         Z = flat[split:].view(self.l, self.layer.in_features).double()
@@ -100,27 +100,27 @@ class Sketcher:
 
 
 class GradientSketch:
-    """Sum a layer's two sketches over the backward passes that it sees."""
+    """The sums of a layer's two sketches over backward passes."""
 
     def __init__(self, sketcher: Sketcher, device: torch.device) -> None:
         self.Omega, self.Psi = (matrix.to(device) for matrix in sketcher.test_matrices())
         self.Y = torch.zeros(sketcher.layer.out_features, sketcher.k, device=device)
         self.Z = torch.zeros(sketcher.l, sketcher.layer.in_features, device=device)
 
-    def see(self, x: Tensor, gy: Tensor) -> None:
+    def add(self, x: Tensor, gy: Tensor) -> None:
         """Add G Omega and Psi G for G = gy^T x, without making G."""
         self.Y += gy.T @ (x @ self.Omega)
         self.Z += (self.Psi @ gy.T) @ x
 
     def flat(self) -> Tensor:
-        """Join both as one vector."""
+        """Return both sketches as one vector."""
         return torch.cat([self.Y.flatten(), self.Z.flatten()]).cpu()
 
 
 def fill_heads(leading: Tensor, heads: int, rank: int, random: torch.Generator) -> Tensor:
-    """Fill (heads, side, rank): the leading columns first, then an orthonormal complement.
+    """Return (heads, side, rank): the leading columns first, then an orthonormal complement.
 
-    Where the side has no room for all heads, the rest starts a new orthonormal block.
+    If the side has no room for all heads, further heads start a new orthonormal block.
     """
     side, columns = leading.shape
     fit = min(side // rank, heads)

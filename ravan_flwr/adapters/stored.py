@@ -1,17 +1,17 @@
-"""Keep frozen weights in 16 bits, computed with as if in float32, or in 8 or 4 bits.
+"""Store frozen weights in 16 bits but compute as in float32, or quantise them to 8 or 4 bits.
 
-Of 16 bits, a weight is widened where it is used, which is exact, and again for the backward pass,
-so that no copy of it is kept in between. Under autocast in its own dtype it is used as it is. So a
-network whose weights fit into 16 bits, as those of most checkpoints do, computes the same bits in
-half the memory. Linear layers and embeddings are kept so; normalisations, convolutions and what
-`transformers` wants in float32 are small, and stay.
+A weight of 16 bits is widened where it is used, which is exact. It is widened again for the
+backward pass, so that no copy is kept in between. Under autocast in its own dtype it is used
+unchanged. So a network whose weights fit into 16 bits, as those of most checkpoints, computes the
+same bits in half the memory. This applies to linear layers and embeddings. Normalisations,
+convolutions and the modules that `transformers` requires in float32 are small, and stay in float32.
 
-Autocast casts every frozen float32 weight in every step. `keep_casts` lets it do so once: the
-copies in 16 bits, which a step needs anyway, stay with the weights.
+Autocast casts every frozen float32 weight in every step. After `keep_casts` it does so once: the
+copies in 16 bits, which a step needs anyway, are cached beside the weights.
 
-In 8 or 4 bits they are kept by bitsandbytes, as QLoRA (Dettmers et al., 2023). Every linear layer
-but the classifier and the language-model head is replaced by one that keeps its weight in few bits
-and computes in the precision of the run. Adapters stay in float32."""
+bitsandbytes stores weights in 8 or 4 bits, as in QLoRA (Dettmers et al., 2023). Every linear layer
+except the classifier and the language-model head is replaced by a quantised one, which computes in
+the precision of the run. Adapters stay in float32."""
 
 import copy
 from collections.abc import Collection
@@ -24,18 +24,18 @@ from torch.nn import functional as F
 
 
 class StoredLinear(nn.Linear):
-    """Compute a frozen linear layer in the dtype of its input, or in autocast's."""
+    """A frozen linear layer that computes in the dtype of its input, or in autocast's."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype or autocasts(x):
             return F.linear(x, cast_once(self.weight, x), cast_once(self.bias, x))
-        rows = x.reshape(-1, x.shape[-1])  # so that what comes out is no view, and may be added to
+        rows = x.reshape(-1, x.shape[-1])  # so that the output is no view, and in-place sums work
         y: Tensor = _Widened.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
 
 
 def keep_casts(network: nn.Module) -> None:
-    """Let frozen linear layers, and the bases beside them, keep what autocast makes of them."""
+    """Cache autocast's copies of the frozen linear layers' weights, and of the adapters' bases."""
     for module in network.modules():
         if type(module) is nn.Linear:
             module.__class__ = StoredLinear
@@ -48,7 +48,7 @@ def keep_casts(network: nn.Module) -> None:
 
 
 def cast_once(tensor: Any, x: Tensor) -> Any:
-    """Give a tensor in autocast's dtype, made once if it is to be kept; else leave it as it is."""
+    """Return the tensor's cached copy in autocast's dtype; the tensor if it has no cache."""
     if tensor is None or not hasattr(tensor, "kept_cast") or tensor.requires_grad:
         return tensor
     if not autocasts(x):
@@ -61,14 +61,14 @@ def cast_once(tensor: Any, x: Tensor) -> Any:
 
 
 class StoredEmbedding(nn.Embedding):
-    """Look numbers up in 16 bits, and give them in float32."""
+    """An embedding stored in 16 bits that returns float32."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as its base class calls it)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the base class's name)
         return super().forward(input).float()
 
 
 class StoredScaledEmbedding(StoredEmbedding):
-    """Do so for an embedding that is multiplied by a number, as Gemma's."""
+    """A `StoredEmbedding` whose output is multiplied by a scale, as Gemma's."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return super().forward(input) * cast(Tensor, self.embed_scale)
@@ -87,30 +87,30 @@ class _Widened(torch.autograd.Function):
         return gy @ weight.to(gy.dtype), None, None
 
 
-def keep_in(network: nn.Module, dtype: torch.dtype, classifier: Collection[nn.Parameter]) -> None:
-    """Keep linear layers and embeddings in that dtype, all else, as `classifier`, in float32."""
+def store_in(network: nn.Module, dtype: torch.dtype, classifier: Collection[nn.Parameter]) -> None:
+    """Store linear layers and embeddings in that dtype, all else and `classifier` in float32."""
     ids = set[int]() if dtype == torch.float32 else _storable(network, classifier)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype if id(parameter) in ids else torch.float32)
     for module in network.modules():
         if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
-            # Loaded in 16 bits it was rounded, which no weight of the files is.
+            # Loading in 16 bits rounded this scale; it rounds no weight of the files.
             rounded = cast(Tensor, module.embed_scale)
             module.embed_scale = torch.full_like(rounded, scale, dtype=torch.float32)
-        made = _stored_class(module)
-        if made is not None and id(getattr(module, "weight", None)) in ids:
-            module.__class__ = made
+        stored_class = _stored_class(module)
+        if stored_class is not None and id(getattr(module, "weight", None)) in ids:
+            module.__class__ = stored_class
 
 
 def _storable(network: nn.Module, classifier: Collection[nn.Parameter]) -> set[int]:
-    """Find the weights of which every module that uses them can be kept in 16 bits."""
+    """Return the ids of the weights that every module using them can have in 16 bits."""
     ids = {id(weight) for weight in network.parameters()} - {id(weight) for weight in classifier}
     fp32_modules = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
     for name, module in network.named_modules():
-        can = _stored_class(module) is not None
-        can = can and not any(part in fp32_modules for part in name.split("."))
+        storable = _stored_class(module) is not None
+        storable = storable and not any(part in fp32_modules for part in name.split("."))
         for parameter in module.parameters(recurse=False):
-            if not can or parameter is not module.weight:
+            if not storable or parameter is not module.weight:
                 ids.discard(id(parameter))
     return ids
 
@@ -122,7 +122,7 @@ _STORED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _stored_class(module: nn.Module) -> type[nn.Module] | None:
-    """Find the class that does the same with a weight of 16 bits; None if there is none."""
+    """Return the class that computes the same with a weight of 16 bits; None if there is none."""
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
     if scaled and len([*module.parameters(recurse=False)]) == 1:
         return StoredScaledEmbedding
@@ -130,33 +130,33 @@ def _stored_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Tell whether autocast is on for the device that a tensor is on."""
+    """Return whether autocast is enabled for the device of a tensor."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-BITS = {"8bit": 8.0, "4bit": 4.127}  # a weight with its share of the scales
+BITS = {"8bit": 8.0, "4bit": 4.127}  # bits of a weight, including its part of the scales
 
 
 def quantize(
     network: nn.Module, how: str, classifier: Collection[nn.Parameter],
     dtype: torch.dtype = torch.float32, device: torch.device | None = None,
 ) -> None:  # fmt: skip
-    """Replace the linear layers, one by one onto the device; they compute in `dtype`."""
+    """Quantise the linear layers and move them to the device, one by one; compute in `dtype`."""
     try:
-        import bitsandbytes  # noqa: PLC0415 (an extra that few need)
+        import bitsandbytes  # noqa: PLC0415 (an optional dependency)
     except ImportError as error:
         raise ValueError(
             f"quantize: bitsandbytes cannot be imported ({error}); install it, "
             "pip install 'ravan-flwr[quantize]', or set backbone-dtype=float32"
         ) from None
     for name, linear in quantizable(network, classifier).items():
-        to = linear.weight.device if device is None else device
-        network.set_submodule(name, _replacement(bitsandbytes, how, linear, dtype, to))
+        target_device = linear.weight.device if device is None else device
+        network.set_submodule(name, _replacement(bitsandbytes, how, linear, dtype, target_device))
 
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
-    """Find the linear layers that are frozen whatever the method, by name."""
+    """Return the linear layers that are frozen in every method, by name."""
     ids = {id(parameter) for parameter in classifier}
     head = getattr(network, "get_output_embeddings", lambda: None)()
     return {
@@ -170,42 +170,44 @@ def _replacement(
     library: Any, how: str, linear: nn.Linear, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     sides = linear.in_features, linear.out_features
-    weight = linear.weight.detach().float().cpu()  # which may be kept in 16 bits
+    weight = linear.weight.detach().float().cpu()  # may be stored in 16 bits
     if how == "4bit":
-        small = library.nn.Linear4bit(
+        quantized = library.nn.Linear4bit(
             *sides,
             bias=linear.bias is not None,
             compute_dtype=dtype,
             quant_type="nf4",
             device="meta",
         )
-        # On some CPUs it would pack its weights anew for evaluation, in a form that does not train.
-        small.support_avx512bf16_for_cpu = False
-        small.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+        # On some CPUs it would repack its weights for evaluation, in a form without gradients.
+        quantized.support_avx512bf16_for_cpu = False
+        quantized.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     else:
-        small = library.nn.Linear8bitLt(
+        quantized = library.nn.Linear8bitLt(
             *sides, bias=linear.bias is not None, has_fp16_weights=False, device="meta"
         )
-        small.weight = library.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        quantized.weight = library.nn.Int8Params(
+            weight, requires_grad=False, has_fp16_weights=False
+        )
     if linear.bias is not None:
-        small.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
-    small.weight_norm = float(weight.norm())
-    small = small.to(device)
-    if how == "4bit":  # unpacked as what it is computed with, which float32 is rounded to anyway
-        small.weight.quant_state.dtype = dtype
-    return cast(nn.Module, small)
+        quantized.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    quantized.weight_norm = float(weight.norm())
+    quantized = quantized.to(device)
+    if how == "4bit":  # dequantise to the computing dtype, to which float32 is rounded anyway
+        quantized.weight.quant_state.dtype = dtype
+    return cast(nn.Module, quantized)
 
 
 def weight_norm(linear: nn.Linear) -> float:
-    """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
+    """Return the weight's norm; for a quantised layer, the norm stored before quantisation."""
     norm = getattr(linear, "weight_norm", None)
     return float(dense_weight(linear).float().norm()) if norm is None else cast(float, norm)
 
 
 def dense_weight(layer: nn.Module) -> Tensor:
-    """Return a layer's weight in floating point: what it computes of the unit vectors, if packed.
+    """Return a layer's weight in floating point; for a packed weight, the outputs of unit vectors.
 
-    bitsandbytes has more than one packing, and changes it between training and evaluation.
+    bitsandbytes has several packings, and may change them between training and evaluation.
     """
     module: Any = layer
     weight: Tensor = module.weight
@@ -213,7 +215,7 @@ def dense_weight(layer: nn.Module) -> Tensor:
         return weight.detach()
     dtype = torch.float16 if hasattr(module, "state") else torch.float32
     unit = torch.eye(module.in_features, dtype=dtype, device=weight.device)
-    bias, module.bias = module.bias, None  # added and subtracted, it would cost bits of the weight
+    bias, module.bias = module.bias, None  # subtracting it afterwards would cost precision
     try:
         with torch.no_grad():
             return cast(Tensor, module(unit).mT.float())
@@ -222,10 +224,10 @@ def dense_weight(layer: nn.Module) -> Tensor:
 
 
 def requantize(layer: nn.Module, weight: Tensor) -> None:
-    """Give a layer of few bits another weight, (out, in)."""
+    """Replace a quantised layer's weight by another, (out, in)."""
     module: Any = layer
     old = module.weight
-    if hasattr(module, "state"):  # of 8 bits
+    if hasattr(module, "state"):  # a layer of 8 bits
         new = type(old)(weight.cpu(), requires_grad=False, has_fp16_weights=False)
         module.state = copy.copy(module.state)
         module.state.reset_grads()

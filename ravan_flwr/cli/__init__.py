@@ -1,4 +1,4 @@
-"""Offer the command `ravan-flwr`. Torch and Flower are imported by the commands that need them."""
+"""The command `ravan-flwr`. Only the commands that need torch and Flower import them."""
 
 import argparse
 import importlib.metadata
@@ -12,9 +12,9 @@ from ravan_flwr.cli import deployment, results, running, studying
 from ravan_flwr.cli.parts import Commands
 from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.runs.console import hush
+from ravan_flwr.runs.console import discard_stdout
 
-# One for each command, shown by its --help.
+# The example of each command, shown by its --help.
 EXAMPLES = {
     "simulate": "preset=conf/mine.yaml num-clients=5 method=fedit",
     "plan": "preset=glue-llama device=cuda",
@@ -32,14 +32,14 @@ EXAMPLES = {
 
 
 class _Help(argparse.HelpFormatter):
-    """Keep the lines of a text that has several."""
+    """Keep line breaks in help texts that have them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-class Ended(KeyboardInterrupt):
-    """End the command on a signal: what cleans up after Ctrl-C cleans up after it."""
+class EndedBySignal(KeyboardInterrupt):
+    """Raised by a signal. As a KeyboardInterrupt, it has the same cleanup as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -48,70 +48,70 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a terminal that closes, end a command once, as Ctrl-C does.
+    """Let SIGTERM and SIGHUP (a terminal that closes) end a command once, as Ctrl-C does.
 
-    Under `nohup` SIGHUP is ignored, and stays so. Only a process's main thread may set this.
+    Under `nohup` SIGHUP stays ignored. Only the main thread of a process can set signal handlers.
     """
     ended = False
 
     def end(number: int, _: object) -> None:
         nonlocal ended
-        if not ended:  # a second one does not stop the cleaning up
+        if not ended:  # a second signal does not interrupt the cleanup
             ended = True
-            raise Ended(number)
+            raise EndedBySignal(number)
 
-    before = {}
+    previous = {}
     if threading.current_thread() is threading.main_thread():
         signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, end) for number in heard}
+        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, end) for number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, run the command, exit: 0 done, 1 failed, 2 asked for wrongly."""
+    """Run the command of a command line. Exit statuses: 1 failed, 2 wrong usage or settings."""
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if "command" not in parsed:
         parser.print_help()
         return
     words = [word for word in unknown if "settings" in parsed and not word.startswith("-")]
-    if strange := [word for word in unknown if word not in words]:
-        parser.error(_about(strange[0]))
+    if unrecognized := [word for word in unknown if word not in words]:
+        parser.error(_unrecognized(unrecognized[0]))
     if words:
-        parsed.settings += words  # argparse takes those that stand together, before an option
+        parsed.settings += words  # argparse takes only consecutive words, before an option
     command: Callable[[argparse.Namespace], None] = parsed.command
     try:
         with ending_on_signals():
             command(parsed)
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough
-        hush()
+    except BrokenPipeError:  # the reader of the output has closed it
+        discard_stdout()
         sys.exit(128 + signal.SIGPIPE)
     except ValueError as error:
-        sys.exit(_complain(error, 2))
+        sys.exit(_report_error(error, 2))
     except (RuntimeError, OSError) as error:
-        sys.exit(_complain(error, 1))
-    except Ended as ended:
-        sys.exit(_complain(f"ended by {ended.signal.name}", 128 + ended.signal))
+        sys.exit(_report_error(error, 1))
+    except EndedBySignal as ended:
+        sys.exit(_report_error(f"ended by {ended.signal.name}", 128 + ended.signal))
     except KeyboardInterrupt:
-        sys.exit(_complain("interrupted", 130))
+        sys.exit(_report_error("interrupted", 130))
 
 
-def _about(word: str) -> str:
-    """Describe an unknown option, which may be a key with dashes before it."""
+def _unrecognized(word: str) -> str:
+    """Return the error text of an unknown option, which may be a key written with dashes."""
     name, _, value = word.lstrip("-").partition("=")
     key = nearest(name, ("num-clients", *KEYS))
     written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
     return f"unrecognized argument {word!r}{written if key else ''}"
 
 
-def _complain(problem: object, status: int) -> int:
-    with suppress(OSError):  # of a terminal that was closed
+def _report_error(problem: object, status: int) -> int:
+    with suppress(OSError):  # the terminal may be closed
         sys.stderr.write(f"ravan-flwr: error: {problem}\n")
         sys.stderr.flush()
     return status

@@ -1,4 +1,4 @@
-"""Hold what the commands share: how one is offered, and the options of a run's engine."""
+"""Shared parts of the commands: adding a command, and the options of a run's engine."""
 
 import argparse
 from collections.abc import Callable
@@ -11,20 +11,20 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def option(*names: str, **how: Any) -> Option:
-    """Describe an argument as argparse takes it."""
-    return names, how
+def option(*names: str, **kwargs: Any) -> Option:
+    """Return the arguments of `ArgumentParser.add_argument`."""
+    return names, kwargs
 
 
-def offer(
+def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], about: str,
     *options: Option, note: str = "", epilog: str | None = None,
 ) -> argparse.ArgumentParser:  # fmt: skip
-    """Offer a command with its arguments; `note` follows `about` in its own help."""
+    """Add a command and its options; in the command's help, `note` follows `about`."""
     description = f"{about[0].upper()}{about[1:]}. {note}".rstrip()
     parser = commands.add_parser(name, help=about, description=description, epilog=epilog)
-    for names, how in options:
-        parser.add_argument(*names, **how)
+    for names, kwargs in options:
+        parser.add_argument(*names, **kwargs)
     parser.set_defaults(command=run)
     return parser
 
@@ -43,7 +43,7 @@ ENGINE = (
 
 
 def check_engine(parsed: argparse.Namespace) -> None:
-    """Raise ValueError for an option that the engine does nothing with."""
+    """Raise ValueError for an option that the engine ignores."""
     per_gpu = parsed.clients_per_gpu
     if per_gpu is not None and parsed.engine != "flower":
         raise ValueError(
@@ -55,6 +55,6 @@ def check_engine(parsed: argparse.Namespace) -> None:
 def check_device(device: str) -> None:
     """Raise ValueError if this machine lacks the device, before anything else is imported."""
     if device not in (AUTO, "cpu"):
-        from ravan_flwr.training.device import pick_device  # noqa: PLC0415 (PyTorch, half the wait)
+        from ravan_flwr.training.device import pick_device  # noqa: PLC0415 (PyTorch alone: half the import time)
 
         pick_device(device)

@@ -1,11 +1,11 @@
-"""Commands that show a run, or hand on what it made."""
+"""Commands that show a run, or use its result."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from ravan_flwr.cli.parts import RUN, Commands, offer, option
+from ravan_flwr.cli.parts import RUN, Commands, add_command, option
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.reports import PORT
 
@@ -15,34 +15,35 @@ _CLIENT = option("--client", type=int, metavar="N",
 
 
 def add(commands: Commands) -> None:
-    """Offer `report`, `evaluate`, `predict` and `export`."""
-    offer(commands, "report", _report,
-        "write a page of one run, or of several; or show a run under way in a browser",
+    """Add `report`, `evaluate`, `predict` and `export`."""
+    add_command(commands, "report", _report,
+        "write a page of one run, or of several; or show a run in progress in a browser",
         option("runs", nargs="+", type=Path, metavar="RUN", help="a run directory"),
         option("--output", type=Path,
             help="folder (default: report/ in the run, or here for several)"),
         option("--spectrum", action="store_true",
-            help="add singular values and effective ranks of what runs added to the weights"),
-        option("--live", action="store_true", help="serve the page of one run, under way or ended"),
+            help="add singular values and effective ranks of the runs' delta-weights"),
+        option("--live", action="store_true",
+            help="serve the dashboard of one run, in progress or ended"),
         option("--port", type=int, metavar="N",
             help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"),
         note="Only this machine sees the page that --live serves; from another one: "
         f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.")
-    offer(commands, "evaluate", _evaluate,
+    add_command(commands, "evaluate", _evaluate,
         "measure a run's result on labelled examples that it has not seen, class by class",
         RUN, option("--data", required=True, metavar="FOLDER",
             help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the "
             "columns of the run's preset; of its splits the preset's tests, or `test`, else all"),
         _CLIENT, option("--json", action="store_true", help="print one JSON object, and no text"))
-    offer(commands, "predict", _predict,
+    add_command(commands, "predict", _predict,
         "write a run's answers for texts or images without labels",
         RUN, option("--data", required=True, type=Path, metavar="FILE",
             help="CSV, JSON lines or parquet with the columns of the run's preset; an image, or a "
             "folder of them"),
         option("--output", required=True, type=Path, metavar="FILE",
             help="a new file: .csv, .jsonl or .parquet"),
-        _CLIENT, note="A row that cannot be read has no answer, and says why.")
-    offer(commands, "export", _export,
+        _CLIENT, note="A row that cannot be read has no answer, and the reason.")
+    add_command(commands, "export", _export,
         "write a run's result as a folder that other software loads",
         RUN, option("--as", dest="form", required=True, choices=("peft", "ravan", "merged"),
             help="for PeftModel.from_pretrained a LoRA (peft), or the heads themselves (ravan, "
@@ -58,9 +59,9 @@ def _report(parsed: argparse.Namespace) -> None:
     if parsed.port is not None:
         raise ValueError("--port: got no --live beside it, expected it; add --live")
     from ravan_flwr.reports.report import write_report  # noqa: PLC0415
-    from ravan_flwr.runs.console import show  # noqa: PLC0415
+    from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
 
-    show()
+    log_to_stdout()
     default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
     page = write_report(parsed.runs, parsed.output or default, spectrum=parsed.spectrum)
     sys.stdout.write(f"report: {page.absolute()}\n")
@@ -76,10 +77,10 @@ def _serve(parsed: argparse.Namespace) -> None:
         )
     try:
         watch_run(parsed.runs[0], PORT if parsed.port is None else parsed.port)
-    except KeyboardInterrupt as stopped:
-        if type(stopped) is not KeyboardInterrupt:  # a signal
+    except KeyboardInterrupt as interrupt:
+        if type(interrupt) is not KeyboardInterrupt:  # another signal
             raise
-        sys.stdout.write("\n")  # Ctrl-C is the way to end it
+        sys.stdout.write("\n")  # Ctrl-C is the normal end
 
 
 def _evaluate(parsed: argparse.Namespace) -> None:

@@ -1,40 +1,45 @@
-"""Commands that run the app once, say what a run would do, or create a preset."""
+"""Commands that run the app once, plan a run, or create a preset."""
 
 import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ravan_flwr.cli.parts import ENGINE, Commands, check_engine, offer, option
+from ravan_flwr.cli.parts import ENGINE, Commands, add_command, check_engine, option
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import key_table, read_settings
-from ravan_flwr.config.presets import chosen_model, new_file, own_preset, place_of
+from ravan_flwr.config.presets import (
+    chosen_model,
+    new_preset_path,
+    parse_location,
+    with_preset_path,
+)
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
 from ravan_flwr.launch.start import read_start
 from ravan_flwr.messages.plain_text import plain
-from ravan_flwr.runs.console import say, say_loading
+from ravan_flwr.runs.console import report_loading, write_stdout
 from ravan_flwr.specs import ModelSpec, Scalar
 
-_MOST = 2**20  # bytes of a chat template, which a preset has to hold
+_MAX_BYTES = 2**20  # of a chat template, which is stored in the preset
 
 
 # fmt: off
 def add(commands: Commands) -> None:
-    """Offer `simulate`, `plan` and `new`."""
+    """Add `simulate`, `plan` and `new`."""
     keys = option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
     table = key_table()
-    offer(commands, "simulate", _simulate, "run the app on this machine, with simulated clients",
-        keys, *ENGINE,
+    add_command(commands, "simulate", _simulate,
+        "run the app on this machine, with simulated clients", keys, *ENGINE,
         option("--runs-at-a-time", type=int, default=1, metavar="N",
             help="with --engine flower: so many such runs share this machine (default: 1)"),
         epilog=table)
-    offer(commands, "plan", _plan, "report what a run will train, send and need", keys,
+    add_command(commands, "plan", _plan, "report what a run will train, send and need", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
         note="Nothing is run.", epilog=table)
-    offer(commands, "new", _new, "write a preset for your own data and model",
+    add_command(commands, "new", _new, "write a preset for your own data and model",
         option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
         option("--data", required=True, metavar="FOLDER",
             help="a folder, or an id of the Hugging Face Hub"),
@@ -42,7 +47,7 @@ def add(commands: Commands) -> None:
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
         option("--clients", type=int, metavar="N",
             help="number of devices (default: as many simulated clients as the data feed)"),
-        *(option(name, default="", metavar=what, help=about) for name, what, about in (
+        *(option(name, default="", metavar=metavar, help=about) for name, metavar, about in (
             ("--text", "COLUMN", "the column of texts, where the data leave it open"),
             ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),
             ("--image", "COLUMN", "the column of images"),
@@ -64,7 +69,7 @@ def _simulate(parsed: argparse.Namespace) -> None:
 
         run_in_flower(start, parsed.clients_per_gpu, parsed.runs_at_a_time)
         return
-    say_loading()
+    report_loading()
     with importing():
         from ravan_flwr.launch.in_process import run  # noqa: PLC0415
     run(start)
@@ -72,12 +77,12 @@ def _simulate(parsed: argparse.Namespace) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     settings, num_clients = read_settings(parsed.settings)
-    read_config(own_preset(settings))  # refused, if at all, before anything heavy is imported
+    read_config(with_preset_path(settings))  # check the settings before heavy imports
     if parsed.partition:
         _show_partition(settings, num_clients)
         return
 
-    say_loading()
+    report_loading()
     with importing():
         from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
 
@@ -85,23 +90,23 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _show_partition(config: Mapping[str, Scalar], num_clients: int | None) -> None:
-    say_loading()
+    report_loading()
     with importing():
         from ravan_flwr.reports.partition import as_text, assign  # noqa: PLC0415
 
-    say(as_text(assign(config, num_clients)) + "\n")
+    write_stdout(as_text(assign(config, num_clients)) + "\n")
 
 
 def _new(parsed: argparse.Namespace) -> None:
-    # What needs no library first: they take seconds to import.
-    new_file(parsed.name)
-    place_of("data", parsed.data)
+    # First the checks that need no library: libraries take seconds to import.
+    new_preset_path(parsed.name)
+    parse_location("data", parsed.data)
     if parsed.clients is not None and parsed.clients < 2:
         raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
     chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
     chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
 
-    say_loading()
+    report_loading()
     with importing():
         from ravan_flwr.preset_wizard.columns import NamedColumns  # noqa: PLC0415
         from ravan_flwr.preset_wizard.create import new_preset  # noqa: PLC0415
@@ -122,9 +127,9 @@ def _new(parsed: argparse.Namespace) -> None:
 
 
 def _read(name: str) -> str:
-    """Read a chat template."""
+    """Return the text of a chat template."""
     try:
-        return read_file(Path(name).expanduser(), _MOST).decode()
+        return read_file(Path(name).expanduser(), _MAX_BYTES).decode()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--chat-template {name}: it cannot be read ({error}), expected a file with a Jinja "

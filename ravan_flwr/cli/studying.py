@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
+from ravan_flwr.cli.parts import ENGINE, Commands, add_command, check_device, check_engine, option
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
@@ -13,9 +13,9 @@ from ravan_flwr.config.run_config import read_config
 
 # fmt: off
 def add(commands: Commands) -> None:
-    """Offer `study` and `tune`."""
-    how = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
-    offer(commands, "study", _study,
+    """Add `study` and `tune`."""
+    shared = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
+    add_command(commands, "study", _study,
         "run a grid of settings and seeds that is not done yet, and write a table",
         option("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml"),
         option("settings", nargs="*", metavar="KEY=VALUE",
@@ -24,9 +24,9 @@ def add(commands: Commands) -> None:
         option("--page", type=Path, metavar="PAGE.md",
             help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
-            help="run nothing: write the tables of what is done"), *how,
+            help="run nothing: write the tables of finished runs"), *shared,
         note="docs/reports.md describes it.")
-    offer(commands, "tune", _tune,
+    add_command(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
         option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
@@ -35,25 +35,25 @@ def add(commands: Commands) -> None:
         option("--seeds", metavar="SEED,SEED,...",
             help="seeds of the last runs; the first is that of all others (default: 100,101,102)"),
         option("--no-write", action="store_true", help="print the line, keep the preset"),
-        option("--dry-run", action="store_true", help="print what would be run, run none"), *how,
+        option("--dry-run", action="store_true", help="print the planned runs, run none"), *shared,
         note="Rates are compared by successive halving on the clients' validation splits.",
         epilog=key_table())
 # fmt: on
 
 
-def _check_how(parsed: argparse.Namespace) -> None:
+def _check_options(parsed: argparse.Namespace) -> None:
     if parsed.jobs < 1:
         raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1, such as 2")
     check_engine(parsed)
 
 
 def _study(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.runs.console import show  # noqa: PLC0415
+    from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
     from ravan_flwr.studies.running import run_study  # noqa: PLC0415
 
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
-    _check_how(parsed)
+    _check_options(parsed)
     overrides, num_clients = read_settings(parsed.settings)
     if num_clients is not None:
         raise ValueError(
@@ -61,15 +61,15 @@ def _study(parsed: argparse.Namespace) -> None:
         )
     if not parsed.tables_only:
         check_device(str(overrides.get("device", AUTO)))
-    show()
+    log_to_stdout()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    how = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
-    if not run_study(parsed.file, folder, *how, overrides=overrides) and not parsed.tables_only:
+    options = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
+    if not run_study(parsed.file, folder, *options, overrides=overrides) and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 
 def _tune(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.runs.console import log, show  # noqa: PLC0415
+    from ravan_flwr.runs.console import log, log_to_stdout  # noqa: PLC0415
     from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
     from ravan_flwr.studies.tuning import (  # noqa: PLC0415
         adopt,
@@ -79,14 +79,14 @@ def _tune(parsed: argparse.Namespace) -> None:
         tune,
     )  # fmt: skip
 
-    _check_how(parsed)
+    _check_options(parsed)
     settings, num_clients = read_settings(parsed.settings)
     if parsed.engine == "flower":
-        read_config(settings)  # which refuses a preset's path: Flower bundles the app's own
+        read_config(settings)  # rejects a preset's path: Flower bundles only the app's presets
     seeds = _numbers("--seeds", parsed.seeds, int, "whole numbers", "1,2,3")
     rates = _numbers("--rates", parsed.rates, float, "numbers", "1e-3,3e-3")
     tuning = plan_tuning(settings, num_clients, rates, seeds)
-    show()
+    log_to_stdout()
     config = tuning.config
     folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
     log.info("%s\nfolder %s", tuning.describe(), folder.absolute())
@@ -98,7 +98,7 @@ def _tune(parsed: argparse.Namespace) -> None:
     try:
         choice = tune(tuning, folder.absolute(), options)
     except KeyboardInterrupt:
-        log.info("what is done is kept in %s; the same command continues there", folder)
+        log.info("finished runs are kept in %s; the same command continues there", folder)
         raise
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
     log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
@@ -108,12 +108,13 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(
-    option: str, text: str | None, kind: Callable[[str], _Number], what: str, example: str
+    option: str, text: str | None, kind: Callable[[str], _Number], expected: str, example: str
 ) -> list[_Number]:
-    """Read the numbers of an option, which commas part."""
+    """Return the comma-separated numbers of an option."""
     try:
         return [kind(word) for word in (text or "").replace(",", " ").split()]
     except ValueError:
         raise ValueError(
-            f"{option} {text}: expected {what} with commas between, such as {example}; correct it"
+            f"{option} {text}: expected {expected} with commas between, such as {example}; "
+            "correct it"
         ) from None

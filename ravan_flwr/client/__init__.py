@@ -1,1 +1,1 @@
-"""Answer the server's messages, in a process of their own or in a warm worker."""
+"""Answer the server's messages, in a process for each message or in a warm worker."""

@@ -1,12 +1,13 @@
-"""Account on a device for what it has released in a run, and refuse what would exceed a limit.
+"""Account on a device for its releases in a run, and refuse releases above a privacy budget.
 
-An account is written before anything leaves: what was counted may never have left, never the other
-way round. Flower starts a process for every message, gives each the node's state as it was when it
-began, and keeps that of the one that ends last. So a question that begins before a round, and ends
-after it, would take the round out of the node's state again, as often as a server asks it. On a
-device every entry is a line of a file as well, which only this user can write. The file stays when
-a SuperNode is started again; its node's state does not. A run that goes on is a new one to Flower.
-So the server says with each round what it has counted before; where that is more, it is believed.
+The account is written before an upload is sent. So it may count a release that was never sent, but
+never misses one that was. Flower starts a process for every message, gives each the node's state of
+its start, and keeps the state of the process that ends last. A message that starts before a round
+and ends after it would therefore remove the round from the node's state, as often as a server
+sends such messages. So on a device every entry is also a line of a file that only this user can
+write. The file survives a restart of the SuperNode; the node's state does not. To Flower a resumed
+run is a new run. So the server sends with each round how many rounds it has counted before. If its
+number is larger than the account's, the account takes that number.
 
 No torch here: a process that a SuperNode starts for a light message loads nothing heavy.
 """
@@ -22,59 +23,59 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.on_device import append, is_on_a_device, kept_folder, locked_file
+from ravan_flwr.client.on_device import append, is_on_a_device, locked_file, persistent_folder
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.privacy.account import LEAST, Releases, StepNoise, epsilon_of_all
+from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, StepNoise, epsilon_of_all
 
 if TYPE_CHECKING:
     from ravan_flwr.config.run_config import Config
 
 log = getLogger(__name__)
 
-EXAMPLES = "privacy-account"  # the record in a node's state
-MOST_ROUNDS = 1_000_000  # that a run has
+ACCOUNT = "privacy-account"  # the record in a node's state
+MOST_ROUNDS = 1_000_000  # of a run
 
 Entry = Mapping[str, Any]
 
 
 class AccountBook:
-    """Hold the entries that there are of a run's account, as nobody else can change them now."""
+    """The entries of a run's account, locked against other processes."""
 
     def __init__(self, state: RecordDict, run: str, file: BinaryIO | None) -> None:
         self._state, self._run, self._file = state, run, file
 
     @property
     def entries(self) -> list[Entry]:
-        """Return the last entry of each place: either may have missed some that the other has."""
-        record = self._state.get(EXAMPLES)
+        """Return the last entries of node state and file: each may lack entries of the other."""
+        record = self._state.get(ACCOUNT)
         entries: list[Entry] = [record] if isinstance(record, ConfigRecord) else []
         if self._file is not None:
             self._file.seek(0)
             entries += _last_of(self._file.read().splitlines())
         return [entry for entry in entries if entry.get("run") == self._run]
 
-    def enter(self, **entry: Any) -> None:
-        """Put an entry into both places; it is on disk when this returns."""
+    def write_entry(self, **entry: Any) -> None:
+        """Write an entry to node state and file; it is on disk when this returns."""
         entry["run"] = self._run
-        self._state[EXAMPLES] = ConfigRecord(entry)
+        self._state[ACCOUNT] = ConfigRecord(entry)
         if self._file is not None:
-            # A line of its own, also after one that was not written whole.
+            # Begin a new line: the last one may be incomplete.
             append(self._file, b"\n" + json.dumps(entry).encode() + b"\n")
 
 
 @contextmanager
-def opened_book(state: RecordDict, run: str, partition: int) -> Iterator[AccountBook]:
-    """Lend the book of an account, of one run on one node, to one process at a time."""
+def open_account(state: RecordDict, run: str, partition: int) -> Iterator[AccountBook]:
+    """Open the account book of one run on one node, for one process at a time."""
     if not is_on_a_device():
         yield AccountBook(state, run, None)
         return
-    place = hashlib.sha256(json.dumps([run, partition, EXAMPLES]).encode()).hexdigest()[:32]
-    with locked_file(f"account-{place}") as file:
+    digest = hashlib.sha256(json.dumps([run, partition, ACCOUNT]).encode()).hexdigest()[:32]
+    with locked_file(f"account-{digest}") as file:
         yield AccountBook(state, run, file)
 
 
 def _last_of(lines: list[bytes]) -> list[Entry]:
-    """Read the last line that is one; none if there is none."""
+    """Return the last valid entry among these lines, in a list; an empty list if none is valid."""
     for line in reversed(lines):
         try:
             entry = json.loads(line)
@@ -85,50 +86,50 @@ def _last_of(lines: list[bytes]) -> list[Entry]:
     return []
 
 
-def check_kept(node: Node) -> None:
-    """Raise ValueError if a device that requires an epsilon could not keep its account."""
-    if node.max_epsilon is not None and is_on_a_device() and kept_folder() is None:
+def check_account_is_kept(node: Node) -> None:
+    """Raise ValueError if a device with max-epsilon cannot keep its account across restarts."""
+    if node.max_epsilon is not None and is_on_a_device() and persistent_folder() is None:
         raise ValueError(
             f"max-epsilon = {node.max_epsilon:g}: this device cannot keep what it spends, expected "
             "a folder ravan-flwr of its user alone in $FLWR_HOME, and no link; make that writable"
         )
 
 
-class SpentError(ValueError):
-    """Say that a client trains no further, since its epsilon would be exceeded."""
+class OutOfBudgetError(ValueError):
+    """The error of a client whose epsilon another round would exceed."""
 
 
 @dataclass(frozen=True)
 class ExampleAccount:
-    """Hold what a client has released of its examples in a run."""
+    """A client's releases from its examples in a run."""
 
     rounds: int = 0
     releases: tuple[Releases, ...] = ()
 
     @classmethod
     def of(cls, book: AccountBook) -> "ExampleAccount":
-        """Read the one that has most rounds, of those that are not damaged; or an empty one."""
+        """Return the undamaged account with most rounds; an empty account if there is none."""
         accounts = [cls()]
         for entry in book.entries:
             try:
                 parts = [entry[name] for name in ("multipliers", "rates", "numbers")]
                 releases = tuple(Releases(*row) for row in zip(*parts, strict=True))
                 rounds = entry["rounds"]
-                sound = all(z >= LEAST and 0 < q <= 1 <= n for z, q, n in releases)
+                sound = all(z >= LEAST_MULTIPLIER and 0 < q <= 1 <= n for z, q, n in releases)
                 if not sound or {type(n) for n in (rounds, *parts[2])} != {int} or rounds < 1:
                     raise ValueError(f"it has {rounds!r} rounds and releases {releases}")
                 accounts.append(cls(rounds, releases))
             except (KeyError, TypeError, ValueError) as error:
-                log.warning("this client's account is of no use: %s", error)
+                log.warning("this client's account is damaged: %s", error)
         return max(accounts, key=lambda account: account.rounds)
 
     def write(self, book: AccountBook) -> None:
-        """Enter it."""
+        """Write this account to the book."""
         multipliers, rates, numbers = map(list, zip(*self.releases, strict=True))
-        book.enter(rounds=self.rounds, multipliers=multipliers, rates=rates, numbers=numbers)
+        book.write_entry(rounds=self.rounds, multipliers=multipliers, rates=rates, numbers=numbers)
 
     def after(self, rounds: int, per_round: Releases) -> "ExampleAccount":
-        """Return the account with so many further rounds of that many releases each."""
+        """Return this account with further rounds, each of the releases `per_round`."""
         numbers = {(release.multiplier, release.rate): release.number for release in self.releases}
         kind = per_round.multiplier, per_round.rate
         if rounds:
@@ -137,9 +138,9 @@ class ExampleAccount:
         return ExampleAccount(self.rounds + rounds, releases)
 
 
-def take_part(
+def count_round(
     state: RecordDict,
-    mark: str,
+    run_hash: str,
     config: "Config",
     rate: float,
     message: Mapping[str, Any],
@@ -147,41 +148,44 @@ def take_part(
 ) -> tuple[StepNoise, bool]:
     """Count a round in the node's book; return its noise, and whether rounds were missing.
 
-    The noise is as set, or as the server has calibrated it to epsilon. SpentError, and the account
-    as it was, if the round would exceed epsilon.
+    The noise is the setting's, or calibrated to epsilon by the server. OutOfBudgetError if the
+    round would exceed epsilon: then the account is unchanged.
     """
     multiplier = config.noise_multiplier or message.get("noise-multiplier")
-    if not isinstance(multiplier, float) or not LEAST <= multiplier < math.inf:
+    if not isinstance(multiplier, float) or not LEAST_MULTIPLIER <= multiplier < math.inf:
         raise ValueError(
-            f"noise-multiplier = {multiplier!r} in the message: expected {LEAST:g} or more; start "
-            "server and clients with one version"
+            f"noise-multiplier = {multiplier!r} in the message: expected {LEAST_MULTIPLIER:g} or "
+            "more; start server and clients with one version"
         )
-    past = message.get("earlier-rounds")
-    if type(past) is not int or not 0 <= past <= MOST_ROUNDS:
+    earlier_rounds = message.get("earlier-rounds")
+    if type(earlier_rounds) is not int or not 0 <= earlier_rounds <= MOST_ROUNDS:
         raise ValueError(
-            f"earlier-rounds = {past!r} in the message: expected a number of rounds, {MOST_ROUNDS} "
-            "at most; start server and clients with one version"
+            f"earlier-rounds = {earlier_rounds!r} in the message: expected a number of rounds, "
+            f"{MOST_ROUNDS} at most; start server and clients with one version"
         )
     per_round = Releases(multiplier, rate, config.local_steps or 0)
-    with opened_book(state, mark, partition) as book:
+    with open_account(state, run_hash, partition) as book:
         account = ExampleAccount.of(book)
-        missing = max(0, past - account.rounds)
+        missing = max(0, earlier_rounds - account.rounds)
         if missing:
-            # In one process the record says it of all of them (`recounted`).
+            # In one process the round's record has it for all clients (`recounted`).
             log.log(
                 INFO if is_on_a_device() else DEBUG,
-                "this client's account has %d rounds, and the server has asked it in %d: it counts "
-                "all of these, as after a restart or in a resumed run",
-                *(account.rounds, past),
+                "this client's account has %d rounds, and the server has counted %d: the account "
+                "now has these, as after a restart or in a resumed run",
+                *(account.rounds, earlier_rounds),
             )
         account = account.after(missing, per_round)
-        after, most = account.after(1, per_round), config.epsilon
-        if most is not None and (then := epsilon_of_all(after.releases, config.delta)) > most:
-            now = epsilon_of_all(account.releases, config.delta)
-            raise SpentError(
-                f"epsilon = {most:g}: after {account.rounds} rounds its examples have spent "
-                f"{now:.4g}, and one more would take that to {then:.4g}"
+        after, limit = account.after(1, per_round), config.epsilon
+        if (
+            limit is not None
+            and (epsilon_after := epsilon_of_all(after.releases, config.delta)) > limit
+        ):
+            epsilon_before = epsilon_of_all(account.releases, config.delta)
+            raise OutOfBudgetError(
+                f"epsilon = {limit:g}: after {account.rounds} rounds its examples have spent "
+                f"{epsilon_before:.4g}, and one more would take that to {epsilon_after:.4g}"
             )
         after.write(book)
-    assert config.clip_norm is not None  # of privacy=example it never adapts
+    assert config.clip_norm is not None  # with privacy=example it is fixed
     return StepNoise(multiplier, config.clip_norm), bool(missing)

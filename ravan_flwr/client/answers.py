@@ -1,6 +1,6 @@
-"""Answer the server: who this client is, its training, its evaluation, the result that it keeps.
+"""Answer the server's messages: query, training, calibration, evaluation, delivery of the result.
 
-Records in, records out, in whatever process. The work is done by `training/`.
+Each function turns records into records, in any process. `training/` does the computation.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.account import SpentError, take_part
-from ravan_flwr.client.client_request import ClientRequest, keep_own
+from ravan_flwr.client.account import OutOfBudgetError, count_round
+from ravan_flwr.client.client_request import ClientRequest, store_personal
 from ravan_flwr.client.masked import train_masked
 from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.secure_part import node_keys
-from ravan_flwr.config.node_config import limit_of
+from ravan_flwr.config.node_config import epsilon_limit
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
@@ -34,7 +34,7 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.private_steps import (
-    check_examples_apart,
+    check_examples_independent,
     sampling_rate,
     train_privately,
 )
@@ -45,35 +45,34 @@ log = getLogger(__name__)
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
     client = ClientRequest(content, context)
-    # A server that asks for what a run of these settings does not ask asks for too much.
-    able, why = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
+    # Refuse messages that a run of these settings does not send: they could ask for too much.
+    allowed, setting = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
     if client.config.secure_aggregation:
-        why, able = "secure-aggregation = true", ["masked"]
+        setting, allowed = "secure-aggregation = true", ["masked"]
     elif client.config.privacy == "example":
-        why, able = "privacy = 'example'", ["train"]
-    if kind not in ("query", "deliver", *able):
+        setting, allowed = "privacy = 'example'", ["train"]
+    if kind not in ("query", "deliver", *allowed):
         raise ValueError(
-            f"{why}: got a message that asks to {kind!r}, expected {' or '.join(able)}; the server "
-            "does not do as the run's settings say"
+            f"{setting}: got a message that asks to {kind!r}, expected {' or '.join(allowed)}; the "
+            "server does not follow the run's settings"
         )
     return _ANSWERS[kind](client)
 
 
 def forget() -> None:
-    """Read model and examples anew for the next message."""
+    """Drop the cached model and examples: the next message reads them again."""
     get_model_and_data.cache_clear()
 
 
 def _query(client: ClientRequest) -> RecordDict:
     loaded, node = client.loaded, client.node
-    # What is refused is refused before a round.
+    # Raise errors of the setup here, before a round.
     if client.config.secure_aggregation:
         node_keys(node).public()
     if client.config.privacy == "example":
-        check_examples_apart(loaded.model, loaded.task)
-    fraction = (
-        client.budget_fraction
-    )  # "auto" follows from memory, which examples will take a part of
+        check_examples_independent(loaded.model, loaded.task)
+    # Before the examples are loaded: budget = auto depends on free memory, and they take some.
+    fraction = client.budget_fraction
     registered = RegisteredClient(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
@@ -82,7 +81,7 @@ def _query(client: ClientRequest) -> RecordDict:
         examples=len(client.examples.train),
         budget_fraction=fraction,
         device=str(loaded.model.device),
-        # How much examples take is not told where the server is not trusted.
+        # With privacy=example the server must not learn how much memory the examples take.
         free_memory=0 if client.config.privacy == "example" else client.free_memory,
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
@@ -95,38 +94,47 @@ def _query(client: ClientRequest) -> RecordDict:
 
 
 def _train(client: ClientRequest) -> RecordDict:
-    client.take_fixed()
+    client.load_fixed_tensors()
     if client.config.privacy == "example":
         return _train_privately(client)
-    own = client.find_own()
-    result = train_locally(*client.work, client.granted, client.steps, client.turn, own)
+    personal = client.find_personal()
+    result = train_locally(
+        *client.training_inputs,
+        client.granted_fraction,
+        client.steps,
+        client.client_round,
+        personal,
+    )
     reply = _trained(client, result)
-    if result.own:
-        keep_own(client.context.state, result.own)
-        reply.metric_records["metrics"]["began-anew"] = int(own is None)
+    if result.personal:
+        store_personal(client.context.state, result.personal)
+        reply.metric_records["metrics"]["began-anew"] = int(personal is None)
     return reply
 
 
 def _train_privately(client: ClientRequest) -> RecordDict:
-    """Train with private steps, once they are accounted for; or say that no room is left."""
+    """Account for private steps, then train by them; reply `refused` if out of privacy budget."""
     message = client.content.config_records["config"]
-    limited = replace(client.config, epsilon=limit_of(client.node, client.config.epsilon))
+    limited = replace(client.config, epsilon=epsilon_limit(client.node, client.config.epsilon))
     rate = sampling_rate(client.config.batch_size, len(client.trained_on))
     try:
-        noise, recounted = take_part(
-            client.context.state, client.mark, limited, rate, message, client.node.partition_id
+        noise, recounted = count_round(
+            client.context.state, client.run_hash, limited, rate, message, client.node.partition_id
         )
-    except SpentError as error:
+    except OutOfBudgetError as error:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
         return RecordDict({"refused": refused})
     steps = client.steps
     if is_on_a_device():
-        # Company changes the rounding of an example's gradient, and a server can send a state that
-        # makes anything of that. By itself none depends on another, whatever the state.
+        # In a larger micro-batch the rounding of an example's gradient depends on other examples,
+        # and a hostile state can amplify that. With batches of one, no gradient depends on another
+        # example, whatever the state.
         steps = replace(steps, micro_batch_size=1)
-    with client.keeping_reasons():
-        result = train_privately(*client.work, client.granted, steps, client.turn, noise)
+    with client.hiding_reasons():
+        result = train_privately(
+            *client.training_inputs, client.granted_fraction, steps, client.client_round, noise
+        )
         reply = _trained(client, result)
     reply.metric_records["metrics"]["recounted"] = int(recounted)
     return reply
@@ -134,16 +142,16 @@ def _train_privately(client: ClientRequest) -> RecordDict:
 
 def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
-    return _trained(client, calibrate_locally(*client.work, steps, client.turn))
+    return _trained(client, calibrate_locally(*client.training_inputs, steps, client.client_round))
 
 
 def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
     sparse = result.upload
-    if client.sparsity != WHOLE:  # the largest of what has changed, in place of what was trained
+    if client.sparsity != WHOLE:  # upload the largest changes, not the trained values
         method = client.loaded.model.method.in_round(client.round)
         change = change_of(method, result.upload, client.broadcast)
         sparse = sparsify(change, client.sparsity[1], change.keys())
-    upload = encode(sparse, client.wire, client.turn.generator("wire up"))
+    upload = encode(sparse, client.wire, client.client_round.generator("wire up"))
     values = client.upload_metrics
     if client.config.privacy == "none":
         values |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
@@ -159,8 +167,8 @@ def _evaluate(client: ClientRequest) -> RecordDict:
             f"partition {client.node.partition_id} has no validation part: got validation-share = "
             f"{client.config.validation_share}, expected above 0; set it"
         )
-    client.take_fixed()
-    with loaded.model.holding(client.broadcast, client.find_own()):
+    client.load_fixed_tensors()
+    with loaded.model.holding(client.broadcast, client.find_personal()):
         size, precision = loaded.task.evaluation_batch, client.config.precision
         sums = measured_sums(loaded.model, loaded.task, examples, size, precision)
     measures = loaded.task.measures
@@ -172,38 +180,40 @@ def _evaluate(client: ClientRequest) -> RecordDict:
 
 
 def keep_delivered(client: ClientRequest) -> RecordDict:
-    """Keep the run's result; whatever prevents that is told, and costs nothing else."""
+    """Write the run's result to this device; any failure is logged and reported to the server."""
     try:
         reply = _keep(client)
-    except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
-        place = client.node.result_path or "(no result-path)"
-        log.warning("the run's result is not kept in %s: %s", place, error)
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError):  # the server is told no paths of a device
+    except Exception as error:  # noqa: BLE001 (a full disk, damaged files, out of memory)
+        folder = client.node.result_path or "(no result-path)"
+        log.warning("the run's result is not kept in %s: %s", folder, error)
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):  # the server must not learn paths of a device
             reason = error.strerror or type(error).__name__
-            why = f"its result-path cannot be written to: {reason}"
-        reply = refusal(why)
+            text = f"its result-path cannot be written to: {reason}"
+        reply = refusal(text)
     return RecordDict({"kept": ConfigRecord(reply)})
 
 
 def _keep(client: ClientRequest) -> dict[str, Any]:
-    from ravan_flwr.reports.device_result import keep_result  # noqa: PLC0415 (no round needs it)
+    from ravan_flwr.reports.device_result import save_result  # noqa: PLC0415 (no round needs it)
 
     node = client.node
     parcel = read_parcel(client.content.config_records["config"])
     if node.result_path is None:
         raise ValueError("its node config has no result-path")
-    client.take_fixed()
+    client.load_fixed_tensors()
     state = from_record(client.content.array_records["arrays"])
-    own = client.find_own()
-    if own is None and client.loaded.model.own_shapes():
+    personal = client.find_personal()
+    if personal is None and client.loaded.model.personal_shapes():
         raise ValueError(
-            "this device has no part of the model of its own: it has not trained in this run, or "
-            "was started again since; expected deliver=true in a run in which it trains"
+            "this device has no personal parameters: it has not trained in this run, or was "
+            "started again since; expected deliver=true in a run in which it trains"
         )
-    place, writer = Path(node.result_path), str(node.partition_id)
+    folder, writer = Path(node.result_path), str(node.partition_id)
     form = node.result_form
-    return confirmation(parcel, keep_result(place, parcel, state, client.loaded, form, writer, own))
+    return confirmation(
+        parcel, save_result(folder, parcel, state, client.loaded, form, writer, personal)
+    )
 
 
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {

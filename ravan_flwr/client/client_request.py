@@ -1,4 +1,4 @@
-"""Hold a message together with the node that it came to: what every answer begins with."""
+"""A message with the context of its node, from which every answer begins."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, Context, RecordDict
 
-from ravan_flwr.client.account import check_kept
+from ravan_flwr.client.account import check_account_is_kept
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.node_config import check_node_requirements, read_node
@@ -31,15 +31,15 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 
 log = getLogger(__name__)
 
-OWN = "own-part"  # the record in the node's state with its part of the model
-KEPT = (
+PERSONAL_RECORD = "own-part"  # the record in the node's state with its personal parameters
+HIDDEN_REASON = (
     "this device could not work on its examples; its own log has the reason, which is not sent "
     "to the server, since it could reveal an example"
 )
 
 
 class ClientRequest:
-    """Hold a message and the node that it came to: the run config, with what the node changes."""
+    """A message, its node, and the run config with the node's overrides."""
 
     def __init__(self, content: RecordDict, context: Context) -> None:
         self.started = time.perf_counter()
@@ -48,8 +48,8 @@ class ClientRequest:
         config = read_config(context.run_config)
         self.config = replace(config, device=self.node.device or config.device)
         check_node_requirements(self.node, config)
-        check_kept(self.node)
-        if self.node.data_path is not None and not config.data.settled:
+        check_account_is_kept(self.node)
+        if self.node.data_path is not None and not config.data.labels_known:
             raise ValueError(
                 f"preset {config.preset}: it leaves the labels to the data, but this device has "
                 "examples of its own, expected the labels of all devices; write them into the "
@@ -68,36 +68,36 @@ class ClientRequest:
     @property
     def examples(self) -> Examples:
         node = self.node
-        with self.keeping_reasons():
+        with self.hiding_reasons():
             if node.data_path is not None:
-                return self.loaded.own_examples(node.data_path, node.partition_id)
+                return self.loaded.device_examples(node.data_path, node.partition_id)
             return self.loaded.partition(node.partition_id, node.num_partitions)
 
     @contextmanager
-    def keeping_reasons(self) -> Iterator[None]:
-        """Keep to the device why work on its examples fails, where it does not trust the server.
+    def hiding_reasons(self) -> Iterator[None]:
+        """Hide from the server why work on the examples fails, with privacy=example.
 
-        Flower sends the class and the text of an error to the server: one of both for all. It is
-        not that of bad input, after which a warm worker would stay.
+        Flower sends an error's class and text to the server, so all errors become the same one. It
+        is a RuntimeError, since a warm worker stays alive after a ValueError (bad input).
         """
         try:
             yield
         except Exception:
             if self.config.privacy != "example":
                 raise
-            log.exception("the server learns that this device failed, and not why")
-            raise RuntimeError(KEPT) from None
+            log.exception("work on the examples failed; the server does not get this reason")
+            raise RuntimeError(HIDDEN_REASON) from None
 
     @property
     def trained_on(self) -> Encoded:
-        """Get what a round trains on: the client's own examples, or those of all."""
+        """Return the examples that a round trains on: the client's, or those of all clients."""
         if METHODS[self.config.method].pools:
             return self.loaded.pooled(self.node.num_partitions)
         return self.examples.train
 
     @property
     def budget_fraction(self) -> float:
-        """Find the node's own budget if it has one, or its draw from the run's distribution."""
+        """Return the budget fraction of the node config, else that of the run's distribution."""
         budget, config = self.node.budget, self.config
         if budget is None:
             return budget_fraction(config.budgets, config.seed, self.node.partition_id)
@@ -110,8 +110,8 @@ class ClientRequest:
         return free_memory(self.loaded.model.device)
 
     @property
-    def granted(self) -> float:
-        """Return the fraction that this node named when asked: free memory may have changed."""
+    def granted_fraction(self) -> float:
+        """Return the fraction that the node reported to `query`; free memory may have changed."""
         return cast(float, self.content.config_records["config"]["budget-fraction"])
 
     @property
@@ -123,8 +123,8 @@ class ClientRequest:
         return cast(int, self.content.config_records["config"]["round"])
 
     @property
-    def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
-        """Collect what every kind of local work begins with."""
+    def training_inputs(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
+        """Return the arguments that all kinds of local training start with."""
         loaded = self.loaded
         return loaded.model, loaded.task, self.trained_on, self.broadcast
 
@@ -142,28 +142,28 @@ class ClientRequest:
         return sparsity_of_round(self.config.densities, self.round)
 
     @property
-    def turn(self) -> ClientRound:
+    def client_round(self) -> ClientRound:
         return ClientRound(self.config.seed, self.round, self.node.partition_id)
 
     @property
-    def mark(self) -> str:
-        return run_mark(self.config, self.context.run_id)
+    def run_hash(self) -> str:
+        return run_hash(self.config, self.context.run_id)
 
     @property
     def upload_metrics(self) -> dict[str, Any]:
-        """Say what every upload tells of itself, and how long it has taken if that may be told."""
+        """Return the metrics of every upload, with the time that it took unless that is private."""
         metrics = {"round": self.round, "derived": self.loaded.model.derived}
-        if self.config.privacy == "example":  # seconds would tell of the examples
+        if self.config.privacy == "example":  # seconds could reveal something about the examples
             return metrics
         return metrics | {"seconds": time.perf_counter() - self.started}
 
-    def find_own(self) -> Tensors | None:
-        """Find the part of the model that has stayed with this client, if one has."""
+    def find_personal(self) -> Tensors | None:
+        """Return this client's personal parameters, if the model has any and the node kept them."""
         model = self.loaded.model
-        return find_own(self.context.state, model) if model.own_shapes() else None
+        return find_personal(self.context.state, model) if model.personal_shapes() else None
 
-    def take_fixed(self) -> None:
-        """Load the fixed tensors: sent once, then kept in this node's state for the run."""
+    def load_fixed_tensors(self) -> None:
+        """Load the fixed tensors, which are sent once and kept in the node's state for the run."""
         digest = str(self.content.config_records["config"].get("fixed-hash", ""))
         if not digest:
             return
@@ -178,37 +178,36 @@ class ClientRequest:
         self.loaded.model.load_fixed(from_record(state.array_records[FIXED]), digest)
 
 
-# A client's own part of the model lies in its node's state, which is of one run alone
-# (replay_guard.py), and is forgotten when the node is started again. What is read from it is
-# checked as what comes from elsewhere is: a part of other shapes, or with numbers that are not
-# finite, counts as lost.
+# A client's personal parameters are in its node's state. That state belongs to one run alone
+# (replay_guard.py), and is lost when the node is restarted. Parameters read from it are checked:
+# other shapes, or numbers that are not finite, count as lost.
 
 
-def run_mark(config: Config, run_id: int) -> str:
-    """Name a run by its number and by the settings that its result follows from."""
+def run_hash(config: Config, run_id: int) -> str:
+    """Return a hash of a run's id and of the settings that determine its result."""
     settings = {k: v for k, v in config.as_dict().items() if k not in FREE_ON_RESUME}
     text = json.dumps([run_id, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def keep_own(state: RecordDict, own: Tensors) -> None:
-    """Put the part into a node's state, in place of the one before."""
-    state[OWN] = to_record(own)
+def store_personal(state: RecordDict, personal: Tensors) -> None:
+    """Store personal parameters in a node's state, in place of earlier ones."""
+    state[PERSONAL_RECORD] = to_record(personal)
 
 
-def own_tensors(state: RecordDict) -> Tensors | None:
-    """Read the tensors of the part, as they are; None if there is none."""
-    arrays = state.get(OWN)
+def read_personal(state: RecordDict) -> Tensors | None:
+    """Return the personal parameters in a node's state, unchecked; None if there are none."""
+    arrays = state.get(PERSONAL_RECORD)
     return from_record(arrays) if isinstance(arrays, ArrayRecord) else None
 
 
-def find_own(state: RecordDict, model: AdaptedModel) -> Tensors | None:
-    """Find the part that the client has; None if it has none that can be used."""
+def find_personal(state: RecordDict, model: AdaptedModel) -> Tensors | None:
+    """Return the valid personal parameters in a node's state; None if there are none."""
     try:
-        own = own_tensors(state)
-        if own is not None:
-            model.check_own(own)
+        personal = read_personal(state)
+        if personal is not None:
+            model.check_personal(personal)
     except ValueError as error:
-        log.warning("this client's personal parameters are of no use, it begins anew: %s", error)
+        log.warning("this client's personal parameters cannot be used, it begins anew: %s", error)
         return None
-    return own
+    return personal

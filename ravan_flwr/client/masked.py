@@ -1,12 +1,12 @@
-"""Train in a secure round, where what is uploaded is masked."""
+"""Train in a secure round, whose uploads are masked."""
 
 from dataclasses import replace
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from ravan_flwr.client.client_request import ClientRequest, keep_own
-from ravan_flwr.client.secure_part import pieces_in, secure_part
+from ravan_flwr.client.client_request import ClientRequest, store_personal
+from ravan_flwr.client.secure_part import open_secure_client, pieces_in
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.messages.records import read_pieces, to_pieces
 from ravan_flwr.methods.base import Tensors
@@ -14,47 +14,54 @@ from ravan_flwr.secure.schedule import Schedule
 from ravan_flwr.seeding import generator
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.masked import (
-    by_tensor,
     check_cohort,
     check_digest,
     check_parts,
     check_rows,
     parts_of,
+    rows_by_tensor,
     selected_rows,
     to_numbers,
 )
 
 
 def train_masked(client: ClientRequest) -> RecordDict:
-    """Train the rows that the schedule of a secure round says, and mask how they changed."""
+    """Train the rows that the schedule assigns to this client, and return their masked changes."""
     parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
-    with secure_part(client.context, client.node) as secure:
+    with open_secure_client(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.loaded.model.method
     check_digest(replace(client.loaded.config, rank=method.rank), sent, schedule)
-    random = np.random.default_rng(client.turn.derive("rounding"))
+    random = np.random.default_rng(client.client_round.derive("rounding"))
     _check_schedule(client, sent, schedule)
-    chosen, own = by_tensor(schedule.parts, rows), client.find_own()
+    chosen, personal = rows_by_tensor(schedule.parts, rows), client.find_personal()
     result = train_locally(
-        *client.work, client.granted, client.steps, client.turn, own=own, rows=chosen
+        *client.training_inputs,
+        client.granted_fraction,
+        client.steps,
+        client.client_round,
+        personal=personal,
+        rows=chosen,
     )
-    if result.own:
-        keep_own(client.context.state, result.own)
+    if result.personal:
+        store_personal(client.context.state, result.personal)
     numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
-    with secure_part(client.context, client.node) as secure:
+    with open_secure_client(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.upload_metrics)})
 
 
 def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:
-    """Refuse what the server would have said otherwise, as far as this client can know it."""
+    """Raise ValueError if the schedule breaks the run's settings, as far as a client can check."""
     method, config, node = client.loaded.model.method, client.config, client.node
     check_cohort(config, len(schedule.partitions), node.num_partitions)
     check_parts(parts_of(method, sent, config.learning_rate * client.steps.number), schedule)
-    # What a node with budget = auto has named depends on memory that was free then.
+    # A node with budget = auto reported a fraction that depends on the memory free at that time.
     fraction = (
-        client.granted if node.budget == AUTO else min(client.budget_fraction, config.max_share)
+        client.granted_fraction
+        if node.budget == AUTO
+        else min(client.budget_fraction, config.max_share)
     )
     random = generator(config.seed, "heads", client.round, node.partition_id)
     check_rows(selected_rows(method, sent, fraction, random), schedule, node.partition_id)

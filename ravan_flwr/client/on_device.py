@@ -1,7 +1,7 @@
-"""Know whether a SuperNode has started this process, and the folders of its user alone.
+"""Detect whether a SuperNode started this process, and find the private folders of its user.
 
-In one lies its worker's socket, in the other what a device must not forget, not even when it is
-started again.
+One folder has the warm worker's socket. The other has files that must survive a restart of the
+device.
 """
 
 import logging
@@ -18,41 +18,41 @@ from ravan_flwr.flower_private import TaskIdentity, flower_home
 log = logging.getLogger(__name__)
 
 LONGEST_FOLDER = 85  # bytes: a socket's whole path has room for 104 on some systems
-_NONE = 1  # task ids up to this are of no process that a SuperNode started
+_NONE = 1  # task ids up to this belong to processes that no SuperNode started
 
 
 def is_on_a_device() -> bool:
-    """Tell whether a SuperNode has started this process: in others messages take turns."""
+    """Return whether a SuperNode started this process; in others, messages are never concurrent."""
     return task_of_process() > _NONE
 
 
 def task_of_process() -> int:
-    """Return the number that Flower has given to what this process does; 0 if none."""
+    """Return the id of the Flower task that this process does; 0 if there is none."""
     try:
         return TaskIdentity.task_id
-    except RuntimeError:  # Flower has said nothing
+    except RuntimeError:  # Flower has set none
         return 0
 
 
-def work_for_task(number: int) -> None:
-    """Let a warm worker answer for the process of a message, with that one's number."""
+def adopt_task(number: int) -> None:
+    """Set the task id of this process: a warm worker takes that of the process it answers for."""
     TaskIdentity.task_id = number
 
 
 @contextmanager
 def locked_file(name: str) -> Iterator[BinaryIO]:
-    """Lend a file of this user's to one process at a time; what is written comes at its end."""
+    """Open a private file of this user for appending, locked against other processes."""
     import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
 
-    within = kept_folder()
-    if within is None:
+    parent = persistent_folder()
+    if parent is None:
         log.warning(
             "%s: it cannot be written to, is a link, or others can enter it, expected a folder of "
-            "user %d alone: what this device has spent is forgotten with its temporary files",
-            *(_in_flowers(), os.getuid()),
+            "user %d alone: this device's privacy account is lost with its temporary files",
+            *(_persistent_path(), os.getuid()),
         )
-        within = private_folder()
-    folder = within / "once"
+        parent = private_folder()
+    folder = parent / "once"
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "a+b") as file:
@@ -61,37 +61,37 @@ def locked_file(name: str) -> Iterator[BinaryIO]:
 
 
 def append(file: BinaryIO, content: bytes) -> None:
-    """Write at the end of such a file; it is on disk when this returns."""
+    """Append to a file and flush it to disk."""
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
 
 
-def kept_folder() -> Path | None:
-    """Find the folder of this user alone in Flower's own; None if there can be none."""
-    folder = _in_flowers()
-    with suppress(OSError):  # something else is there, or it cannot be written to
+def persistent_folder() -> Path | None:
+    """Return this user's private folder in FLWR_HOME; None if it cannot be made or used."""
+    folder = _persistent_path()
+    with suppress(OSError):  # the path is no folder, or it cannot be written to
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder if _is_ours(folder) and os.access(folder, os.W_OK | os.X_OK) else None
+    return folder if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) else None
 
 
-def _in_flowers() -> Path:
+def _persistent_path() -> Path:
     return flower_home() / "ravan-flwr"
 
 
 def private_folder() -> Path:
-    """Find the folder where this user can have sockets and files, and nobody else.
+    """Return a folder for sockets and files that only this user can enter.
 
-    All client processes of a SuperNode find the same one: that of the session, then one with the
-    user's number in the folder for temporary files. Somebody else may have made that one, to keep
-    us from it: then it is one with a name that nobody could know before.
+    All client processes of a SuperNode find the same folder: that of the session, else one with the
+    user's number in the folder for temporary files. If another user has made that folder, to block
+    this one, the folder gets an unpredictable name.
     """
     shared = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
     session = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-    for folder in ([session / "ravan-flwr"] if _is_ours(session) else []) + [shared]:
-        with suppress(OSError):  # something else is there, or it cannot be written to
+    for folder in ([session / "ravan-flwr"] if _is_private(session) else []) + [shared]:
+        with suppress(OSError):  # the path is no folder, or it cannot be written to
             folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_ours(folder):
+        if _is_private(folder):
             return folder
     log.warning(
         "%s: another user made it, or others can enter it, expected a folder of user %d alone; "
@@ -100,13 +100,13 @@ def private_folder() -> Path:
         os.getuid(),
     )
     for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
-        if _is_ours(folder):
+        if _is_private(folder):
             return folder
     return Path(tempfile.mkdtemp(prefix=f"{shared.name}-"))
 
 
-def _is_ours(folder: Path) -> bool:
-    """Tell whether it is a folder, and no link to one, that this user alone can enter."""
+def _is_private(folder: Path) -> bool:
+    """Return whether this is a folder, and no link to one, that only this user can enter."""
     try:
         info = folder.lstat()
     except OSError:
@@ -116,7 +116,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def folder_of_sockets() -> Path:
-    """Find the private folder; RuntimeError if a socket's path in it is too long for the system."""
+    """Return the private folder; RuntimeError if a socket's path in it is too long."""
     folder = private_folder()
     length = len(os.fsencode(folder))
     if length > LONGEST_FOLDER:

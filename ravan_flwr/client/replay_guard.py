@@ -1,21 +1,21 @@
-"""Let a device answer what may be asked once only once, however many processes are asked at a time.
+"""Answer messages that must be answered once only once, even if several arrive at a time.
 
-Flower starts a process for every message, at once. Each has the node's state as it was when it
-began, and the state of the one that ends last is kept. So a server that asks twice at the same time
-would get signatures of two lists, or two private rounds that the account has as one. What stands
-against it is a number that only goes up, in a file that only this user can write.
+Flower starts a process for every message, at once. Each gets the node's state of its start, and the
+state of the process that ends last is kept. So a server that sends a message twice at the same time
+would get signatures of two lists, or two private rounds that the account counts as one. A number
+that only increases prevents that. It is in a file that only this user can write.
 
-A node answers for one run at a time, and begins each with nothing of those before. Flower keeps a
-node's state for a series of runs, and gives a message what the last of them left: its state, and
-its run config. A run of ours keeps things there that are of no other: fixed tensors, the client's
-personal parameters, accounts, the secrets of a secure round.
+A node answers for one run at a time, and starts each run with an empty state. Flower keeps a node's
+state for a series of runs, and gives a message the state and the run config of the last of them.
+But fixed tensors, the client's personal parameters, accounts and the secrets of a secure round
+belong to one run.
 """
 
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from ravan_flwr.client.account import EXAMPLES
+from ravan_flwr.client.account import ACCOUNT
 from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
 from ravan_flwr.secure import PHASES
 
@@ -23,19 +23,19 @@ _OF = "of-run"
 
 
 def answer_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
-    """Raise ValueError if a process of this node was asked this, or something later, before."""
+    """Raise ValueError if a process of this node was asked this message, or a later one, before."""
     if not is_on_a_device():
         return
     if kind in PHASES:
         name, number = "secure", len(PHASES) * _number_in(content, "round") + PHASES.index(kind)
     elif kind == "train" and context.run_config.get("privacy") == "example":
         earlier = _number_in(content, "earlier-rounds")
-        name, number = "private", max(_number_in(context.state, "rounds", EXAMPLES), earlier) + 1
+        name, number = "private", max(_number_in(context.state, "rounds", ACCOUNT), earlier) + 1
     else:
         return  # it may be asked again
     with locked_file(f"{context.run_id}-{partition}-{name}") as file:
         file.seek(0)
-        # One that was not written whole has no end, or a line of its own that is too small.
+        # A number that was not written whole is too small, and on a line of its own.
         last = max(map(int, filter(bytes.isdigit, file.read().splitlines())), default=-1)
         if number <= last:
             raise ValueError(
@@ -46,14 +46,14 @@ def answer_once(kind: str, content: RecordDict, context: Context, partition: int
 
 
 def _number_in(records: RecordDict, name: str, record: str = "config") -> int:
-    """Read a number of a record; 0 of one that whoever answers will refuse."""
+    """Return a number of a record; 0 for an invalid one, which the message's handler refuses."""
     fields: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
     value = fields.get(name)
     return value if type(value) is int and 0 <= value < 2**53 else 0
 
 
 def enforce_run_scope(message: Message, context: Context) -> None:
-    """Forget what another run has left; ValueError if the message is of an earlier one."""
+    """Clear the state of another run; ValueError if the message belongs to an earlier run."""
     run, origin = str(context.run_id), message.metadata.run_id
     if origin != context.run_id:
         raise ValueError(

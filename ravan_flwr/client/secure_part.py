@@ -1,7 +1,7 @@
-"""Answer the phases of a secure round in which nothing is trained, and keep what is between them.
+"""Answer the phases of a secure round without training, and keep the client's state between them.
 
-Like client_app.py this imports no torch. A phase begins with the client's state in its node's, as
-one text, and ends with that. The server never sees a node's state.
+Like client_app.py this imports no torch. The client's state is one JSON text in the node's state: a
+phase reads it first and writes it last. The server never sees a node's state.
 """
 
 import json
@@ -23,24 +23,24 @@ log = getLogger(__name__)
 
 SECURE = "secure-round"  # the record in a node's state
 
-# What a message of each light phase brings, and what answers it.
-_HALVES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Parts]]] = {
+# The parts of each light phase's message, and the function that answers it.
+_LIGHT_PHASES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Parts]]] = {
     "keys": ((), lambda client, number, _: client.make_keys(number)),
-    "shares": (("schedule", "roll"), SecureClient.deal),
+    "shares": (("schedule", "roll"), SecureClient.share_secrets),
     "agree": (("alive",), SecureClient.agree),
     "unmask": (("signers", "signatures"), SecureClient.unmask),
 }
 
 
 def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
-    """Answer a message of one of these phases."""
-    names, phase = _HALVES[kind]
+    """Return the reply to a message of a light phase."""
+    names, phase = _LIGHT_PHASES[kind]
     number = content.config_records["config"]["round"]
     if type(number) is not int:
         raise ValueError(f"got round {number!r}, expected a whole number")
     parts = read_pieces(pieces_in(content), names)
     try:
-        with secure_part(context, node) as client:
+        with open_secure_client(context, node) as client:
             answer = phase(client, number, parts)
     except DistrustError as error:
         log.warning("this node takes no part in round %d: %s", number, error)
@@ -49,12 +49,12 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
 
 
 def pieces_in(content: RecordDict) -> ArrayRecord:
-    """Find the pieces of a message."""
+    """Return the pieces of a message."""
     return content.array_records.get(PIECES, ArrayRecord())
 
 
 def node_keys(node: Node) -> NodeKeys:
-    """Find this node's keys; ValueError if it has none: then it cannot take part."""
+    """Return this node's keys; ValueError if its node config has no secure-keys."""
     if node.secure_keys is None:
         raise ValueError(
             "secure-aggregation = true: this node has no secure-keys in its node config, expected "
@@ -64,10 +64,10 @@ def node_keys(node: Node) -> NodeKeys:
 
 
 @contextmanager
-def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
-    """Lend the client of a secure round for one phase; afterwards its state is kept.
+def open_secure_client(context: Context, node: Node) -> Iterator[SecureClient]:
+    """Open the client of a secure round for one phase, and store its state afterwards.
 
-    Also after an error: a phase that failed is over.
+    The state is stored after an error, too: a failed phase cannot be repeated.
     """
     record = context.state.config_records.get(SECURE, ConfigRecord())
     state: State = json.loads(str(record.get("state", "{}")), object_hook=_with_bytes)
@@ -81,5 +81,5 @@ def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
 
 
 def _with_bytes(data: dict[str, Any]) -> Any:
-    """Read bytes where they were written, as {"hex": ...}."""
+    """Return {"hex": ...} as bytes, and other objects unchanged."""
     return bytes.fromhex(data["hex"]) if "hex" in data else data

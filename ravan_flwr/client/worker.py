@@ -1,17 +1,17 @@
-"""Keep model and examples between a SuperNode's messages, in a process: the warm worker.
+"""Keep model and examples in memory between a SuperNode's messages: the warm worker.
 
 Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
 the node config that process hands its message to the worker, over a socket that only the
-SuperNode's user can open, and takes the answer back. The worker is the process's child, so it
+SuperNode's user can open, and takes the answer back. The worker is a child of such a process, so it
 has its user, its environment and its log. It answers one message at a time, and it ends
 
 - with the process that starts Flower's client processes, and so with the SuperNode,
-- when whoever asked is gone before the answer, as after `flwr stop`, even in the middle of it,
-- when it is asked by another app: other files, or the same in another folder,
-- after an error that is not one of bad input: who knows what it leaves behind on a GPU,
-- after half an hour without a question.
+- when the requesting process ends before the answer, as after `flwr stop`, even amid its work,
+- when another app connects: other files, or the same in another folder,
+- after an error other than bad input, which may leave a GPU in an unknown state,
+- after half an hour without a message.
 
-What it keeps is of one run: another one reads its model and its examples anew.
+Model and examples belong to one run: for another run the worker reads them again.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.on_device import folder_of_sockets, task_of_process, work_for_task
+from ravan_flwr.client.on_device import adopt_task, folder_of_sockets, task_of_process
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -37,22 +37,22 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1800.0
 START_SECONDS = 60.0  # until a worker listens; it imports nothing heavy before
-LOOK_SECONDS = 0.5  # how often it looks whether its owner and its asker are there
+POLL_SECONDS = 0.5  # how often it checks that its owner and its requester are alive
 _READY = b"ready"
 
-_started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and are not waited for
+_started: list[subprocess.Popen[bytes]] = []  # workers outlive this process: no wait for their end
 
 
-# What Flower's client process does.
+# In Flower's client process.
 
 
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """Ask the worker, which is started if there is none. Changes the context's state."""
+    """Return the worker's answer, after starting one if necessary; change the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
     path = folder_of_sockets() / f"{owner}.sock"
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process alone starts it
-        connection = _greet(path) or _start(path, owner)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process starts a worker
+        connection = _connect(path) or _start(path, owner)
     with connection:
         try:
             send_records(
@@ -74,22 +74,22 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                 "reason, and the SuperNode's log may have it. The next message starts another one"
             ) from None
     if "error" in header:
-        if records:  # what it noted before it failed, as a process of its own would have
+        if records:  # state written before the failure, as a separate process would keep it
             (context.state,) = records
-        # With the name of the class, where it is not the one that tells of bad input.
+        # The text includes the class of the error unless it is bad input.
         raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
     reply, context.state = records
     return reply
 
 
-def _greet(path: Path) -> Connection | None:
-    """Connect to a worker that waits for a question; None if there is none of this code."""
+def _connect(path: Path) -> Connection | None:
+    """Return a connection to a waiting worker of the same app; None if there is none."""
     try:
         connection = Client(str(path), family="AF_UNIX")
     except (FileNotFoundError, ConnectionError):
         return None
     try:
-        connection.send_bytes(_who())
+        connection.send_bytes(_app_id())
         if connection.recv_bytes() == _READY:
             return connection
     except (EOFError, ConnectionError):
@@ -99,12 +99,12 @@ def _greet(path: Path) -> Connection | None:
 
 
 def _start(path: Path, owner: int) -> Connection:
-    """Start a worker, and connect to it."""
-    path.unlink(missing_ok=True)  # of one that had no time to
+    """Start a worker, and return a connection to it."""
+    path.unlink(missing_ok=True)  # left by a worker that was killed
     package = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        # -P: not what lies in the working directory, which may be another checkout.
+        # -P: import nothing from the working directory, which may be another checkout.
         [sys.executable, "-P", "-m", "ravan_flwr.client.worker", str(path), str(owner)],
         env=os.environ | {"PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
@@ -112,58 +112,58 @@ def _start(path: Path, owner: int) -> Connection:
     _started.append(process)
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        if connection := _greet(path):
+        if connection := _connect(path):
             return connection
         time.sleep(0.01)
     process.kill()
     raise RuntimeError("the warm worker did not start; see the SuperNode's log")
 
 
-def _who() -> bytes:
-    """Name this app by its code, and by its folder, since presets lie beside the code."""
+def _app_id() -> bytes:
+    """Return an identifier of this app: its code's fingerprint, and its folder with the presets."""
     return f"{code_fingerprint()} {Path(__file__).resolve().parents[1]}".encode()
 
 
-# What the worker does.
+# In the worker.
 
 
 class Worker:
-    """Answer one question after the other, until there is a reason to end."""
+    """A process that answers one message at a time, until it has a reason to end."""
 
     def __init__(self, path: Path, owner: int) -> None:
-        import psutil  # noqa: PLC0415 (who asks does without it)
+        import psutil  # noqa: PLC0415 (the requesting process does not need it)
 
-        self._owner = psutil.Process(owner)  # never mistaken for a later one of the same number
+        self._owner = psutil.Process(owner)  # psutil recognises a reused process id
         self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
         self._path = path
-        self._busy = threading.Lock()  # held where the asker is looked at, or exchanged
-        self._asker: Connection | None = None
+        self._busy = threading.Lock()  # held while the requester is checked or replaced
+        self._requester: Connection | None = None
         self._idle_since = time.monotonic()
-        self._run: int | None = None  # whose model and examples it has
+        self._run: int | None = None  # the run whose model and examples are in memory
         self._retired = False
 
     def serve(self) -> None:
-        """Answer until there is a reason to end."""
+        """Answer messages until the worker retires."""
         threading.Thread(target=self._watch, daemon=True).start()
-        who = _who()
+        app_id = _app_id()
         while not self._retired:
             with self._listener.accept() as connection:
                 try:
-                    if connection.recv_bytes() == who:
+                    if connection.recv_bytes() == app_id:
                         connection.send_bytes(_READY)
                         self._answer(connection)
                     else:
                         self._retire()
                 except (EOFError, OSError):
-                    log.info("whoever asked the warm worker is gone")
+                    log.info("the process that asked the warm worker has ended")
                 finally:
-                    self._free()
+                    self._release()
 
     def _answer(self, connection: Connection) -> None:
         header, (content, state) = receive_records(connection)
         with self._busy:
-            self._asker = connection
-        records = [state]  # with what an answer has noted before it failed
+            self._requester = connection
+        records = [state]  # with changes that an answer made before it failed
         try:
             records = _answer_of(header, content, state, new=header["run-id"] != self._run)
             self._run = header["run-id"]
@@ -175,38 +175,38 @@ class Worker:
             header = {"error": text, "bad-input": bad}
             if not bad:
                 self._retire()
-        self._free()  # whoever asked may go now
+        self._release()  # from here on the requester may end
         send_records(connection, header, records)
 
     def _retire(self) -> None:
-        """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
+        """Close the socket, so that the next message starts another worker."""
         self._retired = True
         self._listener.close()
 
-    def _free(self) -> None:
+    def _release(self) -> None:
         with self._busy:
-            self._asker, self._idle_since = None, time.monotonic()
+            self._requester, self._idle_since = None, time.monotonic()
 
     def _watch(self) -> None:
-        """End the process when nobody wants it any more, whatever it is doing."""
+        """End the process when its requester or its owner has ended, or it was idle too long."""
         import psutil  # noqa: PLC0415 (as above)
 
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             with self._busy:
-                if self._asker is None:
+                if self._requester is None:
                     unwanted = time.monotonic() - self._idle_since > IDLE_SECONDS
                 else:
-                    # Before the answer nothing but an end can be read.
-                    unwanted = self._asker.poll()
-                try:  # to psutil it still runs until its parent has noticed its end
+                    # Before the answer the requester sends nothing: readable means closed.
+                    unwanted = self._requester.poll()
+                try:  # psutil reports a zombie, which has ended, as running
                     alive = self._owner.is_running()
-                    alone = not alive or self._owner.status() == psutil.STATUS_ZOMBIE
+                    orphaned = not alive or self._owner.status() == psutil.STATUS_ZOMBIE
                 except psutil.NoSuchProcess:
-                    alone = True
-                if alone:
+                    orphaned = True
+                if orphaned:
                     self._path.with_suffix(".lock").unlink(missing_ok=True)
-                if unwanted or alone:
+                if unwanted or orphaned:
                     self._path.unlink(missing_ok=True)
                     os._exit(0)
 
@@ -214,10 +214,10 @@ class Worker:
 def _answer_of(
     header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
 ) -> list[RecordDict]:
-    """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""
+    """Return the client's reply and its new state; `new` is True for a run's first message."""
     settings = header["node-config"], state, header["run-config"]
     context = Context(header["run-id"], header["node-id"], *settings)
-    work_for_task(header["task-id"])
+    adopt_task(header["task-id"])
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415

@@ -1,1 +1,1 @@
-"""Check all that a user sets, before anything is loaded."""
+"""Check every setting before anything is loaded."""

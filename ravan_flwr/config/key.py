@@ -1,4 +1,4 @@
-"""Describe one key of a configuration, and check a value for it, with errors that say so."""
+"""Describe a key of a configuration, and check its values."""
 
 import difflib
 import math
@@ -15,9 +15,9 @@ _TYPE_NAMES = {str: "text", int: "whole number", float: "decimal number", bool: 
 
 @dataclass(frozen=True)
 class Key:
-    """Say what one key may hold, and what depends on it.
+    """A key's default, help and allowed values.
 
-    Three flags say what makes two runs the same. Everything that compares runs asks them.
+    Code that compares runs reads the flags `of_result` and `may_change`.
     """
 
     default: Scalar
@@ -25,27 +25,27 @@ class Key:
     kind: type[Scalar] = str
     choices: tuple[str, ...] = ()
     low: float = -math.inf
-    above: float = -math.inf  # in place of `low`, where the bound itself is out of range
+    above: float = -math.inf  # in place of `low`, if the bound itself is not allowed
     high: float = math.inf
     below: float = math.inf  # in place of `high`
-    # By the first word of a text, the parts that follow it: a part's `help` is its name.
+    # First word of a text -> the parts that may follow it. A part's `help` is its name.
     forms: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
-    pattern: str = ""  # of a text: the regular expression that it must match as a whole
-    in_words: str = ""  # what `pattern` means
+    pattern: str = ""  # a regular expression that the whole text must match
+    in_words: str = ""  # `pattern` in words
 
-    # "auto" takes the value that the preset's `run` has, or this where it has none.
+    # The value of "auto" if the preset's `run` has none. None: "auto" does not refer to the preset.
     preset: Scalar | None = None
-    # Two runs with different values are different runs. False: the key says where a run computes,
-    # how long it waits or who is told, but not what comes out.
+    # Does the value affect a run's result? Runs with different values are then different runs.
+    # Other keys set where a run computes, how long it waits, or what it reports and where.
     of_result: bool = True
-    # A run that is resumed may get another value, though what follows depends on it.
+    # May a resumed run have another value, although later rounds depend on it?
     may_change: bool = False
-    # It is no key of its own: `limits` holds it.
+    # Is it a part of the key `limits`, and no key of its own?
     is_limit: bool = False
 
     @property
     def allowed(self) -> str:
-        """Describe what the key takes."""
+        """Return a description of the allowed values."""
         if self.choices or self.forms:
             forms = (":".join([word, *(part.help.upper() for part in parts)])
                      for word, parts in self.forms.items())  # fmt: skip
@@ -61,7 +61,7 @@ class Key:
         return " ".join([noun, " and ".join(limits)]).strip()
 
     def checked(self, name: str, value: Scalar) -> Scalar:
-        """Return the value in the key's own type; ValueError if the key does not take it."""
+        """Return the value in the key's type; raise ValueError if it is not allowed."""
         if value == AUTO and self.default == AUTO:
             return value
         problem = f"{name} = {value!r}: expected {self.allowed}"
@@ -86,7 +86,7 @@ class Key:
         return value
 
     def parts(self, name: str, text: str) -> dict[str, Scalar]:
-        """Read `WORD:PART:PART` as its parts by name, the word as ""; an empty part is left out."""
+        """Return the parts of `WORD:PART:PART` by name, the word as "", empty parts' defaults."""
         word, *rest = text.split(":")
         check_choice(name, word, self.forms)
         parts = self.forms[word]
@@ -102,17 +102,17 @@ class Key:
         return read
 
     def _joined(self, read: Mapping[str, Scalar]) -> str:
-        """Write parts as `parts` reads them; those at the end that say nothing are left out."""
+        """Return the parts as text, the inverse of `parts`; trailing empty defaults are omitted."""
         words = [str(read[""])]
         for part in self.forms[words[0]]:
             value = read[part.help]
-            silent = value == part.default and value in ("", AUTO, 0)
-            number = isinstance(value, float)
-            words.append("" if silent else str(value).removesuffix(".0" if number else ""))
+            omitted = value == part.default and value in ("", AUTO, 0)
+            is_float = isinstance(value, float)
+            words.append("" if omitted else str(value).removesuffix(".0" if is_float else ""))
         return ":".join(words).rstrip(":")
 
     def typed(self, text: str) -> Scalar:
-        """Read a text as a person types it: numbers as such, and the truth as Python writes it."""
+        """Return a typed text as the key's number or truth value, if it is one, else unchanged."""
         if self.kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if self.kind is not str:
@@ -123,7 +123,7 @@ class Key:
 
 
 def _plain(bound: float) -> str:
-    """Write a bound with all its digits: 281474976710656 is not 2.8e+14."""
+    """Return a bound with all its digits: 281474976710656, not 2.8e+14."""
     return f"{int(bound)}" if bound == int(bound) else f"{bound:.10g}"
 
 
@@ -138,18 +138,18 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """End a sentence with the choice that is spelt most like the value, if one is."""
+    """Return the end of a sentence: a question with the nearest choice, or a full stop."""
     near = nearest(value, choices)
     return f": did you mean {near!r}?" if near else "."
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
-    """Find the choice that begins or ends so, or is spelt most like it, whatever its case."""
+    """Return the choice that begins or ends with the value, or is spelt like it, in any case."""
     plain = {choice.lower(): choice for choice in choices}
     word = str(value).lower().replace("_", "-")
     if word in plain:
         return plain[word]
-    begun = [choice for choice in plain if len(word) > 2 and choice.startswith(f"{word}-")]
-    ended = [choice for choice in plain if len(word) > 2 and choice.endswith(f"-{word}")]
-    near = begun or difflib.get_close_matches(word, list(plain), n=1) or sorted(ended, key=len)
+    longer = [choice for choice in plain if len(word) > 2 and choice.startswith(f"{word}-")]
+    suffixed = [choice for choice in plain if len(word) > 2 and choice.endswith(f"-{word}")]
+    near = longer or difflib.get_close_matches(word, list(plain), n=1) or sorted(suffixed, key=len)
     return plain[near[0]] if near else None

@@ -2,7 +2,7 @@
 
 A run config is what `[tool.flwr.app.config]` holds and `flwr run . -c "key=value"`
 overrides: flat, kebab-case, with bool, int, float and str values. A key that is `"auto"`
-takes the preset's value, or where presets have none what its help says.
+takes the preset's value. Where presets have none, its help describes the value.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ravan_flwr.methods import BUDGETS, METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
-ROBUST = ("median", "trimmed-mean")  # of replies, in place of a mean
+ROBUST = ("median", "trimmed-mean")  # values of `weighting` in place of a mean
 
 
 def key(default: Scalar, text: str, **options: Any) -> Any:
@@ -28,17 +28,17 @@ def key(default: Scalar, text: str, **options: Any) -> Any:
 
 
 def auto_key(text: str, **options: Any) -> Any:
-    """Declare a key that is "auto" unless it is given; where its type has None, that stays open."""
+    """Declare a key with default "auto"; an unset "auto" becomes None if the type allows it."""
     return key(AUTO, text, **options)
 
 
 def preset_key(preset: Scalar, text: str, **options: Any) -> Any:
-    """Declare a key that is the preset's unless it is given, or `preset` if that has none."""
+    """Declare a key whose default is the preset's value, or `preset` if the preset has none."""
     return key(AUTO, text, preset=preset, **options)
 
 
-def _amount(what: str) -> Key:
-    return Key(2, what, kind=int, low=1, high=1_000_000)
+def _count(name: str) -> Key:
+    return Key(2, name, kind=int, low=1, high=1_000_000)
 
 
 def _rate(default: float) -> Key:
@@ -49,12 +49,12 @@ _ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
 _SECONDS = Key(AUTO, "seconds", kind=float, above=0)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
-_SHARE = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
+_FRACTION = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
 
 
 def densities(sparsity: str) -> tuple[Fraction, Fraction]:
-    """Read `DOWN:UP`."""
+    """Return the densities of broadcasts and uploads in `DOWN:UP`."""
     down, up = map(Fraction, sparsity.split(":"))
     return down, up
 
@@ -62,71 +62,70 @@ def densities(sparsity: str) -> tuple[Fraction, Fraction]:
 # fmt: off
 @dataclass(frozen=True)
 class Config:
-    """Hold a run's settings: every choice made, every value checked.
+    """A run's settings, resolved and checked.
 
     The order, and the comments, are those of `--help`.
     """
 
     task: str
-    num_clients: int | None  # of the preset or the federation; None: as the data say (natural)
+    num_clients: int | None  # of the preset or the federation; None: from the data (natural)
 
     # model, data and method
-    preset: str = key("digits-vit", "file of conf/, or the path of one: task, model, data, and "
-        "what a setting is if auto")
+    preset: str = key("digits-vit", "file of conf/, or the path of a file: task, model, data, and "
+        "the values of settings that are auto")
     model: ModelSpec = auto_key(  # noqa: RUF009 (it makes a field)
         "model in place of the preset's: an id of the Hugging Face Hub, id@revision, a folder, or "
-        "the name of another one in the preset, such as small")
+        "the name of another model in the preset, such as small")
     data: DataSpec = auto_key(  # noqa: RUF009
         "data set in place of the preset's, with the same columns: an id of the hub, or a folder")
     glue_task: str = auto_key("task of preset glue-llama; auto: sst2",
         choices=("mnli", "qnli", "qqp", "sst2", "rte"))
     method: str = key("ravan", "federated method", choices=tuple(METHODS))
-    seed: int = key(0, "every random choice follows from it and is repeated with it", low=0,
-        high=2**31 - 1)
+    seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
 
     # rounds and clients
     num_rounds: int = preset_key(20, "number of rounds", low=1, high=1_000_000, may_change=True)
     clients_per_round: int = preset_key(3, "clients that train in each round", low=1,
         high=1_000_000)
-    max_bytes: float | None = preset_key(AUTO, "bytes that a run's rounds may send, up and down: "
-        "the last round that fits ends it; what deliver=true sends afterwards comes on top; auto: "
-        "the preset's, or any", above=0, may_change=True)
+    max_bytes: float | None = preset_key(AUTO, "limit on the bytes that a run's rounds send, up "
+        "and down: the run ends with the last round that fits; deliver=true sends more "
+        "afterwards; auto: the preset's, or no limit", above=0, may_change=True)
     until_metric: float = key(0.0, "end the run with the round whose evaluation reaches this value "
-        "of the task's metric, from below, or of a perplexity from above; 0: never",
+        "of the task's metric: at least, or at most for a perplexity; 0: never",
         low=0, may_change=True)
-    until_time: float = key(0.0, "end the run with the round that ends so many seconds after its "
-        "beginning, or later; 0: never", low=0, may_change=True)
+    until_time: float = key(0.0, "end the run with the first round that ends at least this many "
+        "seconds after the run's start; 0: never", low=0, may_change=True)
     devices: str | None = auto_key("simulate the time that clients take, in a run in process: on "
         "devices of a profile (uniform, phones, edge-gpus), or of a YAML file; auto: real time")
     budgets: str = key("full", "distribution of the clients' budget fractions: how much of the "
         "adapters each can train; by-speed: as much as a simulated device can do in SECONDS, or in "
         "the median time of all", forms=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
-    aggregation: str = key("sync", "when the state moves: when the clients of a round have "
-        "answered, or when buffer-size updates are there, of concurrency clients at work",
+    aggregation: str = key("sync", "when the server updates the state: sync: after the replies of "
+        "a round's clients; async: after buffer-size updates, while concurrency clients train",
         choices=("sync", "async"))
-    buffer_size: int | None = auto_key("updates with which an asynchronous round closes; auto: "
+    buffer_size: int | None = auto_key("updates that close an asynchronous round; auto: "
         "clients-per-round", low=1, high=1_000_000)
     concurrency: int | None = auto_key("clients that train at a time in an asynchronous run; auto: "
         "clients-per-round", low=1, high=1_000_000)
-    max_staleness: int | None = auto_key("reject an update that is more versions old; auto: none",
-        low=0, high=1_000_000)
+    max_staleness: int | None = auto_key("reject an update from a state that is more versions old; "
+        "auto: no limit", low=0, high=1_000_000)
     eval_every: int = preset_key(1, "number of rounds from one evaluation to the next", low=1,
         high=1_000_000, may_change=True)
     evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or the "
         "clients' validation splits; auto: the clients' where each has a model of its own (such as "
-        "local), or the server's", choices=(AUTO, "server", "clients"))
+        "local), else the server's", choices=(AUTO, "server", "clients"))
     validation_share: float = auto_key("fraction of its examples that is each client's validation "
-        "split; auto: 0.2 where clients evaluate, or 0", low=0, high=0.9)
+        "split; auto: 0.2 where clients evaluate, else 0", low=0, high=0.9)
 
     # how simulated clients partition the data
     partition: str = preset_key("dirichlet-by-client:0.3", "how clients partition the data: "
         "alike, with different class proportions (the smaller ALPHA, the more they differ), "
         "one client for each value of a column, or with few classes or shards of sorted examples "
-        "each; COLUMN: by which they differ, in place of the preset's",
+        "each; COLUMN: the column by which they differ, in place of the preset's",
         forms={
             "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
-            "natural": (_COLUMN,), "pathological": (_amount("classes"), _COLUMN),
-            "shards": (_amount("shards"), _COLUMN),
+            "natural": (_COLUMN,), "pathological": (_count("classes"), _COLUMN),
+            "shards": (_count("shards"), _COLUMN),
         })
 
     # training on a client
@@ -136,39 +135,39 @@ class Config:
         "over its examples in each round, so that more examples mean more steps", above=0,
         high=10_000)
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
-    micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
-        "added up, to save memory; auto: all", low=1, high=65_536)
-    batching: str = key("random", "examples of a step: drawn at random, texts of like lengths "
-        "together, or short texts of a language model side by side, the last two with less padding",
-        choices=("random", "length", "packed"))
+    micro_batch_size: int | None = auto_key("examples of a step that are computed at a time "
+        "(gradient accumulation), to save memory; auto: all", low=1, high=65_536)
+    batching: str = key("random", "examples of a step: drawn at random, texts of similar lengths "
+        "together, or several short texts of a language model in one row; the last two need less "
+        "padding", choices=("random", "length", "packed"))
     learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
-        "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
+        "from learning-rate down to END, by default a fiftieth of it; it rises in the first "
         "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
             Key(AUTO, "end", kind=float, low=0, high=10), _WARM_UP)})
-    weight_decay: float = key(0.0, "decay of what is trained, as AdamW's, in each step", low=0,
-        high=1_000)
-    max_gradient_norm: float = key(0.0, "norm to which a step's gradient is cut; 0: none", low=0,
-        high=1_000_000_000)
+    weight_decay: float = key(0.0, "weight decay of the trained parameters in each step, as in "
+        "AdamW", low=0, high=1_000)
+    max_gradient_norm: float = key(0.0, "norm to which a step's gradient is clipped; 0: no "
+        "clipping", low=0, high=1_000_000_000)
     proximal_mu: float = key(0.0, "FedProx: strength of the pull towards the round's start", low=0,
         high=1_000_000)
-    beta: float | None = preset_key(AUTO, "task preference: how strongly DPO holds the model to "
-        "what it was before training; auto: 0.1", above=0, high=100)
+    beta: float | None = preset_key(AUTO, "task preference: beta of DPO, how strongly it holds the "
+        "model to the pretrained one; auto: 0.1", above=0, high=100)
     max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
     device: str = auto_key("where to compute; auto: a GPU if there is one",
         pattern=r"(auto|cpu|cuda|mps)(:\d+)?", in_words="auto, cpu, cuda, cuda:N or mps",
         of_result=False)
-    processes: int | None = auto_key("clients at work at a time in a run in process, each in a "
-        "process of its own; auto: as many as there are cores for, where that pays", low=1,
+    processes: int | None = auto_key("clients that train at a time in a run in process, each in a "
+        "process of its own; auto: as many as there are cores for, where that saves time", low=1,
         high=4_096, of_result=False)
-    precision: str = preset_key("float32", "numbers in which training steps and evaluations are "
-        "computed", choices=("float32", "bfloat16", "float16"))
+    precision: str = preset_key("float32", "floating-point type of training steps and evaluations",
+        choices=("float32", "bfloat16", "float16"))
     gradient_checkpointing: bool = preset_key(False, "keep few activations and compute the others "
         "twice, to save memory")
-    backbone_dtype: str = preset_key(AUTO, "numbers in which the frozen backbone is kept: those of "
-        "16 bits change no result where the model's files have no more; 8bit and 4bit, by "
-        "bitsandbytes, save memory; auto: the preset's unless the method changes the backbone, or "
-        "as in the files with CUDA, float32 elsewhere",
+    backbone_dtype: str = preset_key(AUTO, "type of the frozen backbone's numbers: 16 bits change "
+        "no result if the model's files have no more; 8bit and 4bit, by bitsandbytes, save memory; "
+        "auto: the preset's unless the method changes the backbone, or as in the files with CUDA, "
+        "float32 elsewhere",
         choices=(AUTO, "float32", "bfloat16", "float16", *FEW_BITS))
 
     # adapters
@@ -182,8 +181,8 @@ class Config:
     parameter_budget: str = key("lower", "which of the preset's two parameter budgets, with its "
         "ranks and learning rates", choices=("lower", "higher"))
     lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
-    init: str = preset_key("gram-schmidt", "how RAVAN's frozen bases B and A are made; STEPS: from "
-        "how many batches each client helps to make data-aware ones, 8 unless given", forms={
+    init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
+        "number of each client's batches for data-aware bases, by default 8", forms={
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
             "data-aware": (Key(AUTO, "steps", kind=int, low=1, high=1_000_000),), "first-round": (),
         })
@@ -197,42 +196,43 @@ class Config:
     selection: str = key("layer", "train the best heads of each layer, or the best of all layers "
         "together", choices=("layer", "global"))
     head_mean: str = key("trained", "average a head over the clients that trained it, or over all "
-        "of the round, where the others have left it as it was",
+        "clients of the round, with the unchanged head of the others",
         choices=("trained", "all"))
     classifier: str = preset_key("trained", "keep the classifier random and frozen, or train and "
         "average it", choices=("frozen", "trained"))
 
     # messages and aggregation
-    wire: str = key("float32", "numbers in which tensors travel, both ways",
+    wire: str = key("float32", "format of the numbers that travel, both ways",
         choices=("float32", "float16", "bfloat16", "int8"))
-    sparsity: str = key("1:1", "parts of the numbers that travel down and up, those of largest "
-        "magnitude, with their places (FLASC); clients train all", pattern=f"{_SHARE}:{_SHARE}",
+    sparsity: str = key("1:1", "densities down and up: the fractions of the numbers that travel, "
+        "those of largest magnitude, with their places (FLASC); clients train all numbers",
+        pattern=f"{_FRACTION}:{_FRACTION}",
         in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16, as a text")
-    weighting: str = key("uniform", "how replies are combined: by a mean that weights them alike, "
-        "or by numbers of examples; or, against a few false ones, by a median or a trimmed mean",
+    weighting: str = key("uniform", "how replies are combined: a mean with equal weights, or with "
+        "weights by numbers of examples; against a few false replies, a median or a trimmed mean",
         choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
-        "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
+        "momentum (by default 1:0.9), FedAdam is adam (0.01:0.9)",
         forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
 
     # privacy
     privacy: str = key("none", "client: differential privacy for each client, against all who see "
         "the model; example: for each example of a client, against the server as well",
         choices=("none", "client", "example"))
-    epsilon: float | None = auto_key("privacy budget of a run, after which it ends; without "
-        "noise-multiplier the noise follows from it; auto: any", above=0, high=10_000)
+    epsilon: float | None = auto_key("privacy budget: the run ends when it is spent; without "
+        "noise-multiplier the noise follows from it; auto: no limit", above=0, high=10_000)
     noise_multiplier: float | None = auto_key("noise on the sum of clipped changes, or of clipped "
-        "gradients, by clip-norm; auto: by epsilon", low=0.1, high=1_000)
+        "gradients, divided by clip-norm; auto: from epsilon", low=0.1, high=1_000)
     delta: float = key(1e-5, "delta that belongs to epsilon", above=0, high=0.1)
     clip_norm: float | None = auto_key("norm to which a client's change, or an example's gradient, "
-        "is clipped; auto: of changes 0.1 at first, then half of them are within it, and of "
-        "gradients 1", above=0, high=1_000_000)
-    noise_cohort: int | None = auto_key("for studies alone: the noise of as many clients a round, "
-        "of which fewer are simulated; auto: of those there are", low=1, high=100_000_000)
-    secure_aggregation: bool = key(False, "clients mask what they upload, and the server sees sums "
-        "alone; devices need secure-keys")
-    secure_minimum: int = key(4, "clients that a head needs in a round, and whose numbers a sum "
-        "has at least; with fewer it is not trained", low=3, high=256)
+        "is clipped; auto: for changes 0.1 at first, then their median norm; for gradients 1",
+        above=0, high=1_000_000)
+    noise_cohort: int | None = auto_key("for studies only: the noise of a round with this many "
+        "clients, of which fewer are simulated; auto: the real number", low=1, high=100_000_000)
+    secure_aggregation: bool = key(False, "clients mask what they upload, and the server sees only "
+        "sums; devices need secure-keys")
+    secure_minimum: int = key(4, "smallest number of clients in a sum; a head with fewer clients "
+        "in a round is not trained", low=3, high=256)
 
     # slow, unresponsive and faulty clients
     round_timeout: float = key(3600.0, "seconds to wait for the replies of a round", above=0,
@@ -240,23 +240,23 @@ class Config:
     straggler_grace: float | None = auto_key("seconds that a round stays open after min-replies "
         "valid replies, if no buffer closes it; auto: after half of the replies, ten times as long "
         "as they took, at least 60", low=0, may_change=True)
-    over_sample: float = key(1.0, "ask this many times clients-per-round, and use the first "
+    over_sample: float = key(1.0, "ask this multiple of clients-per-round, and use the first "
         "clients-per-round replies", low=1, high=10)
     min_replies: int = key(1, "stop the run when a round has fewer valid replies", low=1,
         high=1_000_000, may_change=True, is_limit=True)
-    max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
+    max_update_norm: float | None = auto_key("reject a reply whose change has a larger norm; auto: "
         "what learning-rate and local-steps allow", above=0, may_change=True, is_limit=True)
     max_share: float = key(1.0, "largest budget fraction that a client is granted",
         above=0, high=1, may_change=True, is_limit=True)
-    max_examples: int | None = auto_key("limit on what a device's own data counts as; auto: ten "
-        "times the median", low=1, high=2**48, is_limit=True)
+    max_examples: int | None = auto_key("limit on the weight, in examples, of a device's own data; "
+        "auto: ten times the median", low=1, high=2**48, is_limit=True)
 
     # what a run writes
     output_dir: str = auto_key("folder of the run directories; auto: runs/, and ~/ravan-flwr/runs "
         "with flwr run, which takes absolute paths only", of_result=False)
     resume: str = key("", "run directory to continue; RUN@N goes back to the state after round N",
         of_result=False)
-    deliver: bool = key(False, "at the end give every connected device the result, which it writes "
+    deliver: bool = key(False, "at the end send every connected device the result, which it writes "
         "to the result-path of its node config", of_result=False)
     report: bool = key(True, "write a page with pictures at the end of the run", of_result=False)
     tracking: str = key("tensorboard", "where each round is logged; wandb and mlflow log to "
@@ -270,74 +270,74 @@ class Config:
 
     @property
     def densities(self) -> tuple[Fraction, Fraction]:
-        """Return the parts of the numbers that travel down and up."""
+        """Return the densities of broadcasts and uploads."""
         return densities(self.sparsity)
 
     @property
     def packing(self) -> bool:
-        """Return whether short texts lie side by side."""
+        """Return whether several short texts share a row."""
         return self.batching == "packed"
 
     @property
     def quantize(self) -> str:
-        """Return the few bits in which the backbone is kept, or none."""
+        """Return the backbone's quantisation: "8bit", "4bit" or "none"."""
         return self.backbone_dtype if self.backbone_dtype in FEW_BITS else "none"
 
     @property
     def transport(self) -> str:
-        """Return how updates travel: masked, through a buffer, or plain."""
+        """Return how updates travel: "masked", "buffered" or "plain"."""
         if self.secure_aggregation:
             return "masked"
         return "buffered" if self.aggregation == "async" else "plain"
 
     @property
     def robust(self) -> str:
-        """Return what combines replies in place of a mean, or none."""
+        """Return the robust estimator in place of a mean, or "none"."""
         return self.weighting if self.weighting in ROBUST else "none"
 
     @property
     def calibration_steps(self) -> int:
-        """Return from how many batches a client helps to make data-aware bases."""
+        """Return the number of each client's batches for data-aware bases."""
         steps = self.parts("init").get("steps", AUTO)
         return 8 if steps == AUTO else int(steps)
 
     @property
-    def division(self) -> str:
+    def partition_scheme(self) -> str:
         """Return the first word of `partition`."""
         return self.partition.partition(":")[0]
 
     def steps_of(self, examples: int) -> int:
-        """Count the optimiser steps of a client with so many examples, in each round.
+        """Return the optimiser steps per round of a client with this number of examples.
 
-        The last batch of a pass may be short, and is a step as well. Parts of a pass are rounded up
-        to whole batches.
+        A short last batch of a pass is also a step. A fraction of a pass is rounded up to whole
+        batches.
         """
         if self.local_steps is not None:
             return self.local_steps
         batches = -(-examples // self.batch_size)
-        # 0.1 x 30 is a little more than 3 to a computer.
+        # In floating point 0.1 x 30 is slightly more than 3.
         return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
 
-    def asked_of(self, clients: int) -> int:
-        """Count the clients of so many that a round asks to train, those in reserve included."""
+    def num_asked(self, clients: int) -> int:
+        """Return how many of the clients a round asks to train, over-sampled clients included."""
         number = min(self.clients_per_round, clients)
-        # 1.1 x 10 is a little more than 11 to a computer.
+        # In floating point 1.1 x 10 is slightly more than 11.
         return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), clients)
 
-    def at_work_of(self, clients: int) -> int:
-        """Count the clients of so many that can be at work at the same time."""
+    def max_concurrent(self, clients: int) -> int:
+        """Return how many of the clients can work at the same time."""
         if self.aggregation == "async":
             return min(self.concurrency or self.clients_per_round, clients)
-        return clients if self.evaluate_on == "clients" else self.asked_of(clients)
+        return clients if self.evaluate_on == "clients" else self.num_asked(clients)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `config.json` holds: plain JSON under the keys of the run config."""
+        """Return the content of `config.json`: plain JSON under the keys of the run config."""
         plain: dict[str, Any] = json.loads(json.dumps(kebab(dataclasses.asdict(self))))
         return plain
 
 
 def kebab(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the names of fields as keys, in parts as well."""
+    """Return the mapping with fields' names in kebab-case, in nested mappings too."""
     return {
         name.replace("_", "-"): kebab(value) if isinstance(value, dict) else value
         for name, value in values.items()
@@ -345,7 +345,7 @@ def kebab(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(fields: type[Any]) -> dict[str, Key]:
-    """List the keys that a dataclass declares, each with the type of its field."""
+    """Return the keys that a dataclass declares, each with the type of its field."""
     return {
         field.name.replace("_", "-"): dataclasses.replace(
             field.metadata["key"], kind=_kind(field.type)
@@ -356,37 +356,37 @@ def keys_of(fields: type[Any]) -> dict[str, Key]:
 
 
 def _kind(annotation: Any) -> Any:
-    """Return the plain type of a field; that of a part which a text names is text."""
+    """Return the type of a key's value; a field such as `ModelSpec` is set by a text."""
     kind = next(iter(get_args(annotation)), annotation)
     return kind if kind in (bool, int, float) else str
 
 
 _FIELDS = keys_of(Config)
-# What a server's operator limits: parts of one key.
+# The server operator's limits: parts of one key.
 LIMITS = {name: spec for name, spec in _FIELDS.items() if spec.is_limit}
-_OF_LIMITS = Key(
+_LIMITS_KEY = Key(
     "",
-    "what a server's operator limits. "
+    "limits that the server's operator sets. "
     + "; ".join(f"{name}: {spec.help} ({spec.allowed})" for name, spec in LIMITS.items()),
     in_words="NAME=NUMBER, with commas between",
     may_change=True,
 )
 KEYS = {
-    "limits" if spec.is_limit else name: _OF_LIMITS if spec.is_limit else spec
+    "limits" if spec.is_limit else name: _LIMITS_KEY if spec.is_limit else spec
     for name, spec in _FIELDS.items()
 }
-# What a run is, as far as neither a person nor the preset says it.
+# A run's settings where neither the user nor the preset sets them.
 RUN: dict[str, Scalar] = {"num-clients": 10} | {
     name: spec.preset for name, spec in KEYS.items() if spec.preset is not None
 }
-# Runs that differ in these alone are runs of the same thing.
+# Keys that do not affect the result: runs that differ only in these count as the same.
 NOT_OF_RESULT = frozenset(name for name, spec in KEYS.items() if not spec.of_result)
-# A run that is resumed may differ in these from what it was.
+# Keys that may change when a run is resumed.
 FREE_ON_RESUME = NOT_OF_RESULT | {
     name for name, spec in (_FIELDS | KEYS).items() if spec.may_change
 }
 
-# By the first key of each.
+# First key of a topic -> the topic.
 TOPICS = {
     "preset": "model, data and method", "num-rounds": "rounds and clients",
     "partition": "how simulated clients partition the data", "local-steps": "training on a client",
@@ -394,8 +394,8 @@ TOPICS = {
     "round-timeout": "slow, unresponsive and faulty clients", "output-dir": "what a run writes",
 }  # fmt: skip
 
-# What other programs call a key, where its spelling does not lead to it; of dropout there is none.
-_ELSEWHERE = {
+# Other programs' names of keys, where the spelling is too different; dropout has no key.
+_ALIASES = {
     "lr": "learning-rate", "lr-scheduler": "learning-rate-schedule", "wd": "weight-decay",
     "bs": "batch-size", "epochs": "local-epochs", "num-epochs": "local-epochs",
     "num-server-rounds": "num-rounds", "fraction-fit": "clients-per-round",
@@ -406,7 +406,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-# Keys of earlier versions, and what a person writes now; "": nothing.
+# Keys of earlier versions, and what replaces them; "": nothing.
 MOVED = {
     "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
     "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
@@ -423,19 +423,19 @@ MOVED = {
 
 
 def check_key(name: str, value: Scalar) -> Scalar:
-    """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
+    """Return the value in the key's type; raise ValueError for an unknown key or a wrong value."""
     if name in MOVED:
-        now = f"it is a part of another key, expected {MOVED[name]}, say; write that"
-        gone = "it is no key any more, since one value is right; leave it out"
-        raise ValueError(f"{name} = {value!r}: {now if MOVED[name] else gone}")
+        moved = f"it is a part of another key, expected {MOVED[name]}, say; write that"
+        removed = "it is no key any more, since its value is fixed; leave it out"
+        raise ValueError(f"{name} = {value!r}: {moved if MOVED[name] else removed}")
     if name == "num-clients":
         raise ValueError(
-            f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "
-            "clients; expected `ravan-flwr simulate num-clients=N`, in Python "
+            f"{name} = {value!r}: it is no key of the run config, since the federation sets the "
+            "number; expected `ravan-flwr simulate num-clients=N`, in Python "
             'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
     if name not in KEYS:
-        names, meant = [*KEYS, "num-clients"], _ELSEWHERE.get(name.lower().replace("_", "-"), name)
+        names, meant = [*KEYS, "num-clients"], _ALIASES.get(name.lower().replace("_", "-"), name)
         raise ValueError(
             f"unknown key {name!r}{did_you_mean(meant, names)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
@@ -447,7 +447,7 @@ def check_key(name: str, value: Scalar) -> Scalar:
 
 
 def read_limits(text: str) -> dict[str, Scalar]:
-    """Read `NAME=NUMBER,NAME=NUMBER` as the limits that it names."""
+    """Return the limits in `NAME=NUMBER,NAME=NUMBER` by name."""
     read: dict[str, Scalar] = {}
     for word in filter(None, text.replace(" ", "").split(",")):
         name, _, number = word.partition("=")
@@ -459,44 +459,44 @@ def read_limits(text: str) -> dict[str, Scalar]:
 
 
 def as_key_values(settings: Mapping[str, Scalar]) -> list[str]:
-    """Write settings as words that `read_settings` reads."""
+    """Return settings as KEY=VALUE words, which `read_settings` reads."""
     return [f"{key}={as_typed(value)}" for key, value in settings.items()]
 
 
 def as_typed(value: object) -> object:
-    """Write a setting as a person types it."""
+    """Return a setting as a user types it."""
     if isinstance(value, bool):
         return str(value).lower()
     return AUTO if value is None else value
 
 
 def key_table() -> str:
-    """List all keys by topic, with their defaults and what they take."""
+    """Return the table of all keys by topic, with their defaults and allowed values."""
     lines = [
-        "Keys and their defaults. auto: the preset's, unless the key says otherwise.",
+        "Keys and their defaults. auto: the preset's value, unless the key describes another.",
         "",
         *_row("num-clients", AUTO, "clients of the simulation (a whole number at least 1)"),
     ]
     for name, key in KEYS.items():
         if name in TOPICS:
             lines += ["", f"{TOPICS[name]}:"]
-        about = key.help if key.allowed == "a text" else f"{key.help} ({key.allowed})"
-        lines += _row(name, str(as_typed(key.default)) or "(none)", about)
+        description = key.help if key.allowed == "a text" else f"{key.help} ({key.allowed})"
+        lines += _row(name, str(as_typed(key.default)) or "(none)", description)
     return "\n".join(lines)
 
 
-def _row(name: str, default: str, about: str) -> list[str]:
-    """Write a key as argparse writes an option, in 80 columns."""
+def _row(name: str, default: str, description: str) -> list[str]:
+    """Return a key's lines in the layout of argparse, in 80 columns."""
     head, indent = f"  {name}={default}", " " * 24
     lines = textwrap.wrap(
-        about, 80, initial_indent=indent, subsequent_indent=indent,
+        description, 80, initial_indent=indent, subsequent_indent=indent,
         break_on_hyphens=False,  # names of keys and of choices stay whole
     )  # fmt: skip
     return [head, *lines] if len(head) > 22 else [head + lines[0][len(head) :], *lines[1:]]
 
 
 def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | None]:
-    """Read KEY=VALUE words as (run config, num-clients); of the values only the form is checked."""
+    """Return (run config, num-clients) from KEY=VALUE words; only the values' form is checked."""
     config: dict[str, Scalar] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -523,8 +523,8 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
 
 
 def _value(key: str, text: str) -> Scalar:
-    """Read a text as what its key takes: a folder may be called 2024, and Python writes True."""
-    value = KEYS.get(key, Key("", "", kind=int)).typed(text)  # of an unknown one, too, a number
+    """Return a text as the type of its key: a folder may be called 2024."""
+    value = KEYS.get(key, Key("", "", kind=int)).typed(text)  # an unknown key may have a number
     if not isinstance(value, str):
         return value
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""

@@ -1,6 +1,6 @@
-"""Check a node config: what a device decides for itself, and which runs it takes part in.
+"""Check a node config: a device's own settings, and its requirements for the runs that it joins.
 
-It is read for every message, so that nothing heavy is imported here, and no preset is read.
+It is read for every message, so this module imports nothing heavy and reads no preset.
 """
 
 import difflib
@@ -22,7 +22,7 @@ MAX_DELTA = 1e-5
 
 
 def _key(text: str, default: Any = MISSING, *, auto: bool = False, **options: Any) -> Any:
-    """Declare a key as a field; without `default` it must be given."""
+    """Declare a key as a field; without `default` the key is required."""
     return field(default=default, metadata={"key": Key(AUTO if auto else "", text, **options)})
 
 
@@ -33,35 +33,35 @@ def _folder(text: str) -> Any:
 # fmt: off
 @dataclass(frozen=True)
 class Node:
-    """Hold a node config, checked."""
+    """A node config, checked."""
 
     partition_id: int = _key("number of this node, from 0", low=0)
-    num_partitions: int = _key("how many nodes there are", low=1)
-    data_path: str | None = _key("folder of its own examples; none: a part of the preset's", None,
-        in_words="the path of a folder as text")
+    num_partitions: int = _key("number of nodes", low=1)
+    data_path: str | None = _key("folder of its own examples; none: a partition of the preset's",
+        None, in_words="the path of a folder as text")
     budget: float | str | None = _key("its budget fraction, or auto; none: drawn from the run's "
         "distribution", None, auto=True, above=0, high=1)
     device: str | None = _key("where it computes; none: the run's", None,
         pattern=KEYS["device"].pattern, in_words=KEYS["device"].in_words)
     cache_dir: str | None = _folder("cache of the hub; none: the user's")
     warm_worker: bool = _key("keep a process with the model between messages", False)
-    result_path: str | None = _folder("where it keeps delivered results; none: it does not")
-    result_form: str | None = _key("the folder that it keeps; none: the one that the server writes",
-        None, choices=tuple(RESULT_FOLDERS.values()))
-    secure_keys: str | None = _folder("its key and all public ones, for secure-aggregation")
-    require_secure_aggregation: bool = _key("take part in runs with masked uploads alone", False)
-    max_epsilon: float | None = _key("take part in private runs alone, and up to this epsilon",
+    result_path: str | None = _folder("folder for delivered results; none: it keeps none")
+    result_form: str | None = _key("form of results that it keeps; none: that of the server", None,
+        choices=tuple(RESULT_FOLDERS.values()))
+    secure_keys: str | None = _folder("its key and all public keys, for secure-aggregation")
+    require_secure_aggregation: bool = _key("take part only in runs with masked uploads", False)
+    max_epsilon: float | None = _key("take part only in private runs, up to this epsilon",
         None, above=0)
     max_delta: float = _key("delta that belongs to max-epsilon", MAX_DELTA, above=0, below=1)
 # fmt: on
 
 
 NODE_KEYS = keys_of(Node)
-_BEGINNING = 6  # letters: what begins as one of our keys, and ends early, is one cut short
+_MIN_PREFIX = 6  # letters; a name at least this long that begins a key counts as the key cut short
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
-    """Check the node config that a SuperNode was started with."""
+    """Return the checked node config of a SuperNode."""
     _check_names(settings)
     values: dict[str, Any] = {}
     for name, key in NODE_KEYS.items():
@@ -74,7 +74,7 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
                 ) from None
         elif name in ("partition-id", "num-partitions"):
             raise ValueError(
-                f"node config: {name} is not there, expected a whole number; start the SuperNode "
+                f"node config: {name} is missing, expected a whole number; start the SuperNode "
                 'with --node-config "partition-id=0 num-partitions=2"'
             )
     number, parts = values["partition-id"], values["num-partitions"]
@@ -97,11 +97,11 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
 
 
 def _check_names(settings: Mapping[str, Scalar]) -> None:
-    """Refuse what looks like one of ours misspelt; other apps may have keys of their own."""
+    """Raise ValueError for a misspelt key of this app; other apps may have keys of their own."""
     for key in settings.keys() - NODE_KEYS.keys():
         name = key.replace("_", "-").lower()
-        begun = [word for word in NODE_KEYS if len(name) >= _BEGINNING and word.startswith(name)]
-        if meant := begun or difflib.get_close_matches(name, NODE_KEYS, 1, 0.75):
+        longer = [word for word in NODE_KEYS if len(name) >= _MIN_PREFIX and word.startswith(name)]
+        if meant := longer or difflib.get_close_matches(name, NODE_KEYS, 1, 0.75):
             raise ValueError(
                 f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
                 f"{', '.join(NODE_KEYS)}; correct it"
@@ -111,9 +111,8 @@ def _check_names(settings: Mapping[str, Scalar]) -> None:
 def check_node_requirements(node: Node, config: "Config") -> None:
     """Raise ValueError unless a run has what this device requires.
 
-    What a device can see by itself is what the run's settings say, and what it does itself: it
-    masks, or it noises its own gradients. How much noise a server adds it must take on the
-    server's word. docs/devices.md says so to who sets these keys.
+    A device can check the run's settings and its own work: masking, or noise on its gradients. It
+    cannot check how much noise the server adds. docs/devices.md explains this.
     """
     if node.require_secure_aggregation and not config.secure_aggregation:
         raise ValueError(
@@ -142,14 +141,14 @@ def check_node_requirements(node: Node, config: "Config") -> None:
         raise ValueError(f"max-epsilon = {most:g}: got a run with {problem}")
 
 
-def limit_of(node: Node, epsilon: float | None) -> float | None:
+def epsilon_limit(node: Node, epsilon: float | None) -> float | None:
     """Return the lower of two limits: the run's epsilon and the device's, if there are any."""
     limits = [limit for limit in (node.max_epsilon, epsilon) if limit is not None]
     return min(limits, default=None)
 
 
 def use_cache(folder: str | None) -> None:
-    """Let the hub's libraries keep models and data in that folder; before they are imported."""
+    """Set the cache folder of the hub's libraries, before they are imported."""
     if folder is None or os.environ.get("HF_HOME") == folder:
         return
     if "huggingface_hub" in sys.modules:

@@ -1,7 +1,7 @@
-"""Define what a preset says: a task with its model, data and settings; check its file.
+"""Define a preset: a task with its model, data and settings; check its file.
 
-`task`, `model` and `data` must be there. The defaults of all else are those of the keys
-(`preset=` in keys.py) and of the fields here; docs/presets.md lists them.
+`task`, `model` and `data` are required. All other defaults are those of the keys (`preset=` in
+keys.py) and of the fields here; docs/presets.md lists them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,13 @@ from typing import Any, Literal
 from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, MOVED, RUN, check_key
-from ravan_flwr.config.preset_data import place_beside, read_data
-from ravan_flwr.config.presets import targets_of
+from ravan_flwr.config.preset_data import read_data, resolve_name
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
 from ravan_flwr.tasks import TASKS, TaskInfo
 
-RATES_BY = ("parameter-budget", "partition", "classifier")  # that learning rates may depend on
+RATES_BY = ("parameter-budget", "partition", "classifier")  # keys of learning rates
 LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
 
 
@@ -33,15 +32,15 @@ class _Model(Part):
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """Hold a preset's file, checked, with a default for everything that it does not say."""
+    """A preset's file, checked, with a default for each field that it omits."""
 
     path: Path
     task: str
     model: ModelSpec
     other_models: dict[str, ModelSpec]  # that the key `model` may name
     data: DataSpec
-    glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose first is `data`
-    max_length: int  # tokens of a text; 0 where there is none
+    glue_tasks: dict[str, DataSpec]  # empty but in glue-llama; the first is `data`
+    max_length: int  # tokens of a text; 0 without texts
     run: dict[str, Any]
     lora_rank: dict[str, int]  # by parameter budget
     ranks: dict[str, dict[str, int]]  # parameter budget -> method -> rank
@@ -49,7 +48,7 @@ class Preset:
 
     @classmethod
     def read(cls, path: Path, content: Any) -> "Preset":
-        """Check the content of a preset's file."""
+        """Return the preset in a file's content; raise ValueError if it is not valid."""
         needed = {"task", "model", "data"}
         options = {"run", "parameter-budgets", "learning-rate", "other-models"}
         file: dict[str, Any] = dict.fromkeys(options) | check_fields("", content, needed, options)
@@ -59,7 +58,7 @@ class Preset:
         rates = check_fields("learning-rate.", file["learning-rate"], set(), METHODS.keys())
         _check_rates(rates)
         lora_rank, ranks = _read_budgets(file["parameter-budgets"])
-        data, glue_tasks, max_length = read_data(_named(file["data"]), kind, folder)
+        data, glue_tasks, max_length = read_data(_expanded(file["data"]), kind, folder)
         return cls(
             path=path,
             task=file["task"],
@@ -83,7 +82,7 @@ class Preset:
         return self.path.stem
 
     def data_of(self, glue_task: str) -> DataSpec:
-        """Return the data; of one GLUE task, where the preset has several."""
+        """Return the data, or those of a GLUE task where the preset has several."""
         if glue_task == AUTO:
             return self.data
         if not self.glue_tasks:
@@ -100,39 +99,39 @@ class Preset:
             if isinstance(rate, dict):
                 word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
                 if key == "partition" and word not in ("iid", *rate):
-                    word = "dirichlet-by-client"  # of clients that are non-IID in another way
+                    word = "dirichlet-by-client"  # stands for all other non-IID partitions
                 rate = rate.get(word, rate)
         if isinstance(rate, dict):
-            what = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
+            settings = "".join(f", {key} {values[key]!r}" for key in RATES_BY)
             raise ValueError(
-                f"{self.path} has no learning rate for method {method!r}{what}; give one with "
+                f"{self.path} has no learning rate for method {method!r}{settings}; give one with "
                 "learning-rate=..."
             )
         return float(rate)
 
 
 def run_defaults(kind: TaskInfo) -> dict[str, Scalar]:
-    """Return what a run of such a task is, as far as the preset does not say it."""
-    unlike: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
-    if kind.target_length:  # it answers by its pretrained head: there is no classifier to train
-        unlike["classifier"] = "frozen"
-    return RUN | unlike
+    """Return the settings of a task's run where the preset sets none."""
+    by_task: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
+    if kind.target_length:  # the pretrained head answers: there is no classifier to train
+        by_task["classifier"] = "frozen"
+    return RUN | by_task
 
 
-def _named(content: Any) -> Any:
-    """Read `model: NAME` and `data: NAME` as what they are short for."""
+def _expanded(content: Any) -> Any:
+    """Return the mapping that `model: NAME` or `data: NAME` abbreviates."""
     return {"name": content} if isinstance(content, str) else content
 
 
 def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
     for key in run.keys() & MOVED.keys() if isinstance(run, dict) else ():
-        check_key(key, run[key])  # which says what to write now
+        check_key(key, run[key])  # raises ValueError with the new key
     run = check_fields("run.", run, set(), RUN.keys())
     settings = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | settings
     if "local-epochs" in settings and "local-steps" not in settings:
         values["local-steps"] = AUTO
-    if str(values["partition"]).startswith("natural"):  # the data tell how many
+    if str(values["partition"]).startswith("natural"):  # the data determine the number
         values["num-clients"] = settings.get("num-clients")
     clients = values.pop("num-clients")
     if clients is not None and (type(clients) is not int or clients < 1):
@@ -142,15 +141,15 @@ def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
 
 
 def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Read each budget's rank of a LoRA, one twice the other unless said, and methods' ranks."""
+    """Return each budget's LoRA rank, by default in the ratio 1:2, and its ranks by method."""
     budgets = check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
     for name, ranks in budgets.items():
         check_fields(f"parameter-budgets.{name}.", ranks, {"lora-rank"}, METHODS.keys() - {"full"})
         for rank in ranks.values():
             check_key("rank", rank)
     lora_ranks = {name: ranks["lora-rank"] for name, ranks in budgets.items()}
-    half = max(1, lora_ranks["higher"] // 2) if "higher" in lora_ranks else LORA_RANK["lower"]
-    lower = lora_ranks.get("lower", half)
+    default = max(1, lora_ranks["higher"] // 2) if "higher" in lora_ranks else LORA_RANK["lower"]
+    lower = lora_ranks.get("lower", default)
     return {"lower": lower, "higher": lora_ranks.get("higher", 2 * lower)}, {
         name: {k: v for k, v in budgets.get(name, {}).items() if k != "lora-rank"}
         for name in LORA_RANK
@@ -158,22 +157,22 @@ def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int
 
 
 def _check_rates(rates: dict[str, Any], by: Sequence[str] = RATES_BY) -> None:
-    """Check learning rates: a number for a method, or mappings by the values of `RATES_BY`."""
+    """Raise ValueError unless each rate is a number, or a mapping by values of `RATES_BY`."""
     for rate in rates.values():
         if not isinstance(rate, dict):
             check_key("learning-rate", rate)
             continue
-        of = [key for key in by if {*rate} <= {*KEYS[key].choices, *KEYS[key].forms}]
-        if not (rate and of):
+        matching = [key for key in by if {*rate} <= {*KEYS[key].choices, *KEYS[key].forms}]
+        if not (rate and matching):
             raise ValueError(
                 f"learning-rate: got {rate}, expected a number, or numbers by the values of "
                 f"{', '.join(RATES_BY)}, of several in this order; correct it"
             )
-        _check_rates(rate, by[by.index(of[0]) + 1 :])
+        _check_rates(rate, by[by.index(matching[0]) + 1 :])
 
 
 def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:
-    model = _Model.read(where, _named(content))
+    model = _Model.read(where, _expanded(content))
     shape = free_fields(f"{where}shape.", model.shape, {"model_type"})
     if not isinstance(shape.get("model_type", ""), str):
         raise ValueError(f"{where}shape.model_type = {shape['model_type']!r}: expected a text")
@@ -181,7 +180,7 @@ def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:
         raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
     return ModelSpec(
         model.source,
-        place_beside(model.name, folder),
+        resolve_name(model.name, folder),
         model.revision,
         tuple(shape.items()),
         targets_of(model.targets) if model.targets else (),

@@ -1,4 +1,4 @@
-"""Check what a preset says of its data: columns, splits, labels and prompts."""
+"""Check the data of a preset: columns, splits, labels and prompts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Splits(Part):
-    """Name the splits: that which clients share, and the server's."""
+    """The split that is partitioned among clients, and the server's test splits."""
 
     train: Name = Field(description="the name of a split")
     test: Name | Annotated[dict[str, Name], Field(min_length=1)] = Field(
@@ -25,7 +25,7 @@ class Splits(Part):
 
 
 class Data(Part):
-    """Hold `data` of a preset."""
+    """The field `data` of a preset."""
 
     source: Literal["hub", "sklearn-digits"] = "hub"
     name: str = ""
@@ -36,14 +36,14 @@ class Data(Part):
     labels: list[str] | None = Field(
         None,
         description="the names of the classes, as texts in quotation marks; or leave labels out, "
-        "and the data tell them",
+        "to take them from the data",
     )
     test_share: float = Field(
         DataSpec.test_share, gt=0, lt=1, description="a number above 0 and below 1, such as 0.2"
     )
     partition_by: str = "label"
     glue_tasks: Any = None
-    # Of some tasks alone.
+    # Fields of some tasks only.
     max_length: int | None = Field(
         None, ge=1, le=int(KEYS["max-length"].high), description=KEYS["max-length"].allowed
     )
@@ -61,31 +61,31 @@ class Data(Part):
 def read_data(
     content: Any, kind: TaskInfo, folder: Path
 ) -> tuple[DataSpec, dict[str, DataSpec], int]:
-    """Return the data, those of each GLUE task where there are several, and a text's tokens."""
+    """Return the data, those of each GLUE task if there are several, and the tokens of a text."""
     data = Data.read("data.", content)
     length = kind.max_length if data.max_length is None else data.max_length
     if data.glue_tasks is None:
         return _read("data.", data, kind, folder), {}, length
     names = set(KEYS["glue-task"].choices)
     tasks = {}
-    for name, what in check_fields("data.glue-tasks.", data.glue_tasks, names).items():
+    for name, fields in check_fields("data.glue-tasks.", data.glue_tasks, names).items():
         where = f"data.glue-tasks.{name}."
-        task = Data.read(where, content | free_fields(where, what))
+        task = Data.read(where, content | free_fields(where, fields))
         tasks[name] = _read(where, task, kind, folder)
     return next(iter(tasks.values())), tasks, length
 
 
 def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
-    """Check what fields mean together, for that kind of task."""
+    """Return the data; raise ValueError if fields contradict each other or the kind of task."""
     for field in data.model_fields_set:
-        having = [name for name, task in TASKS.items() if field in task.data_fields]
-        if having and field not in kind.data_fields:
+        tasks = [name for name, task in TASKS.items() if field in task.data_fields]
+        if tasks and field not in kind.data_fields:
             name = field.replace("_", "-")
-            raise ValueError(f"{where}{name}: only task {' or '.join(having)} has it; leave it out")
+            raise ValueError(f"{where}{name}: only task {' or '.join(tasks)} has it; leave it out")
     if not data.name and data.source == "hub":
         raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
-    usual = {"train": "train", "test": "test"}
-    splits = Splits.read(f"{where}splits.", usual if data.splits is None else data.splits)
+    default = {"train": "train", "test": "test"}
+    splits = Splits.read(f"{where}splits.", default if data.splits is None else data.splits)
     tests = splits.test if isinstance(splits.test, dict) else {"test": splits.test}
     columns = _columns(where, data, kind)
     labels = data.labels or []
@@ -98,11 +98,13 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
             "split as the test; name one, or leave splits out"
         )
     names = [name.strip() for name in labels]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"{where}labels: got {', '.join(repeated)} twice; expected each class once"
+        )
     return DataSpec(
         source=data.source,
-        name=place_beside(data.name, folder),
+        name=resolve_name(data.name, folder),
         subset=data.subset,
         revision=data.revision,
         train=splits.train,
@@ -120,8 +122,8 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
     )
 
 
-def place_beside(name: str, folder: Path) -> str:
-    """Return an id of the hub as it is, and the path of what lies beside the preset whole."""
+def resolve_name(name: str, folder: Path) -> str:
+    """Return an id of the hub unchanged, and a path, relative to `folder`, as an absolute path."""
     if name.startswith("~"):
         return str(Path(name).expanduser())
     is_path = name.startswith(".") or (bool(name) and (folder / name).exists())
@@ -129,17 +131,17 @@ def place_beside(name: str, folder: Path) -> str:
 
 
 def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
-    """Read the columns by role; those of a language model are messages, or any with an answer."""
+    """Return the columns by role; a language model has messages, or any columns with an answer."""
     columns = {role: role for role in kind.roles} if data.columns is None else data.columns
     needed, options = set(kind.roles), set(kind.optional)
-    talks = "messages" in kind.roles and "messages" in columns
-    if kind.is_causal_lm and isinstance(columns, dict) and not talks:
+    conversations = "messages" in kind.roles and "messages" in columns
+    if kind.is_causal_lm and isinstance(columns, dict) and not conversations:
         if not set(kind.answers) <= set(columns):
-            talk = "messages, a column of conversations, or " if "messages" in kind.roles else ""
-            written = ", ".join(f"{role}: COLUMN" for role in ("prompt", *kind.answers))
+            either = "messages, a column of conversations, or " if "messages" in kind.roles else ""
+            example = ", ".join(f"{role}: COLUMN" for role in ("prompt", *kind.answers))
             raise ValueError(
-                f"{where}columns = {columns}: expected {talk}a prompt with "
-                f"{' and '.join(kind.answers)}; write {{{written}}}"
+                f"{where}columns = {columns}: expected {either}a prompt with "
+                f"{' and '.join(kind.answers)}; write {{{example}}}"
             )
         needed, options = set(kind.answers), set(map(str, columns))
     columns = check_fields(f"{where}columns.", columns, needed, options)
@@ -156,7 +158,7 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
 
 
 def _prompt(data: Data, kind: TaskInfo) -> str:
-    """Read the prompt, in which the names of columns may stand in braces."""
+    """Return the prompt, which may contain the names of columns in braces."""
     if data.prompt is None:
         return kind.prompt
     if not isinstance(data.prompt, str):
@@ -166,7 +168,7 @@ def _prompt(data: Data, kind: TaskInfo) -> str:
 
 
 def _check_braces(prompt: str, roles: Sequence[str]) -> None:
-    """Refuse a prompt with other things in braces than columns, or with none at all."""
+    """Raise ValueError unless a prompt's braces hold columns only, and at least one."""
     try:
         prompt.format(**dict.fromkeys(roles, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -175,24 +177,24 @@ def _check_braces(prompt: str, roles: Sequence[str]) -> None:
             f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
             f"{names} alone; write others twice"
         ) from None
-    if not _used(prompt) & set(roles):
+    if not _in_braces(prompt) & set(roles):
         raise ValueError(
-            f"data.prompt = {prompt!r}: it has no example in it, expected {{{roles[0]}}} somewhere"
+            f"data.prompt = {prompt!r}: it contains no column, expected {{{roles[0]}}} somewhere"
         )
 
 
-def _used(*prompts: str) -> set[str]:
-    """List what stands in braces."""
+def _in_braces(*prompts: str) -> set[str]:
+    """Return the names in braces."""
     return {role for prompt in prompts for _, role, *_ in Formatter().parse(prompt) if role}
 
 
 def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[str, ...]:
-    """Read one prompt, or several, of which the first serves that an example has all columns of.
+    """Return the prompts; an example uses the first whose columns it all has.
 
-    There is none where the columns have whole conversations.
+    There are none if the columns have whole conversations.
     """
     roles = [role for role in columns if role not in kind.answers]
-    pairs = len(kind.answers) > 1  # which are conversations if there is no other column
+    pairs = len(kind.answers) > 1  # they are conversations if there is no other column
     if not roles if pairs else "messages" in columns:
         if data.prompt is not None:
             has = " and ".join(roles or kind.answers)
@@ -211,13 +213,13 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
             f"data.columns = {dict(columns)}: expected a column for a prompt beside that for the "
             "completion; name one, as prompt: COLUMN"
         )
-    setting = data.prompt or "{prompt}"
-    prompts = (setting,) if isinstance(setting, str) else tuple(setting)
+    given = data.prompt or "{prompt}"
+    prompts = (given,) if isinstance(given, str) else tuple(given)
     for prompt in prompts:
         _check_braces(prompt, roles)
-    if idle := [role for role in roles if role not in _used(*prompts)]:
+    if unused := [role for role in roles if role not in _in_braces(*prompts)]:
         raise ValueError(
-            f"data.columns: {', '.join(idle)} stands in no prompt; expected {{{idle[0]}}} in one, "
-            "or another name for the column prompt; correct it"
+            f"data.columns: {', '.join(unused)} is in no prompt; expected {{{unused[0]}}} in a "
+            "prompt, or another name for the column prompt; correct it"
         )
     return prompts

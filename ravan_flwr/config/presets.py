@@ -1,4 +1,4 @@
-"""Find and read presets, and put another model or data set in the place of theirs."""
+"""Find and read presets, and replace their model or data set."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ravan_flwr.config.key import AUTO, did_you_mean, nearest
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
 
 if TYPE_CHECKING:
     from ravan_flwr.config.preset import Preset
@@ -17,18 +17,18 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class PresetPath(str):
-    """Name a preset by the path of its file.
+    """A preset's name that is the path of its file.
 
-    Only a process that reads the file for the person who named it makes one (`own_preset`). What
-    Flower brings to a device or a server is a plain text, which chooses among the files of `conf/`,
-    so that nobody else can have a device read a file.
+    Only a process of the user who named the file makes one (`with_preset_path`). A name that
+    arrives by Flower is a plain text and selects a file of `conf/`. So a remote user cannot make a
+    device or a server read other files.
     """
 
     __slots__ = ()
 
 
-def own_preset(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Let the run config's `preset` be the path of a file, if it looks like one."""
+def with_preset_path(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the run config with a `PresetPath` as its `preset`, if that looks like a path."""
     values = dict(run_config)
     name = values.get("preset")
     if isinstance(name, str) and _is_path(name):
@@ -41,7 +41,7 @@ def _is_path(name: str) -> bool:
 
 
 def conf_folder() -> Path:
-    """Find `conf/` of a checkout or an app bundle, or inside the package of an installed wheel."""
+    """Return `conf/` of a checkout, an app bundle, or the package of an installed wheel."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package.parent / "conf", package / "conf"):
         if folder.is_dir():
@@ -53,12 +53,12 @@ def conf_folder() -> Path:
 
 
 def preset_names() -> list[str]:
-    """List the presets of `conf/`."""
+    """Return the names of the presets in `conf/`."""
     return sorted(path.stem for path in conf_folder().glob("*.yaml"))
 
 
 def preset_file(name: str) -> Path:
-    """Find the file of a preset."""
+    """Return the file of a preset; raise ValueError if there is none."""
     if isinstance(name, PresetPath):
         if not Path(name).is_file():
             raise ValueError(f"preset {str(name)!r}: found no such file; correct the path")
@@ -78,8 +78,11 @@ def preset_file(name: str) -> Path:
     )
 
 
-def new_file(name: str) -> Path:
-    """Choose where to write a preset: in `conf/` of this app, or of the working directory."""
+def new_preset_path(name: str) -> Path:
+    """Return the path of a new preset in `conf/` of the working directory.
+
+    Raise ValueError if the name is not valid, or taken there or in `conf/` of this app.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(_SUFFIXES):
         raise ValueError(
             f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
@@ -88,12 +91,12 @@ def new_file(name: str) -> Path:
     path = Path.cwd() / "conf" / f"{name}.yaml"
     app_path = conf_folder() / f"{name}.yaml"
     for file in (path, app_path):
-        refuse_if_there(name, file)
+        refuse_existing(name, file)
     return path
 
 
-def refuse_if_there(name: str, path: Path) -> None:
-    """Raise ValueError if there is such a file."""
+def refuse_existing(name: str, path: Path) -> None:
+    """Raise ValueError if the file exists."""
     if path.exists():
         raise ValueError(
             f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
@@ -102,7 +105,7 @@ def refuse_if_there(name: str, path: Path) -> None:
 
 
 def read_preset(name: str) -> "Preset":
-    """Read and check the preset of that name, or the file at a `PresetPath`."""
+    """Return the checked preset of that name, or of the file at a `PresetPath`."""
     path = preset_file(name)
     stat = path.stat()
     return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
@@ -110,7 +113,7 @@ def read_preset(name: str) -> "Preset":
 
 @lru_cache(maxsize=4)
 def _read(path: Path, _version: tuple[int, ...]) -> "Preset":
-    """Read a file once for each of its versions: every message to a client asks for it."""
+    """Return a file's preset, cached by version: every message to a client reads it."""
     from ravan_flwr.config.preset import Preset  # noqa: PLC0415 (pydantic; no `--help` needs it)
     from ravan_flwr.config.yaml_file import read_yaml  # noqa: PLC0415
 
@@ -122,12 +125,12 @@ def _read(path: Path, _version: tuple[int, ...]) -> "Preset":
 
 
 def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Make every path absolute: other processes may have other working directories."""
+    """Return the run config with absolute paths: processes may have other working directories."""
     values = dict(run_config)
     for key in ("resume", "output-dir", "model", "data", "devices"):
         if (value := values.get(key)) and isinstance(value, str) and value != AUTO:
             path = Path(value).expanduser()
-            # Neither an id of the hub nor the name of a profile of devices.
+            # A hub id or the name of a device profile stays as it is.
             exists = path.is_file() if key == "devices" else path.is_dir()
             if exists or key in ("resume", "output-dir"):
                 values[key] = str(path.absolute())
@@ -137,16 +140,16 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
 def chosen_model(
     spec: ModelSpec, name: str, targets: str, models: Mapping[str, ModelSpec] | None = None
 ) -> ModelSpec:
-    """Return the preset's model, one of its others, or any one, with the layers to adapt."""
+    """Return the preset's model, another model of it, or any model, with the layers to adapt."""
     if name != AUTO:
-        spec = _preset_model(models or {}, name) or ModelSpec("hub", *place_of("model", name))
+        spec = _preset_model(models or {}, name) or ModelSpec("hub", *parse_location("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
 
 
 def _preset_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
-    """Find a model that the preset names, by that name or by its place; None if it is another."""
+    """Return the preset's model with that name, hub id or folder; None if it has none."""
     if name in models:
         return models[name]
     if "/" not in name and (near := nearest(name, models)) and not Path(name).is_dir():
@@ -159,35 +162,23 @@ def _preset_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec | Non
     return places.get(name)
 
 
-def targets_of(text: str) -> tuple[str, ...]:
-    """Split the ends of the names of the layers to adapt."""
-    ends = tuple(end.strip() for end in text.split(","))
-    if not all(ends):
-        raise ValueError(
-            f"targets = {text!r}: expected ends of layers' names with commas between them, such as "
-            "q_proj,v_proj; correct it"
-        )
-    return ends
-
-
-def chosen_data(spec: DataSpec, place: str) -> DataSpec:
-    """Return the preset's data, or data with the same columns and labels from another place."""
-    if place == AUTO:
+def chosen_data(spec: DataSpec, location: str) -> DataSpec:
+    """Return the preset's data, or data with the same columns and labels from another location."""
+    if location == AUTO:
         return spec
-    name, revision = place_of("data", place)
+    name, revision = parse_location("data", location)
     return dataclasses.replace(spec, source="hub", name=name, revision=revision)
 
 
-def place_of(what: str, text: str) -> tuple[str, str]:
-    """Split a folder, or `name` or `name@revision` of the hub, in (name, revision).
+def parse_location(key: str, text: str) -> tuple[str, str]:
+    """Return (name, revision) of a folder, or of `name` or `name@revision` of the hub.
 
-    A folder has no revision. ValueError for what is neither.
+    A folder has no revision. Raise ValueError for any other text.
     """
     path = Path(text).expanduser()
     if path.is_file() and (path.suffix or text.startswith((".", "/", "~"))):
         raise ValueError(
-            f"{what} = {text!r}: got a file, expected a folder, which may hold it alone; move it "
-            "into one, and name that"
+            f"{key} = {text!r}: got a file, expected a folder; move it into a folder, and name that"
         )
     if path.is_dir():
         return str(path), ""
@@ -195,7 +186,7 @@ def place_of(what: str, text: str) -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
         raise ValueError(
-            f"{what} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
+            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
             "org/name@revision; correct it"
         )
     return name, revision

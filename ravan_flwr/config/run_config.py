@@ -1,7 +1,7 @@
-"""Read the configuration: run config and preset in, a frozen `Config` out, and back again.
+"""Make a frozen `Config` from a run config and its preset, or from a run's `config.json`.
 
-Everything is checked here, before anything is loaded; below this module there are only
-plain arguments.
+All settings are checked here, before anything is loaded. Modules below this one take plain
+arguments.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ravan_flwr.config.checks import (
 from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
-from ravan_flwr.files import first_wrong
+from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, Scalar
 from ravan_flwr.tasks import TASKS
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "has_default_rate", "read_config", "recorded_config"]
 
-CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
-HELD_BACK = 0.2  # of a client's examples, where clients evaluate
-# What is known later, or has no limit, is None where it is auto.
+GRADIENT_CLIP_NORM = 1.0  # default under privacy=example
+VALIDATION_SHARE = 0.2  # default fraction of a client's examples, where clients evaluate
+# Keys whose "auto" becomes None: the value is known later, or there is no limit.
 _NONE_IF_AUTO = [
     field.name.replace("_", "-") for field in dataclasses.fields(Config)
     if "key" in field.metadata and type(None) in get_args(field.type)
@@ -39,9 +39,9 @@ _NONE_IF_AUTO = [
 
 
 def read_config(run_config: Mapping[str, Scalar]) -> Config:
-    """Check a run config, read its preset, and resolve every `"auto"`; once for each there is.
+    """Return the checked `Config` of a run config and its preset, with every `"auto"` resolved.
 
-    A preset's file that was changed since is read again.
+    Results are cached. A preset's file is read again after a change.
     """
     settings = {key: check_key(key, value) for key, value in run_config.items()}
     preset = cast(str, settings.get("preset", KEYS["preset"].default))
@@ -53,15 +53,15 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(settings)
     values |= read_limits(str(values.pop("limits")))
     check_steps(values)
-    own = set(STEPS) if any(values[key] != AUTO for key in STEPS) else set()
-    own |= {"backbone-dtype"} if trains_backbone(values) else set()
-    for key in preset.run.keys() - {"num-clients"} - own:
+    not_from_preset = set(STEPS) if any(values[key] != AUTO for key in STEPS) else set()
+    not_from_preset |= {"backbone-dtype"} if trains_backbone(values) else set()
+    for key in preset.run.keys() - {"num-clients"} - not_from_preset:
         if values[key] == AUTO:
             values[key] = preset.run[key]
     _resolve(values, preset)
     check_together(values)
     _check_task(values, preset)
-    if values["secure-aggregation"]:  # a sum of fewer is not unmasked
+    if values["secure-aggregation"]:  # a sum of fewer clients is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
     _check_texts(values, preset)
     data = preset.data_of(str(values["glue-task"]))
@@ -71,7 +71,7 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
         "model": chosen_model(
             preset.model, str(values["model"]), str(values["targets"]), preset.other_models
         ),
-        "data": _divided_by(chosen_data(data, str(values["data"])), str(values["partition"])),
+        "data": _partitioned(chosen_data(data, str(values["data"])), str(values["partition"])),
         "glue-task": data.subset if preset.glue_tasks else "",
         "num-clients": _num_clients(values, preset),
     }
@@ -82,7 +82,7 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
 
 
 def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
-    """Tell whether neither the run config nor its preset says the learning rate."""
+    """Return whether neither the run config nor its preset sets the learning rate."""
     if run_config.get("learning-rate", AUTO) != AUTO:
         return False
     preset, method = (run_config.get(key, KEYS[key].default) for key in ("preset", "method"))
@@ -90,22 +90,22 @@ def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
 
 
 def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
-    """Fill in what follows from the preset and the method."""
+    """Set, in place, the values that follow from the preset and the method."""
     budget, name = str(values["parameter-budget"]), str(values["method"])
     method = METHODS[name]
-    # The preset's ranks are those of its own heads, model and targets, within its own budget.
-    own = values["heads"] == preset.run["heads"] or "heads" in method.ignored
-    own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
-    # Under masks what clients measure would be told as it is.
+    # The preset's ranks apply only to its own heads, model, targets and parameter budget.
+    has_rank = values["heads"] == preset.run["heads"] or "heads" in method.ignored
+    has_rank = has_rank and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
+    # Under secure aggregation clients would report their metrics without masks.
     on_server = method.serves and (not method.personalised or bool(values["secure-aggregation"]))
     on_clients = (
         not on_server if values["evaluate-on"] == AUTO else (values["evaluate-on"] == "clients")
     )
     defaults: dict[str, Scalar] = {
-        "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
+        "rank": preset.ranks[budget].get(name, AUTO) if has_rank else AUTO,
         "lora-rank": preset.lora_rank[budget],
         "evaluate-on": "clients" if on_clients else "server",
-        "validation-share": HELD_BACK if on_clients else 0.0,
+        "validation-share": VALIDATION_SHARE if on_clients else 0.0,
         "max-length": preset.max_length,
     }
     if values["learning-rate"] == AUTO:
@@ -113,7 +113,7 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     if values["calibration-learning-rate"] == AUTO:
         defaults["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["privacy"] == "example":
-        defaults["clip-norm"] = CLIP_OF_GRADIENTS
+        defaults["clip-norm"] = GRADIENT_CLIP_NORM
     if values["max-length"] != AUTO and not preset.max_length:
         raise ValueError(
             f"max-length = {values['max-length']!r}: {preset.path} has no texts, expected 'auto'; "
@@ -121,8 +121,8 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
         )
     defaults |= TASKS[preset.task].keys
     values.update({key: value for key, value in defaults.items() if values[key] == AUTO})
-    if method.everyone:
-        # As many as there are.
+    if method.all_clients:
+        # No round has more clients than there are.
         most = MOST_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
         values["clients-per-round"] = int(most)
     if "weighting" in method.ignores and values["weighting"] == "examples":
@@ -131,13 +131,13 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
         values["clients-per-round"] = 1
 
 
-def _divided_by(data: DataSpec, partition: str) -> DataSpec:
+def _partitioned(data: DataSpec, partition: str) -> DataSpec:
     column = KEYS["partition"].parts("partition", partition).get("column")
     return dataclasses.replace(data, partition_by=str(column)) if column else data
 
 
 def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
-    """Return how many clients the preset says, None if the data says it."""
+    """Return the preset's number of clients, or None if the data determine it."""
     number: int | None = preset.run["num-clients"]
     if str(values["partition"]).startswith("natural"):
         return number if str(preset.run["partition"]).startswith("natural") else None
@@ -145,24 +145,24 @@ def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
 
 
 def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
-    """Refuse keys of other tasks, and methods under which the task has no reference."""
+    """Raise ValueError for keys of other tasks, and settings that the task does not support."""
     name = preset.task
     for key in {key for kind in TASKS.values() for key in kind.keys} - TASKS[name].keys.keys():
         if values[key] != AUTO:
-            having = ", ".join(name for name, kind in TASKS.items() if key in kind.keys)
+            tasks = ", ".join(name for name, kind in TASKS.items() if key in kind.keys)
             raise ValueError(
                 f"{key} = {values[key]!r}: the task of {preset.path} is {name!r}, expected "
-                f"{having}; leave it out"
+                f"{tasks}; leave it out"
             )
     if TASKS[name].texts > 1 and values["privacy"] == "example":
         raise ValueError(
             f"privacy = 'example': got task {name!r}, whose examples are {TASKS[name].texts} texts "
-            "each, but gradients are known by text; expected another task, or privacy=client; set "
-            "that"
+            "each, but gradients are computed by text; expected another task, or privacy=client; "
+            "set that"
         )
     if TASKS[name].has_reference and trains_backbone(values):
-        able = ", ".join(name for name, method in METHODS.items() if method.frozen_backbone)
-        key, expected = "method", f"one of {able}"
+        frozen = ", ".join(name for name, method in METHODS.items() if method.frozen_backbone)
+        key, expected = "method", f"one of {frozen}"
         if METHODS[str(values["method"])].frozen_backbone:
             key, expected = "init", "another init"
         raise ValueError(
@@ -172,7 +172,7 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
 
 
 def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
-    """Refuse ways to make batches of texts where that cannot be."""
+    """Raise ValueError for a `batching` that the preset's task does not support."""
     batching = str(values["batching"])
     if batching != "random" and not preset.max_length:
         raise ValueError(
@@ -182,12 +182,12 @@ def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
     if batching == "packed" and not TASKS[preset.task].packs:
         raise ValueError(
             f"batching = {batching!r}: {preset.path} has task {preset.task!r}, expected 'causal', "
-            "whose texts can lie side by side; leave it out"
+            "whose texts can share a row; leave it out"
         )
 
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
-    """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
+    """Return the `Config` in the content of a run's `config.json`, as `Config.as_dict` wrote it."""
     from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415 (`--help` needs neither)
 
     values = _snake(content)
@@ -195,19 +195,19 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     if values.keys() != fields:
         different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
         raise ValueError(
-            f"{where}: its config.json lacks or has too many of {different}, expected the fields "
+            f"{where}: its config.json lacks, or has in excess, {different}, expected the fields "
             "of this version; use the version of ravan-flwr that made the run"
         )
     values |= {key: _snake(values[key]) for key in _PARTS if isinstance(values[key], dict)}
     try:
         for key, spec in (KEYS | LIMITS).items():
-            # Unset, or zero where it means nothing, as `max-length` does of images.
+            # None, or a zero without meaning such as `max-length` of images, is not checked.
             if key not in _PARTS and (value := content.get(key)):
                 spec.checked(key, value)
         check_choice("task", content["task"], TASKS)
         return TypeAdapter(Config).validate_python(values)
     except ValueError as error:
-        wrong = first_wrong(error) if isinstance(error, ValidationError) else error
+        wrong = first_error(error) if isinstance(error, ValidationError) else error
         raise ValueError(
             f"{where}: its config.json is damaged: {wrong}; expected what the run wrote; restore it"
         ) from None
@@ -217,7 +217,7 @@ _PARTS = {"model", "data"}
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write keys as names of fields, and lists, of which JSON has no other kind, as tuples."""
+    """Return the mapping with keys as names of fields, and JSON's lists as tuples."""
     return {key.replace("-", "_"): _tuples(value) for key, value in values.items()}
 
 

@@ -1,8 +1,8 @@
-"""Read a YAML file that a person wrote, and check its parts.
+"""Read a YAML file that a user wrote, and check its parts.
 
-What two lines say twice is an error, not the second. A file is small, with all that its aliases and
-merge keys stand for. A part is a pydantic model, whose errors say what to do: a field's description
-says what it is expected to hold.
+A repeated key is an error; YAML loaders usually keep the second value. The size is limited, with
+all aliases and merge keys expanded. A part is a pydantic model. Its errors give a field's
+description as the expected value.
 """
 
 import itertools
@@ -17,46 +17,46 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ravan_flwr.config.key import check_choice, did_you_mean
 from ravan_flwr.files import read_file
 
-_MOST = 2**20  # bytes of a file; characters, and parts, of what its aliases make of it
-_DIGITS = 100  # of a number: the time to read one in YAML's base 60 is the square of its length
+_MAX_SIZE = 2**20  # bytes of a file; characters and nodes of its content with aliases expanded
+_MAX_DIGITS = 100  # of a number: the time to read YAML's base 60 is quadratic in the length
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MERGE = "tag:yaml.org,2002:merge"  # `<<`
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuse a key that stands twice in one mapping, and what expands to far more than it is.
+    """A loader that rejects repeated keys in a mapping, and aliases that expand to large content.
 
-    In Python: libyaml's loader ends the process where a file is nested too deeply.
+    It is a loader in Python: libyaml's ends the process if a file is nested too deeply.
     """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:
-            _expanded(node, {})
+            _expanded_size(node, {})
         return node
 
 
-def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Count the characters and parts of a node with all aliases written out."""
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return the number of characters and nodes in a node, with all aliases expanded."""
     if id(node) in sizes:
         return sizes[id(node)]
-    sizes[id(node)] = _MOST  # if an alias within it stands for the whole
+    sizes[id(node)] = _MAX_SIZE  # for an alias within the node that stands for the node itself
     size = 1
     if isinstance(node, yaml.ScalarNode):
         size += len(node.value)
-        if node.tag in _NUMBERS and len(node.value) > _DIGITS:
-            raise _wrong(node, f"a number of {len(node.value):,} characters")
+        if node.tag in _NUMBERS and len(node.value) > _MAX_DIGITS:
+            raise _yaml_error(node, f"a number of {len(node.value):,} characters")
     else:
         pairs = isinstance(node, yaml.MappingNode)
         for part in itertools.chain.from_iterable(node.value) if pairs else node.value:
-            size += _expanded(part, sizes)
-    if size > _MOST:
-        raise _wrong(node, f"its aliases make it larger than {_MOST:,} characters")
+            size += _expanded_size(part, sizes)
+    if size > _MAX_SIZE:
+        raise _yaml_error(node, f"its aliases make it larger than {_MAX_SIZE:,} characters")
     sizes[id(node)] = size
     return size
 
 
-def _wrong(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+def _yaml_error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
@@ -67,7 +67,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
             continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, Hashable) and key in keys:
-            raise _wrong(key_node, f"{key!r} stands there twice")
+            raise _yaml_error(key_node, f"the key {key!r} is repeated")
         if isinstance(key, Hashable):
             keys.add(key)
     read: dict[Any, Any] = loader.construct_mapping(node, deep=True)
@@ -75,12 +75,12 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
-    """Read a value of that tag; PyYAML fails in its own ways at one that is not written so."""
+    """Return a value of that tag; raise a YAML error where PyYAML raises various others."""
     try:
         return yaml.SafeLoader.yaml_constructors[tag](loader, node)
     except (ValueError, LookupError, AttributeError, OverflowError):
-        named = tag.rpartition(":")[2]
-        raise _wrong(node, f"{str(node.value)[:40]!r} is no {named} of YAML") from None
+        kind = tag.rpartition(":")[2]
+        raise _yaml_error(node, f"{str(node.value)[:40]!r} is no {kind} of YAML") from None
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -89,9 +89,9 @@ for _tag in (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a file; ValueError, which says where, if it is no YAML or no text."""
+    """Return a file's content; raise ValueError, with the line, if it is no YAML or no text."""
     try:
-        return yaml.load(read_file(path, _MOST).decode(), Loader=_Loader)  # noqa: S506 (it is safe)
+        return yaml.load(read_file(path, _MAX_SIZE).decode(), Loader=_Loader)  # noqa: S506 (safe)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -107,20 +107,20 @@ def read_yaml(path: Path) -> Any:
 
 
 TEXT = "a text; write it in quotation marks"
-# Of models whose fields are in kebab-case in a file, and of the type that they say.
+# For models with kebab-case names in a file, and without conversion of types.
 KEBAB = ConfigDict(
     strict=True, populate_by_name=True, alias_generator=lambda name: name.replace("_", "-")
 )
 
 
 class Part(BaseModel):
-    """Hold the fields of a part of a file, checked; a field that is left empty has its default."""
+    """The checked fields of a part of a file; an empty field has its default."""
 
     model_config: ClassVar = KEBAB | ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def read(cls, where: str, content: Any) -> Self:
-        """Check the content, which is found at `where`; ValueError that names a field."""
+        """Return the checked content at `where`; raise ValueError that names the wrong field."""
         fields = {field.alias or "": field for field in cls.model_fields.values()}
         required = {name for name, field in fields.items() if field.is_required()}
         content = check_fields(where, content, required, fields.keys())
@@ -140,12 +140,12 @@ class Part(BaseModel):
 def check_fields(
     where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
 ) -> dict[str, Any]:
-    """Return a mapping; ValueError unless it has these fields, and no others; None is empty."""
+    """Return a mapping, empty for None; raise ValueError for missing or unknown fields."""
     content = {} if content is None and not expected else content
     fields = sorted(expected | options)
     if not isinstance(content, dict):
-        what = where.removesuffix(".") or "the file"
-        raise ValueError(f"{what} is no mapping, expected one with {fields}")
+        name = where.removesuffix(".") or "the file"
+        raise ValueError(f"{name} is no mapping, expected one with {fields}")
     for field in sorted(set(content) - expected - options, key=str):
         raise ValueError(
             f"{where}{field} is unknown{did_you_mean(field, fields)} Expected the fields {fields}"
@@ -156,6 +156,6 @@ def check_fields(
 
 
 def free_fields(where: str, content: Any, expected: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return a mapping with names of any kind, of which some must be there; empty for None."""
+    """Return a mapping with any names, some of them required; empty for None."""
     names = {str(name) for name in content} if isinstance(content, dict) else set()
     return check_fields(where, content, expected if names else set(), names)

@@ -1,4 +1,4 @@
-"""Load a data set: split it into train and test, name its columns by role, settle its labels."""
+"""Load a data set: split it into train and test, rename columns to roles, determine its labels."""
 
 import glob
 import logging
@@ -14,12 +14,12 @@ from ravan_flwr.data.hub import (
     CSV,
     TABLES,
     as_files,
-    cache_of,
+    cache_folder,
     check_encoding,
     every_split,
+    hub_errors,
     load_data,
     no_bars,
-    telling,
     visible_files,
 )
 from ravan_flwr.data.rows import IMAGES, match_columns
@@ -29,17 +29,21 @@ log = logging.getLogger(__name__)
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
-    """Load `train` and the server's test splits, the same on every machine, columns by role."""
+    """Load `train` and the server's test splits, with columns named by role.
+
+    The splits are the same on every machine.
+    """
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
     if not any(name in splits for name, _ in spec.tests):
-        splits = _hold_back(splits, spec, data)
-    return _called(splits, spec, data)
+        splits = _split_off_test(splits, spec, data)
+    return _with_preset_names(splits, spec, data)
 
 
 def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
-    """Load labelled examples that a run has not seen, as `load_splits`, and say which splits.
+    """Load labelled examples of other data than the run's; return them and the names of the splits.
 
-    Those are the splits that the spec names as tests, or else `test`, or else all.
+    The splits are those that the spec names as tests, or else `test`, or else all. Columns and
+    labels are treated as by `load_splits`.
     """
     data = f"data {spec.name}"
     splits = every_split(spec.name, spec.subset, spec.revision, foreign=True)
@@ -50,20 +54,20 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     check_encoding(examples, data)
     is_all = chosen == [*splits] and not {"train", spec.train}.isdisjoint(chosen)
     name = "all examples" if is_all else " and ".join(chosen)
-    examples = _called(datasets.DatasetDict({name: examples}), spec, data)[name]
+    examples = _with_preset_names(datasets.DatasetDict({name: examples}), spec, data)[name]
     feature = examples.features.get("label")
-    whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
+    whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WHOLE_NUMBERS
     if whole_numbers and not any(str(value) in spec.labels for value in examples["label"]):
         log.warning(
-            "%s: its labels are numbers, taken as positions: 0 is %r, 1 is %r",
+            "%s: its labels are numbers, taken as indices of classes: 0 is %r, 1 is %r",
             data,
             *spec.labels[:2],
         )
     return examples, name
 
 
-def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
-    """Read a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
+def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
+    """Read a device's folder: images in one folder per label, parquet, CSV or JSON lines."""
     folder = Path(path).expanduser()
     where = f"node config: data-path = {path!r}"
     if not folder.is_absolute() or not folder.exists():
@@ -76,7 +80,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     for file in files:
         if kind := _KINDS.get(file.suffix.lower()):
             by_kind.setdefault(kind, []).append(str(file))
-    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
+    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may accompany the images
         by_kind = {"imagefolder": by_kind["imagefolder"]}
     if len(by_kind) != 1:
         kinds = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
@@ -86,13 +90,13 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
         )
     ((kind, names),) = by_kind.items()
     source: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
-    if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
+    if kind == "imagefolder":  # the folder's name is the label, even if there is only one folder
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
     elif kind == "csv":
         source |= CSV
-    cache = str(cache_of(folder, files))
-    with telling("data", str(folder), at=where):
+    cache = str(cache_folder(folder, files))
+    with hub_errors("data", str(folder), where=where):
         examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")
@@ -101,7 +105,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
 
 
 def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
-    """Load scikit-learn's 1,797 handwritten 8 x 8 digits, 80 % to train and 20 % to test."""
+    """Load scikit-learn's 1,797 handwritten 8 x 8 digits, split into 80 % train and 20 % test."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (only this source needs it)
 
     images, labels = load_digits(return_X_y=True)
@@ -112,7 +116,7 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
             "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
         }
     )
-    test = _share_of_each_class(labels, 0.2)
+    test = _stratified_mask(labels, 0.2)
     return datasets.DatasetDict(
         {
             name: datasets.Dataset.from_dict(
@@ -123,12 +127,14 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
     )
 
 
-def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datasets.DatasetDict:
-    """Take a share of `train` for the server's test, the same on every machine."""
+def _split_off_test(
+    splits: datasets.DatasetDict, spec: DataSpec, data: str
+) -> datasets.DatasetDict:
+    """Split a part of `train` off as the server's test split, the same on every machine."""
     train, label = splits["train"], spec.column("label")
     column = next((name for name in (label, "label") if name in train.column_names), None)
     classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
-    test = mask_of_test(classes, spec.test_share, data)
+    test = test_mask(classes, spec.test_share, data)
     log.info(
         "%s: it has no split `test`: %d of its %d examples become the server's test split",
         data,
@@ -143,14 +149,14 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
         )
 
 
-def mask_of_test(classes: np.ndarray, share: float, data: str) -> np.ndarray:
-    """Mask the examples that are held back for the test: a share of each class.
+def test_mask(classes: np.ndarray, share: float, data: str) -> np.ndarray:
+    """Return the mask of the examples of the test split: the fraction `share` of each class.
 
-    Where all classes are too small for that, it is a share of the whole.
+    It is a fraction of all examples if every class is too small.
     """
-    test = _share_of_each_class(classes, share)
+    test = _stratified_mask(classes, share)
     if not test.any():
-        test = _share_of_each_class(np.zeros(len(classes)), share)
+        test = _stratified_mask(np.zeros(len(classes)), share)
     if test.all() or not test.any():
         raise ValueError(
             f"{data}: it has no split `test`, and of its {len(test)} examples none can be "
@@ -160,8 +166,11 @@ def mask_of_test(classes: np.ndarray, share: float, data: str) -> np.ndarray:
     return test
 
 
-def _share_of_each_class(labels: np.ndarray, share: float) -> np.ndarray:
-    """Mask a share of each class, the same always; `datasets` would go through them row by row."""
+def _stratified_mask(labels: np.ndarray, share: float) -> np.ndarray:
+    """Return a mask of the fraction `share` of each class, always the same.
+
+    `datasets` would process the examples row by row.
+    """
     random = np.random.default_rng(0)
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -175,9 +184,9 @@ SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
 def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
-    """Call columns by what they are for, and leave out the others.
+    """Rename columns to their roles, and drop all others but the one to partition by.
 
-    A column may be called as in the preset, or by its role already.
+    A column may have its name from the preset, or its role as name already.
     """
     columns, partition_column = dict(spec.columns), spec.partition_by
     names = match_columns(examples.column_names, columns, where)
@@ -188,14 +197,15 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*selection]).rename_columns(renamed)
 
 
-def _by_number(
+def _with_preset_classes(
     examples: datasets.Dataset, labels: Sequence[str], where: str
 ) -> tuple[datasets.Dataset, Mapping[int, str]]:
-    """Call numbered classes as in the preset; return the examples, and the names that differed.
+    """Give numbered classes the preset's names; return the examples, and the names that differed.
 
-    Where the preset knows all names there is nothing to do: names are looked up. A name that
-    both know must have one number. Classes that `datasets` makes of folders are sorted by their
-    names, so that their numbers say nothing: what is unknown of these is an error later on.
+    Nothing is renamed if the preset has all names, since labels are looked up by name. A name
+    that is in both the data and the preset must have the same number in both. `datasets` numbers
+    classes of folders in the order of their names, so these numbers carry no meaning:
+    `label_numbers` rejects unknown folder names later.
     """
     feature = examples.features.get("label") if labels else None
     by_folder = examples.info.builder_name == "imagefolder"
@@ -208,22 +218,26 @@ def _by_number(
             f"{len(labels)}, {some_of(labels)}; take other data, or a preset with these labels"
         )
     different = {number: name for number, name in names.items() if name != labels[number]}
-    if moved := [name for name in different.values() if name in labels]:
+    if renumbered := [name for name in different.values() if name in labels]:
         raise ValueError(
             f"{where}: got the classes {some_of(feature.names)}: some are unknown, and "
-            f"{some_of(moved)} have other numbers than in the preset; expected {some_of(labels)}, "
-            "in this order; take other data, or a preset with these labels"
+            f"{some_of(renumbered)} have other numbers than in the preset; expected "
+            f"{some_of(labels)}, in this order; take other data, or a preset with these labels"
         )
-    called = datasets.ClassLabel(names=list(labels))
-    return examples.cast_column("label", called), different
+    preset_classes = datasets.ClassLabel(names=list(labels))
+    return examples.cast_column("label", preset_classes), different
 
 
-def _called(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datasets.DatasetDict:
-    """Name columns by role, and numbered classes as in the preset; warn of names that differ."""
+def _with_preset_names(
+    splits: datasets.DatasetDict, spec: DataSpec, data: str
+) -> datasets.DatasetDict:
+    """Rename columns to roles, and numbered classes as in the preset; log names that differ."""
     differing: dict[int, str] = {}
     for name, split in splits.items():
         where = f"{data}, {name}"
-        splits[name], different = _by_number(by_role(split, spec, where), spec.labels, where)
+        splits[name], different = _with_preset_classes(
+            by_role(split, spec, where), spec.labels, where
+        )
         differing |= different
     if differing:
         pairs = [f"{number} {name!r}, {spec.labels[number]!r} here"
@@ -238,18 +252,19 @@ def _called(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datasets
 
 
 def some_of(names: Sequence[object], most: int = 20) -> str:
-    """List the first few names or numbers."""
+    """Return the first `most` names or numbers as text."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
-_WRITTEN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+_WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
-    """Number the examples' labels: names are looked up, numbers must be in range.
+    """Return the index of each example's label in `labels`.
 
-    Of a numbered class the name counts: `load_splits` has settled whose names those are. So does a
-    number that is the name of a class.
+    Texts and numbered classes are looked up by name: `load_splits` has given numbered classes the
+    preset's names. Whole numbers are looked up by name if one of them is a name in `labels`.
+    Otherwise they are the indices, and must be in range.
     """
     feature = examples.features["label"]
     if not isinstance(feature, datasets.Value | datasets.ClassLabel):
@@ -258,11 +273,13 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             "name another column"
         )
     column = examples["label"][:]
-    if isinstance(feature, datasets.Value) and (few := column.count(None)):
-        raise ValueError(f"{where}: {few} examples have no label, expected one each; take them out")
+    if isinstance(feature, datasets.Value) and (missing := column.count(None)):
+        raise ValueError(
+            f"{where}: {missing} examples have no label, expected one each; take them out"
+        )
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
-    elif feature.dtype in _WRITTEN and any(str(value) in labels for value in column):
+    elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):
         column = [str(value) for value in column]
     if column and isinstance(column[0], int):
         numbers = np.asarray(column)
@@ -281,24 +298,26 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     return numbers
 
 
-MOST = 10_000  # more values than that are no classes
+MOST_CLASSES = 10_000  # a column with more values than that is not a label column
 
 
-def settled(spec: DataSpec) -> DataSpec:
-    """Fill in the labels, the same on every machine, where the preset leaves them to the data."""
-    if spec.settled:
+def with_labels(spec: DataSpec) -> DataSpec:
+    """Return the spec with the labels of its data, on every machine the same, if it has none."""
+    if spec.labels_known:
         return spec
     splits = load_splits(spec)
     return replace(spec, labels=labels_of(splits, f"data {spec.name or spec.source}"))
 
 
 def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
-    """List the classes: those of a ClassLabel or of folders, or else the sorted values."""
+    """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
     if isinstance(feature, datasets.ClassLabel):
         names = tuple(feature.names)
     else:
-        names = _values((value for split in splits.values() for value in split["label"]), where)
+        names = _sorted_values(
+            (value for split in splits.values() for value in split["label"]), where
+        )
     if len(names) < 2:
         raise ValueError(
             f"{where}: got {len(names)} class{'es' * (len(names) != 1)} "
@@ -307,8 +326,8 @@ def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     return names
 
 
-def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """Sort the values of a column: numbers as numbers, everything else as text."""
+def _sorted_values(values: Iterable[Any], where: str) -> tuple[str, ...]:
+    """Return the different values of a column: numbers in order of size, texts in text order."""
     values = list(values)
     kinds = {type(value) for value in values}
     if None in values:
@@ -320,12 +339,12 @@ def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
             f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
-            "bring them into one form"
+            "convert them to one type"
         )
     classes = set(values)
-    if len(classes) > MOST:
+    if len(classes) > MOST_CLASSES:
         raise ValueError(
             f"{where}: the label column has {len(classes):,} different values, expected classes, "
-            f"{MOST:,} at most; name another column"
+            f"{MOST_CLASSES:,} at most; name another column"
         )
     return tuple(str(value) for value in sorted(classes))

@@ -1,10 +1,10 @@
-"""Read a folder of IDX files, the format of MNIST, Fashion-MNIST and their kin.
+"""Read a folder of IDX files, the format of MNIST, Fashion-MNIST and similar data sets.
 
-Images and labels are files of their own, of the training and of the test:
+Images and labels are in separate files, for training and for test:
 `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, and the same with `t10k`, each plain or
-gzipped. A file begins with two zeros, the type of its numbers (8: bytes), how many dimensions it
-has, and their sizes as four bytes each, the largest first. What a header says is checked before
-anything of that size is read, and no more is unpacked than it says.
+gzipped. A file begins with two zeros, the type of its numbers (8: bytes), the number of dimensions,
+and their sizes as four bytes each, big-endian. The header is checked before the content is read,
+and no more is unpacked than the header states.
 """
 
 import gzip
@@ -18,31 +18,31 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-SPLITS = {"train": "train", "test": "t10k"}  # what the names of their files begin with
+SPLITS = {"train": "train", "test": "t10k"}  # the prefixes of their file names
 DIMENSIONS = {"images": 3, "labels": 1}
 MOST_EXAMPLES, MOST_BYTES = 2**24, 2**31 - 1  # of one file
-_BYTES = 8  # the type
+_BYTES = 8  # the code of the type
 _GZIPPED = b"\x1f\x8b"
 
 
 def is_idx(folder: Path) -> bool:
-    """Tell whether a folder has any of the files."""
-    return any(_file_of(folder, split, what) for split in SPLITS for what in DIMENSIONS)
+    """Return whether a folder has any of the files."""
+    return any(_file_of(folder, split, kind) for split in SPLITS for kind in DIMENSIONS)
 
 
 def idx_splits(folder: Path) -> datasets.DatasetDict:
     """Read `train` and `test` with the columns `image` and `label`."""
-    # All of them are found before any is read.
-    files = {(split, what): _file(folder, split, what) for split in SPLITS for what in DIMENSIONS}
+    # A missing file is reported before any file is read.
+    files = {(split, kind): _file(folder, split, kind) for split in SPLITS for kind in DIMENSIONS}
     return datasets.DatasetDict(
         {split: _examples(files[split, "images"], files[split, "labels"]) for split in SPLITS}
     )
 
 
-def _file(folder: Path, split: str, what: str) -> Path:
-    if path := _file_of(folder, split, what):
+def _file(folder: Path, split: str, kind: str) -> Path:
+    if path := _file_of(folder, split, kind):
         return path
-    name = f"{SPLITS[split]}-{what}-idx{DIMENSIONS[what]}-ubyte"
+    name = f"{SPLITS[split]}-{kind}-idx{DIMENSIONS[kind]}-ubyte"
     raise ValueError(
         f"data {folder}: it has IDX files, but neither {name} nor {name}.gz, expected images and "
         "labels of train and t10k; add it (those of Fashion-MNIST: `apt-get install "
@@ -50,9 +50,9 @@ def _file(folder: Path, split: str, what: str) -> Path:
     )
 
 
-def _file_of(folder: Path, split: str, what: str) -> Path | None:
-    """Find a file under the names that it goes by; a plain one first."""
-    begin, end = f"{SPLITS[split]}-{what}", f"idx{DIMENSIONS[what]}-ubyte"
+def _file_of(folder: Path, split: str, kind: str) -> Path | None:
+    """Find a file by its usual names, plain before gzipped; None if there is none."""
+    begin, end = f"{SPLITS[split]}-{kind}", f"idx{DIMENSIONS[kind]}-ubyte"
     names = [f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -73,7 +73,7 @@ def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:
 
 
 def _nested(images: np.ndarray) -> pa.ListArray:
-    """Make lists of rows of all images at once; `datasets` makes one list after another."""
+    """Return all images as lists of rows in one step; `datasets` would make each list in turn."""
     count, height, width = images.shape
     rows = pa.ListArray.from_arrays(
         np.arange(count * height + 1, dtype=np.int32) * width, pa.array(images.ravel())
@@ -81,37 +81,37 @@ def _nested(images: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * height, rows)
 
 
-def _read(path: Path, what: str) -> np.ndarray:
-    """Read a file, unpacked if it is packed, whatever its name says; tell what is wrong with it."""
+def _read(path: Path, kind: str) -> np.ndarray:
+    """Read a file, gzipped or not by its content; ValueError for an invalid one."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIPPED
             file.seek(0)
             with gzip.open(file) if packed else file as content:
-                return _array(path, cast(BinaryIO, content), what)
-    except (OSError, EOFError, zlib.error, struct.error) as error:  # of the disk, or too short
+                return _array(path, cast(BinaryIO, content), kind)
+    except (OSError, EOFError, zlib.error, struct.error) as error:  # a disk error, or too short
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
             "file, plain or gzipped; restore it"
         ) from None
 
 
-def _array(path: Path, file: BinaryIO, what: str) -> np.ndarray:
-    """Read the header, check it, and read what it promises."""
-    number = DIMENSIONS[what]
+def _array(path: Path, file: BinaryIO, kind: str) -> np.ndarray:
+    """Read and check the header, then read the array that it describes."""
+    number = DIMENSIONS[kind]
     begin, *sizes = struct.unpack(f">4s{number}I", file.read(4 + 4 * number))
     magic, size = bytes([0, 0, _BYTES, number]), math.prod(sizes)
     if begin != magic or not size or sizes[0] > MOST_EXAMPLES or size > MOST_BYTES:
         shape = " x ".join(f"{side:,}" for side in sizes)
         raise ValueError(
             f"data {path}: its header says {begin.hex(' ')} and {shape}, expected {magic.hex(' ')} "
-            f"(bytes), 1 to {MOST_EXAMPLES:,} {what} and {MOST_BYTES:,} bytes at most; restore it"
+            f"(bytes), 1 to {MOST_EXAMPLES:,} {kind} and {MOST_BYTES:,} bytes at most; restore it"
         )
     content = file.read(size + 1)
     if len(content) != size:
         length = f"{len(content):,} bytes" if len(content) < size else "more"
         raise ValueError(
-            f"data {path}: got {length} after its header, expected {size:,} by what that says; "
+            f"data {path}: got {length} after its header, expected {size:,} as it states; "
             "restore it"
         )
     return np.frombuffer(content, np.uint8).reshape(sizes)

@@ -1,8 +1,7 @@
-"""Find the files of a model: in a folder of the user's, in the hub's cache, or downloaded.
+"""Find the files of a model: in a user's folder, in the hub's cache, or by download.
 
-What is in the cache is taken from there without asking the hub, so that a device without a
-connection works once `hf download` has run, and a client process starts without waiting for the
-network.
+Files in the cache are used without a request to the hub. So a device works offline once
+`hf download` has run, and a client process starts without waiting for the network.
 """
 
 import json
@@ -17,27 +16,27 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
-from ravan_flwr.data.hub import telling
+from ravan_flwr.data.hub import hub_errors
 from ravan_flwr.files import LARGE, check_file, read_file
 from ravan_flwr.specs import ModelSpec
 
-# Weights are read from safetensors alone: every other format runs code when it is opened.
+# Weights are read from safetensors only: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-MOST_BYTES = 2**28  # of a file that is no weights
+MOST_BYTES = 2**28  # of any file other than weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 PROCESSOR = "preprocessor_config.json"  # of images
 
 
-def made_folder(name: str) -> Path:
-    """Say where a backbone lies that a script of `scripts/` makes on the user's machine."""
+def pretrained_folder(name: str) -> Path:
+    """Return the folder where a script of `scripts/` saves the backbone that it pretrains."""
     return Path.home() / "ravan-flwr" / "models" / name
 
 
 def model_folder(spec: ModelSpec) -> Path:
-    """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
-    folder = _folder_of(spec, FILES, lacks)
-    if missing := lacks(folder):
+    """Return the folder with a model's files, a user's or one in the hub's cache, after checks."""
+    folder = _folder_of(spec, FILES, missing_file)
+    if missing := missing_file(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
             f"safetensors; {_how_to_make(folder)}, or choose another model"
@@ -49,14 +48,14 @@ def model_folder(spec: ModelSpec) -> Path:
         )
     for path in folder.iterdir():
         if any(path.match(kind) for kind in FILES) and not path.is_dir():
-            with reading(spec.name, path.name):
+            with model_file_errors(spec.name, path.name):
                 check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
     settings_in(folder, spec.name)
     return folder
 
 
 def _how_to_make(folder: Path) -> str:
-    if folder != made_folder(folder.name):
+    if folder != pretrained_folder(folder.name):
         return "save it with save_pretrained of transformers 5"
     script = f"pretrain_{folder.name.replace('-', '_')}"
     return (
@@ -66,7 +65,7 @@ def _how_to_make(folder: Path) -> str:
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
-    """Read a model's config.json, without its weights if they are not there."""
+    """Read a model's config.json, whether its weights are present or not."""
     folder = _folder_of(spec, ["config.json"], lambda path: not (path / "config.json").exists())
     path = folder / "config.json"
     if not path.is_file():
@@ -75,62 +74,62 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
 
 
 def settings_in(folder: Path, model: str) -> dict[str, Any]:
-    """Read a model's config.json, without what chooses code; ValueError for absurd sizes."""
+    """Read a model's config.json, without keys that choose code; ValueError for absurd sizes."""
     settings = read_json(folder / "config.json", model)
-    with reading(model, "config.json"):
+    with model_file_errors(model, "config.json"):
         settings = {key: _checked(key, value) for key, value in settings.items()}
-    return {key: value for key, value in settings.items() if value is not _LEFT_OUT}
+    return {key: value for key, value in settings.items() if value is not _REMOVED}
 
 
-# What chooses code, which transformers may fetch, or other files; and the number of classes, which
-# is the task's. A value that is harmless stays.
-_CHOICES: Mapping[str, Collection[Any]] = {
+# Keys that choose code or other files, which transformers may download, and the number of classes,
+# which the task determines; each with the harmless values that are kept.
+_HARMLESS: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), ("eager", "sdpa", None)),
     **dict.fromkeys(("experts_implementation", "_experts_implementation"), ("eager", None)),
     **dict.fromkeys(("auto_map", "custom_pipelines", "fusion_config", "kernel_config"), ()),
     **dict.fromkeys(("distributed_config", "transformers_weights", "num_labels"), ()),
 }
-_LEFT_OUT = object()
-_LARGEST = 2**24  # of a whole number: positions, words
-_DEEPEST = 2**10  # of one that counts layers
-_OF_DEPTH, _OF_NO_SIZE = re.compile("(layer|depth|block|stage)s?$"), re.compile("theta|base$")
+_REMOVED = object()
+_LARGEST = 2**24  # of an integer: positions, vocabulary
+_DEEPEST = 2**10  # of an integer that counts layers
+_DEPTH_KEY, _NOT_A_SIZE = re.compile("(layer|depth|block|stage)s?$"), re.compile("theta|base$")
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Check a value of config.json, and all that is within it."""
-    if key in _CHOICES and not (isinstance(value, str | None) and value in _CHOICES[key]):
-        return _LEFT_OUT
+    """Return a value of config.json, checked with all nested ones; `_REMOVED` if not allowed."""
+    if key in _HARMLESS and not (isinstance(value, str | None) and value in _HARMLESS[key]):
+        return _REMOVED
     if key == "quantization_config" and value:
-        raise ValueError(f"{key}: its weights are kept in few bits, expected plain ones")
+        raise ValueError(f"{key}: its weights are quantized, expected plain ones")
     if isinstance(value, dict):
         values = {name: _checked(name, inner) for name, inner in value.items()}
-        return {name: inner for name, inner in values.items() if inner is not _LEFT_OUT}
+        return {name: inner for name, inner in values.items() if inner is not _REMOVED}
     if isinstance(value, list):
         return [_checked(key, inner) for inner in value]
-    most = _DEEPEST if _OF_DEPTH.search(key) else _LARGEST
-    if type(value) is int and abs(value) > most and not _OF_NO_SIZE.search(key):
+    most = _DEEPEST if _DEPTH_KEY.search(key) else _LARGEST
+    if type(value) is int and abs(value) > most and not _NOT_A_SIZE.search(key):
         raise ValueError(f"{key} = {value:,}, expected {most:,} at most")
     return value
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
-    """Read the object in a JSON file of a model."""
-    with reading(model, path.name):
+    """Return the object in a JSON file of a model."""
+    with model_file_errors(model, path.name):
         content = json.loads(read_file(path, MOST_BYTES))
         if not isinstance(content, dict):
-            raise TypeError(f"it holds a {type(content).__name__} and no object")
+            raise TypeError(f"it contains a {type(content).__name__}, not an object")
     return content
 
 
 @contextmanager
-def reading(model: str, files: str) -> Iterator[None]:
-    """Turn whatever a library raises while it reads a model's files into a ValueError."""
+def model_file_errors(model: str, files: str) -> Iterator[None]:
+    """Turn any exception of a library that reads a model's files into a ValueError."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if "allocate" in str(error):  # PyTorch's way to say that memory ran out
+        if "allocate" in str(error):  # PyTorch ran out of memory
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise ValueError(
@@ -139,8 +138,8 @@ def reading(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _folder_of(spec: ModelSpec, files: list[str], lacking: Callable[[Path], object]) -> Path:
-    """Find a folder of the user's, or files in the hub's cache; download what that lacks."""
+def _folder_of(spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path], object]) -> Path:
+    """Return a user's folder, or the one in the hub's cache; download if that is incomplete."""
     folder = Path(spec.name)
     if folder.is_dir():
         return folder
@@ -153,25 +152,25 @@ def _folder_of(spec: ModelSpec, files: list[str], lacking: Callable[[Path], obje
     options: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
     with suppress(LocalEntryNotFoundError):
         folder = Path(snapshot_download(spec.name, local_files_only=True, **options))
-        if not lacking(folder):
+        if not is_incomplete(folder):
             return folder
-    with telling("model", spec.name, spec.revision):
+    with hub_errors("model", spec.name, spec.revision):
         return Path(snapshot_download(spec.name, **options))
 
 
-def lacks(folder: Path) -> str:
-    """Say what a model's folder lacks; "" if nothing."""
+def missing_file(folder: Path) -> str:
+    """Return the name of a required file that a model's folder lacks; "" if none."""
     if not (folder / "config.json").is_file():
         return "config.json"
     return next((path.name for path in weight_files(folder) if not path.is_file()), "")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files of a model's weights, there or not, as transformers finds them."""
+    """List the files of a model's weights, existing or not, as transformers finds them."""
     if (folder / WHOLE).is_file() or not (folder / _INDEX).is_file():
         return [folder / WHOLE]
     content = read_json(folder / _INDEX, str(folder))
-    with reading(str(folder), _INDEX):
+    with model_file_errors(str(folder), _INDEX):
         parts = sorted(set(content["weight_map"].values()))
         if wrong := [part for part in parts if Path(part).name != part]:
             raise ValueError(f"{wrong[0]!r} is no file of this folder")
@@ -179,15 +178,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path, model: str) -> tuple[int, int]:
-    """Count the tensors and the numbers of a model's weights.
+    """Return how many tensors and numbers a model's weights have.
 
-    Raise ValueError if a file of them is cut off or no safetensors.
+    Raise ValueError if a weight file is truncated or not safetensors.
     """
     tensors = numbers = 0
     for path in weight_files(folder):
-        # The header alone is read, and compared with the file's size.
-        with reading(model, path.name), safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+        # Only the header is read, and compared with the file's size.
+        with model_file_errors(model, path.name), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is not a mapping)
                 tensors += 1
                 numbers += math.prod(file.get_slice(name).get_shape())
     return tensors, numbers

@@ -1,8 +1,8 @@
-"""Refuse files of examples that become far larger than they are when they are read.
+"""Reject files of examples whose content is far larger than the file.
 
-`datasets` unpacks whatever is packed, be its name `train.csv`: gzip is taken, nothing else. A table
-in parquet holds a long text once and a small number for each row that has it. What a file would
-become is counted before it is read, a little at a time, and no longer than until it is too much.
+`datasets` unpacks any packed file, even if its name is `train.csv`; only gzip is accepted here.
+A parquet table may store a long text once, and a small number for each row that has it. The
+unpacked size is counted in small pieces before a file is read, and only up to the limit.
 """
 
 import csv
@@ -18,12 +18,12 @@ from datasets.utils.extract import Extractor
 
 from ravan_flwr.files import LARGE, check_file, check_unpacked, opened
 
-_AT_A_TIME = 2**20  # bytes
-_ROWS = 1024
+_CHUNK = 2**20  # bytes that are unpacked at a time
+_ROWS = 1024  # of a table at a time
 
 
 def check_examples(path: Path) -> None:
-    """Raise ValueError if a file of examples is none, or becomes far larger when it is read."""
+    """Raise ValueError unless this is a file of examples whose content is not far larger."""
     check_file(path, LARGE)
     kind = Extractor.infer_extractor_format(path)
     if kind == "gzip":
@@ -40,13 +40,13 @@ def check_examples(path: Path) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError for CSV with more fields than names: pandas takes the first for an index."""
+    """Raise ValueError for CSV with more fields than names: pandas takes the first as index."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         lines = csv.reader(file)
         try:
             header, fields = next(lines, []), next(lines, [])
         except csv.Error:
-            return  # whoever reads all of it says so
+            return  # reported when the whole file is read
     if len(fields) > len(header):
         raise ValueError(
             f"{path}: its first row has {len(fields)} fields, expected {len(header)} as in the "
@@ -58,50 +58,52 @@ def _check_gzipped(path: Path) -> None:
     packed, unpacked = path.stat().st_size, 0
     try:
         with gzip.open(path) as file:
-            while part := file.read(_AT_A_TIME):
-                unpacked += len(part)
+            while chunk := file.read(_CHUNK):
+                unpacked += len(chunk)
                 check_unpacked(path, packed, unpacked)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be unpacked ({error}); restore it") from None
 
 
 def check_parquet(path: Path) -> None:
-    """Raise ValueError if a table becomes far larger than its file; one that is none is left."""
+    """Raise ValueError if a table is far larger than its file; ignore an invalid file."""
     try:
         with opened(path, LARGE) as file:
             _check_table(path, path.stat().st_size, pyarrow.parquet.ParquetFile(file).metadata)
     except (pa.ArrowException, OSError):
-        return  # whoever reads it says what is wrong with it
+        return  # reported when the file is read
 
 
 def _check_table(path: Path, packed: int, metadata: Any) -> None:
-    fixed, shared = 0, set()
+    encoded_bytes, dictionary_columns = 0, set()
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for number in range(row_group.num_columns):
             column = row_group.column(number)
-            fixed += max(column.total_uncompressed_size, _WIDTH * column.num_values)
+            encoded_bytes += max(
+                column.total_uncompressed_size, _MIN_VALUE_BYTES * column.num_values
+            )
             if column.has_dictionary_page and column.physical_type.endswith("BYTE_ARRAY"):
-                shared.add(column.path_in_schema)
-    check_unpacked(path, packed, fixed)
-    if not shared:
+                dictionary_columns.add(column.path_in_schema)
+    check_unpacked(path, packed, encoded_bytes)
+    if not dictionary_columns:
         return
     with opened(path, LARGE) as file:
-        table = pyarrow.parquet.ParquetFile(file, read_dictionary=sorted(shared))
+        table = pyarrow.parquet.ParquetFile(file, read_dictionary=sorted(dictionary_columns))
         unpacked = 0
-        for batch in table.iter_batches(_ROWS, columns=sorted(shared)):
-            unpacked += sum(map(_written_out, batch.columns))
+        for batch in table.iter_batches(_ROWS, columns=sorted(dictionary_columns)):
+            unpacked += sum(map(_expanded_bytes, batch.columns))
             check_unpacked(path, packed, unpacked)
 
 
-_WIDTH = 4  # bytes of a value in memory, at least
+_MIN_VALUE_BYTES = 4  # of a value in memory
 
 
-def _written_out(values: Any) -> int:
-    """Count the bytes of texts that are held once, with each written as often as it is used."""
+def _expanded_bytes(values: Any) -> int:
+    """Return the bytes of dictionary-encoded texts if each use had its own copy."""
     if pa.types.is_dictionary(values.type):
         lengths = pc.binary_length(values.dictionary).cast(pa.int64())
         return pc.sum(lengths.take(values.indices)).as_py() or 0
     if pa.types.is_struct(values.type):
-        return sum(map(_written_out, values.flatten()))
-    return _written_out(values.flatten()) if pa.types.is_nested(values.type) else 0
+        return sum(map(_expanded_bytes, values.flatten()))
+    return _expanded_bytes(values.flatten()) if pa.types.is_nested(values.type) else 0

@@ -1,16 +1,17 @@
-"""Partition the training examples among simulated clients, each example at most once.
+"""Partition the training examples among simulated clients, each example to at most one client.
 
-All ways but the paper's give what flwr-datasets' partitioners of these names give, to the bit.
-Theirs take 3.6 s to import, and 10 to 200 times as long: they make a data set for each client.
+All partitions but `dirichlet-by-client` equal those of flwr-datasets' partitioners of these names,
+to the bit. flwr-datasets takes 3.6 s to import, and partitions 10 to 200 times slower, since it
+makes a data set for each client.
 
-The paper's non-IID clients are another thing: client c draws its proportions p_c from
-Dirichlet(alpha) over the classes, and has as many examples as every other. Drawn proportions never
-add up to the examples that there are. So the table of counts (clients x classes) is the one nearest
-to them, by relative entropy, with the clients' sizes as its row sums and the classes' sizes as its
-column sums: rows and columns are scaled in turn until both hold (iterative proportional fitting),
-and rounded so that both still hold.
+`dirichlet-by-client` is the paper's: client c draws its proportions p_c from Dirichlet(alpha) over
+the classes, and all clients have equally many examples. The drawn proportions never match the
+classes' sizes exactly. So the table of counts (clients x classes) is the nearest to them by
+relative entropy whose row sums are the clients' sizes and whose column sums are the classes' sizes.
+Rows and columns are scaled in turn until both sums hold (iterative proportional fitting); rounding
+keeps both.
 
-A device with its own examples never comes here.
+Devices with their own examples are not partitioned.
 """
 
 import logging
@@ -27,27 +28,27 @@ from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 200  # of scaling; what is missing then is less than rounding moves
-LEAST = 1e-9  # a proportion of zero could not be scaled
-DRAWS = 11  # of one generator, until every client has enough
-SEEDS = 20  # that are tried, one after the other, until every client has enough
+SCALING_STEPS = 200  # the error that remains is less than rounding changes
+LEAST_PROPORTION = 1e-9  # a proportion of zero could not be scaled
+DRAWS = 11  # with one seed, until every client has enough examples
+SEEDS = 20  # that are tried in turn, until every client has enough examples
 
-Values = Sequence[str | float]  # of the column, where it is read
+Values = Sequence[str | float]  # of the column to partition by; row numbers where none is read
 
 
 def column_of(spec: DataSpec) -> str:
-    """Find what the column to divide by is called once columns are called by role."""
+    """Return the name of the column to partition by after columns are renamed to roles."""
     roles = {column: role for role, column in spec.columns}
     by = spec.partition_by
     return by if by in roles.values() else roles.get(by, by)
 
 
 def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
-    """Raise ValueError, with the columns of the data itself, if there is none to divide by."""
+    """Raise ValueError that lists the usable columns if the one to partition by is missing."""
     column = column_of(spec)
     if column in examples.column_names:
         return
-    train = SOURCES[spec.source](spec)["train"]  # read once more: `examples` has what is used
+    train = SOURCES[spec.source](spec)["train"]  # with all columns: `examples` has only used ones
     lacks = "the task has no label" if column == "label" else "the data has no such column"
     names = []
     for name in train.column_names:
@@ -63,7 +64,7 @@ def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
 
 
 def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
-    """Return the value of each example; ValueError if one has none, or values are no names."""
+    """Return the column's value of each example; ValueError for a missing value or a wrong type."""
     if column not in examples.column_names:
         raise ValueError(
             f"partition: got the column {column!r}: the examples have "
@@ -78,43 +79,46 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
             "expected texts, numbers or classes; name another column"
         )
     values: list[str | float] = examples[column][:]
-    is_class = isinstance(feature, datasets.ClassLabel)  # of which -1 is none
-    lacking = [
+    is_class = isinstance(feature, datasets.ClassLabel)  # -1 means no class
+    missing = [
         row
         for row, value in enumerate(values)
         if value is None or value != value or (is_class and int(value) < 0)  # noqa: PLR0124 (NaN)
     ]
-    if lacking:
+    if missing:
         raise ValueError(
-            f"partition: got the column {column!r}: {len(lacking):,} of {len(values):,} examples "
+            f"partition: got the column {column!r}: {len(missing):,} of {len(values):,} examples "
             "have no value there (None, NaN, or class -1), the first of them example "
-            f"{lacking[0]}; expected one for each; fill them in, or take these examples out"
+            f"{missing[0]}; expected one for each; fill them in, or take these examples out"
         )
     return values
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Say how simulated clients share the training examples."""
+    """How the training examples are partitioned among simulated clients."""
 
     kind: str  # the first word of `partition`
-    amount: float  # alpha of a Dirichlet distribution, or classes or shards of a client
-    number: int
+    amount: float  # alpha of a Dirichlet distribution, or classes or shards per client
+    number: int  # of clients
     seed: int
 
 
 def partition_rows(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
-    """Partition the rows of `train` among the clients.
+    """Return each client's rows of `train`.
 
-    Where only the number of examples counts, no column is read.
+    The column is read only by the partitions in `BY_COLUMN`.
     """
-    check_number(partition.number, len(train))
+    check_enough_examples(partition.number, len(train))
     values = values_of(train, column) if partition.kind in BY_COLUMN else range(len(train))
     random = np.random.default_rng(_seed(partition))
     parts = PARTITIONERS[partition.kind](values, partition, random, column)
-    if left := len(train) - sum(map(len, parts)):
+    if unused := len(train) - sum(map(len, parts)):
         log.info(
-            "partition=%s: %d of %d examples belong to no client", partition.kind, left, len(train)
+            "partition=%s: %d of %d examples belong to no client",
+            partition.kind,
+            unused,
+            len(train),
         )
     return parts
 
@@ -124,24 +128,24 @@ def _seed(partition: Partition) -> int:
 
 
 def numbered(values: Values) -> tuple[list[str | float], np.ndarray]:
-    """List the different values in their order, and number each value by its place there.
+    """Return the sorted different values, and the index of each value among them.
 
-    Not by NumPy: there a text with a zero at its end is the same as one without, and every text
-    takes as much room as the longest.
+    NumPy is not used, since it drops zeros at the end of a text, and gives every text the memory
+    of the longest.
     """
     different = sorted(set(values))
-    place = {value: number for number, value in enumerate(different)}
-    return different, np.fromiter((place[value] for value in values), np.int64, len(values))
+    index_of = {value: number for number, value in enumerate(different)}
+    return different, np.fromiter((index_of[value] for value in values), np.int64, len(values))
 
 
 def rows_by_number(numbers: np.ndarray, count: int) -> list[np.ndarray]:
-    """List the rows of each number below `count`, in their order."""
+    """Return, for each number below `count`, the sorted rows that have it."""
     order = np.argsort(numbers, kind="stable")
     return np.split(order, np.bincount(numbers, minlength=count).cumsum()[:-1])
 
 
-def check_number(clients: int, examples: int) -> None:
-    """Raise ValueError if there are fewer examples than clients that share them."""
+def check_enough_examples(clients: int, examples: int) -> None:
+    """Raise ValueError if there are fewer examples than clients."""
     if clients > examples:
         raise ValueError(
             f"{clients} clients share {examples} examples, expected at least one each; use fewer "
@@ -152,34 +156,34 @@ def check_number(clients: int, examples: int) -> None:
 def counts_by_client(
     proportions: np.ndarray, clients: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:
-    """Find whole numbers near the proportions, (clients, classes), of these row and column sums."""
-    table = np.maximum(proportions, LEAST)
-    for _ in range(ROUNDS):
+    """Return integers near the proportions, (clients, classes), with these row and column sums."""
+    table = np.maximum(proportions, LEAST_PROPORTION)
+    for _ in range(SCALING_STEPS):
         table *= (clients / table.sum(1))[:, None]
         table *= classes / table.sum(0)
     return _rounded(table, clients, classes)
 
 
 def _rounded(table: np.ndarray, clients: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Round down, then up again where most was cut off and both sums still lack something."""
+    """Round down, then add 1 where the fraction was largest and both sums are still too small."""
     counts: np.ndarray = np.floor(table).astype(np.int64)
     _lower_to(counts, clients)
     _lower_to(counts.T, classes)
-    of_client, of_class = clients - counts.sum(1), classes - counts.sum(0)
-    while of_client.any():
+    client_deficit, class_deficit = clients - counts.sum(1), classes - counts.sum(0)
+    while client_deficit.any():
         order = np.argsort(counts - table, axis=None, kind="stable")
-        may_grow = ((of_client > 0)[:, None] & (of_class > 0)).ravel()
+        may_grow = ((client_deficit > 0)[:, None] & (class_deficit > 0)).ravel()
         for cell in order[may_grow[order]]:
             client, label = divmod(int(cell), len(classes))
-            if of_client[client] and of_class[label]:
+            if client_deficit[client] and class_deficit[label]:
                 counts[client, label] += 1
-                of_client[client] -= 1
-                of_class[label] -= 1
+                client_deficit[client] -= 1
+                class_deficit[label] -= 1
     return counts
 
 
 def _lower_to(counts: np.ndarray, sums: np.ndarray) -> None:
-    """Take from the largest entries of rows that hold more than their sum."""
+    """Lower the largest entries of each row until the row's sum is at most the given one."""
     for row, most in zip(counts, sums, strict=True):
         while row.sum() > most:
             row[row.argmax()] -= 1
@@ -188,16 +192,17 @@ def _lower_to(counts: np.ndarray, sums: np.ndarray) -> None:
 def partition_by_class(
     labels: np.ndarray, clients: int, alpha: float, least: int, random: np.random.Generator
 ) -> list[np.ndarray] | None:
-    """Split the rows of every class over the clients, by proportions drawn for that class.
+    """Split the rows of each class over the clients, by proportions drawn for that class.
 
-    Draw again while a client has fewer than `least` rows; None if every draw leaves one with fewer.
+    The draw is repeated while a client has fewer than `least` rows. Return None if that holds for
+    all draws.
     """
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     for _ in range(DRAWS):
-        # How many rows of each class each client has, (classes, clients), by where they end.
+        # Where each client's rows of each class end, (classes, clients).
         draws = (random.dirichlet(np.full(clients, alpha)).cumsum() * n for n in classes)
         ends = np.array([draw.astype(int) for draw in draws])
-        ends[:, -1] = classes  # whatever was rounded
+        ends[:, -1] = classes  # despite rounding
         counts = np.diff(ends, axis=1, prepend=0)
         sizes = counts.sum(0)
         if sizes.min() >= least:
@@ -216,7 +221,7 @@ def partition_by_class(
 def partition_by_client(
     labels: np.ndarray, clients: int, alpha: float, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Partition the rows among the clients, by the value that each row has."""
+    """Partition the rows by class proportions drawn for each client; see the module's docstring."""
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     proportions = random.dirichlet(np.full(len(classes), alpha), size=clients)
     sizes = np.array([len(part) for part in np.array_split(labels, clients)])
@@ -230,7 +235,7 @@ def partition_by_client(
 
 
 def partition_naturally(values: Values, clients: int, column: str) -> list[np.ndarray]:
-    """Give each client the rows of one value, in the values' order."""
+    """Give each client all rows of one value; clients follow the sorted values."""
     different, numbers = numbered(values)
     check_natural(len(different), clients, column)
     return rows_by_number(numbers, clients)
@@ -249,10 +254,10 @@ def check_natural(different: int, clients: int, column: str) -> None:
 def partition_few_classes(
     values: Values, clients: int, classes: int, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Give each client rows of so many values: one in turn, the others drawn.
+    """Give each client rows of `classes` values: the first in turn, the others drawn.
 
-    The clients that have a value share its rows. With fewer clients than values, and few values
-    each, nobody has some of them.
+    The rows of a value are divided among its clients. With fewer clients than values, some values
+    may belong to no client.
     """
     different, numbers = numbered(values)
     if classes > len(different):
@@ -260,27 +265,27 @@ def partition_few_classes(
             f"partition = 'pathological:{classes}': there are {len(different)} different values, "
             "expected at most as many; lower the number"
         )
-    holders: list[list[int]] = [[] for _ in different]
+    clients_by_value: list[list[int]] = [[] for _ in different]
     for client in range(clients):
         for number in _draw(client % len(different), len(different), classes, random):
-            holders[number].append(client)
+            clients_by_value[number].append(client)
     client_parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    for value, rows, having in zip(
-        different, rows_by_number(numbers, len(different)), holders, strict=True
+    for value, rows, owners in zip(
+        different, rows_by_number(numbers, len(different)), clients_by_value, strict=True
     ):
-        if len(having) > len(rows):
+        if len(owners) > len(rows):
             raise ValueError(
-                f"partition = 'pathological': {len(having)} clients are to share the "
+                f"partition = 'pathological': {len(owners)} clients are to share the "
                 f"{len(rows)} examples of {value!r}, expected at least one for each; use fewer "
                 "clients, or fewer classes for each"
             )
-        for client, part in zip(having, np.array_split(rows, max(1, len(having))), strict=False):
+        for client, part in zip(owners, np.array_split(rows, max(1, len(owners))), strict=False):
             client_parts[client].append(part)
     return [np.sort(np.concatenate(parts)) for parts in client_parts]
 
 
 def _draw(first: int, different: int, classes: int, random: np.random.Generator) -> list[int]:
-    """Draw values beside the first until there are as many as wanted."""
+    """Return `classes` different values: `first`, and others drawn at random."""
     chosen = [first]
     while len(chosen) < classes:
         number = int(random.choice(different, size=1)[0])
@@ -292,9 +297,9 @@ def _draw(first: int, different: int, classes: int, random: np.random.Generator)
 def partition_shards(
     values: Values, clients: int, shards: int, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Sort the rows by value, cut them into shards of one size, and give each client so many.
+    """Sort the rows by value, cut them into shards of equal size, and give each client `shards`.
 
-    What is left behind the last shard is nobody's.
+    The rows after the last shard belong to no client.
     """
     size = len(values) // (clients * shards)
     if not size:
@@ -305,15 +310,15 @@ def partition_shards(
         )
     order = np.argsort(numbered(values)[1], kind="stable")
     draws = random.permutation(len(values) // size)[: clients * shards].reshape(clients, shards)
-    places = draws[:, :, None] * size + np.arange(size)
-    return [np.sort(order[indices.ravel()]) for indices in places]
+    positions = draws[:, :, None] * size + np.arange(size)
+    return [np.sort(order[indices.ravel()]) for indices in positions]
 
 
 def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndarray]:
-    """Split every class over the clients by a draw from a Dirichlet distribution.
+    """Split each class over the clients by a draw from a Dirichlet distribution.
 
-    Clients differ in what they have, and widely in how much. Draws that leave a client with next to
-    nothing are repeated, as flwr-datasets does ten times a seed, then with further seeds.
+    Clients differ in their classes, and widely in their sizes. A draw that leaves a client with
+    too few rows is repeated, ten times per seed as in flwr-datasets, then with further seeds.
     """
     labels, clients, alpha = numbered(values)[1], partition.number, partition.amount
     least = max(1, min(10, len(values) // (4 * clients)))

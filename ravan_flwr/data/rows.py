@@ -1,9 +1,9 @@
 """Read examples without labels row by row, from files of any length, in the memory of a few rows.
 
-CSV, JSON lines (an object a line) and parquet have the columns by name; a folder of images has a
-row for each image. A row that cannot be read says why; those after it are read all the same,
-but for a field of CSV without an end.
-A value of a row is checked as well: a text must be one, an image must open.
+CSV, JSON lines (one object per line) and parquet have named columns; a folder of images has a row
+for each image. An unreadable row is returned with the reason. Later rows are still read, except
+after a CSV field without an end.
+Values are checked too: a text must be a string, and an image must open.
 """
 
 import csv
@@ -25,34 +25,34 @@ from ravan_flwr.data.packed import check_parquet
 from ravan_flwr.files import check_file
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
-_AT_A_TIME = 256  # rows of a parquet file
-_LONGEST = 2**24  # characters of a line, or bytes: a text may be long
+_BATCH = 256  # rows of a parquet file that are read at a time
+_LONGEST = 2**24  # characters or bytes of a line: a text may be long
 
 
 class UnreadableError(Exception):
-    """Say what is wrong with one row, or with one value of it."""
+    """The reason why a row, or one of its values, cannot be used."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the values of one example by role, or why there are none."""
+    """The values of one example by role, or the reason why it has none."""
 
-    number: int  # of the first row: 1
+    number: int  # counted from 1
     values: Mapping[str, Any]
     problem: str = ""
-    file: str = ""  # of an image in a folder, below that folder
+    file: str = ""  # of an image, relative to the folder of images
 
     @property
     def name(self) -> str:
-        """Call it what its reader does."""
+        """Return the name of the row for messages."""
         return self.file or f"row {self.number}"
 
 
 def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Read the rows of a file, or the images of a folder; `columns` are the needed ones by role.
+    """Read the rows of a file, or the images of a folder; `columns` has the needed ones by role.
 
-    A column may have the name of its role in place of its own. Raise ValueError at once for what
-    is no table with these columns.
+    A column may have its role as name instead. Raise ValueError immediately, not at the first row,
+    if the file is no table with these columns.
     """
     if not path.exists():
         raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
@@ -66,18 +66,18 @@ def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     else:
         raise ValueError(
             f"data = {str(path)!r}: got a file of kind {kind!r}, expected {', '.join(_TABLES)}, an "
-            "image or a folder of images; give the file the ending that says what is in it"
+            "image or a folder of images; give the file the suffix of its format"
         )
     next(rows)
     return cast(Iterator[Row], rows)
 
 
-# Each of these yields None once it knows that there are such columns, then the rows.
+# A reader first yields None, after it has checked the columns, then the rows.
 Rows = Iterator[Row | None]
 
 
 def _images(path: Path, columns: Mapping[str, str]) -> Rows:
-    """Find the images of a folder, in the order of their names, or the one."""
+    """Yield a row for each image of a folder, sorted by name, or for a single image."""
     if set(columns) != {"image"}:
         raise ValueError(
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
@@ -97,7 +97,7 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
 
 
 def _images_below(path: Path) -> Iterator[Path]:
-    """Find the images of a folder, but for hidden ones; or the one that it is."""
+    """Yield the images of a folder and its subfolders, without hidden ones, or a single image."""
     if not path.is_dir():
         yield path
     for parent, folders, files in os.walk(path):
@@ -108,23 +108,23 @@ def _images_below(path: Path) -> Iterator[Path]:
 
 
 def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
-    # What is no UTF-8 becomes halves of characters, which are found value by value.
+    # Bytes that are not UTF-8 become surrogates, which `text_of` finds in each value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _fields(path, file)
         header = next(lines, [])
         names = match_columns(header, columns, f"data = {str(path)!r}")
-        places = {role: header.index(name) for role, name in names.items()}
+        indices = {role: header.index(name) for role, name in names.items()}
         yield None
-        for number, fields in enumerate(filter(None, lines), start=1):  # no empty ones
+        for number, fields in enumerate(filter(None, lines), start=1):  # without empty lines
             if len(fields) == len(header):
-                yield Row(number, {role: fields[place] for role, place in places.items()})
+                yield Row(number, {role: fields[index] for role, index in indices.items()})
             else:
                 reason = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
                 yield Row(number, {}, reason)
 
 
 def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
-    """Read the fields of each line of CSV; other readers of the process keep their own limit."""
+    """Yield the fields of each line of CSV; the field limit of other readers is kept."""
     lines = csv.reader(_lines(path, file))
     while True:
         before = csv.field_size_limit(_LONGEST)
@@ -143,7 +143,7 @@ def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
 
 
 def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Read the lines of a file; ValueError for one that has no end."""
+    """Yield the lines of a file; ValueError for an overlong line."""
     while line := file.readline(_LONGEST):
         if len(line) == _LONGEST:
             raise ValueError(
@@ -192,7 +192,7 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
     yield None
     with file:
         try:
-            for batch in file.iter_batches(_AT_A_TIME, columns=list(names.values())):
+            for batch in file.iter_batches(_BATCH, columns=list(names.values())):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(number, {role: values[name] for role, name in names.items()})
@@ -211,7 +211,10 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
-    """Find the columns of a table: role -> name, which may be the role; ValueError without one."""
+    """Return the name of each role's column in a table; ValueError if a column is missing.
+
+    The name is the one in `columns`, or the role itself.
+    """
     names = {}
     for role, column in columns.items():
         name = next((name for name in (column, role) if name in header), None)
@@ -230,22 +233,25 @@ def _listed(names: Collection[str]) -> str:
     return (", ".join(shown) or "(none)") + (", ..." if len(names) > 20 else "")
 
 
-# The others of Pillow are rarely used for examples; that of EPS starts the program `gs`.
+# Pillow's other formats are rarely used for examples; its EPS reader starts the program `gs`.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")
 MOST_PIXELS = 2**26  # 8192 x 8192
-MOST_STRETCHED = 256  # times that one side is the other: a processor may scale the shorter one up
+MOST_ASPECT = 256  # ratio of the sides: an image processor may scale the shorter one up
 
 
-def check_bits(mode: str, what: str) -> None:
-    """Refuse an image of more than 8 bits a channel: Pillow would make it black and white."""
+def check_bits(mode: str, subject: str) -> None:
+    """Raise ValueError for an image of more than 8 bits a channel.
+
+    Pillow would turn it black and white. `subject` begins the message.
+    """
     if mode.startswith(("I", "F")):
         raise ValueError(
-            f"{what} has more than 8 bits a channel (mode {mode}), expected 8; convert it first"
+            f"{subject} has more than 8 bits a channel (mode {mode}), expected 8; convert it first"
         )
 
 
 def text_of(role: str, value: Any) -> str:
-    """Return a text; raise UnreadableError for anything else, and for one without a letter."""
+    """Return a text; raise UnreadableError for any other value, and for a blank text."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise UnreadableError(f"its {role} is missing")
     if not isinstance(value, str):
@@ -256,7 +262,7 @@ def text_of(role: str, value: Any) -> str:
 
 
 def image_of(value: Any, folder: Path) -> Image.Image:
-    """Read an image whole, turned as its camera was held; `value` is as for `opened_image`."""
+    """Return an image, rotated by its EXIF orientation; `value` is as for `opened_image`."""
     try:
         with opened_image(value, folder) as image:
             image.load()
@@ -266,7 +272,7 @@ def image_of(value: Any, folder: Path) -> Image.Image:
         raise
     except UnidentifiedImageError:
         raise UnreadableError(f"it is no image of a kind that is read: {_KINDS}") from None
-    except Exception as error:  # noqa: BLE001 (Pillow's readers raise what they like)
+    except Exception as error:  # noqa: BLE001 (Pillow's readers may raise any exception)
         raise UnreadableError(f"its image cannot be read: {error}") from None
 
 
@@ -275,9 +281,10 @@ _KINDS = ", ".join(FORMATS)
 
 @contextmanager
 def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
-    """Open an image, of which only the header is read: a path (a relative one starts at `folder`).
+    """Open an image and read its header only; raise UnreadableError if it is too large.
 
-    It may also be the bytes of a file, or have either, as `datasets` writes one to parquet.
+    `value` is a path (relative to `folder`), the bytes of a file, or a mapping with `bytes` or
+    `path`, as `datasets` writes images to parquet.
     """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -290,9 +297,9 @@ def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
     source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
     with Image.open(source, formats=FORMATS) as image:
         width, height = image.size
-        if width * height > MOST_PIXELS or max(image.size) > MOST_STRETCHED * min(image.size):
+        if width * height > MOST_PIXELS or max(image.size) > MOST_ASPECT * min(image.size):
             raise UnreadableError(
                 f"its image has {width:,} x {height:,} pixels, expected {MOST_PIXELS:,} at most, "
-                f"and no side more than {MOST_STRETCHED} times the other"
+                f"and no side more than {MOST_ASPECT} times the other"
             )
         yield image

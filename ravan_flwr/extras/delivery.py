@@ -1,7 +1,7 @@
-"""Give every connected node the run's result to keep, and write down who has it.
+"""Deliver the run's result to every connected node, and record which nodes have it.
 
-The run is over then, and its own result is on disk: whatever a node does costs its own entry in
-`summary.json`, and whatever fails here is told there and does not make the run fail.
+The run is over then, and its result is on disk. A node's failure affects only its own entry in
+`summary.json`. Every failure here is recorded there, and does not make the run fail.
 """
 
 import json
@@ -20,7 +20,7 @@ from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
-from ravan_flwr.reports.card import measured
+from ravan_flwr.reports.card import result_metrics
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
@@ -34,14 +34,14 @@ from ravan_flwr.server.status import Status
 log = getLogger(__name__)
 
 KIND = f"{MessageType.QUERY}.deliver"
-NO_PLACE = "its node config has no result-path"
-ALL = "all"  # in place of a client: nobody could have it
-AWAY = "it was not connected when the result was delivered"
+NO_RESULT_PATH = "its node config has no result-path"
+ALL = "all"  # in place of a client: the delivery failed for every client
+NOT_CONNECTED = "it was not connected when the result was delivered"
 LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
-# What a device is told of a private run, which its model card says. Of the rest some tells who took
-# part, or how many, and no account covers that.
+# The keys of a private run's summary that devices get, for the model card. Some other keys reveal
+# which clients took part, or how many, and no privacy account covers that.
 PUBLISHED = (
     "method", "preset", "seed", "num-clients", "rounds", "rank", "trainable-parameters", "metrics",
     "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort",
@@ -49,14 +49,17 @@ PUBLISHED = (
 
 
 def make_parcel(
-    directory: RunDirectory, state: Tensors, summary: Summary, shown: Metrics | None = None
+    directory: RunDirectory, state: Tensors, summary: Summary, card_metrics: Metrics | None = None
 ) -> Parcel:
-    """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
-    kept_back = {"delivered", "not-delivered", "run-id"}
-    public = PUBLISHED if "epsilon" in summary else summary.keys() - kept_back
+    """Return the description of a run's result that devices get.
+
+    Raise ValueError if the run's name is not valid as a folder's name on a device.
+    """
+    excluded = {"delivered", "not-delivered", "run-id"}
+    public = PUBLISHED if "epsilon" in summary else summary.keys() - excluded
     excerpt = {k: v for k, v in summary.items() if k in public}
-    if shown is not None:
-        excerpt["metrics"] = {**summary["metrics"], "final": shown}
+    if card_metrics is not None:
+        excerpt["metrics"] = {**summary["metrics"], "final": card_metrics}
     return Parcel(
         run=check_run_name(directory.path.name),
         run_id=summary.setdefault("run-id", new_run_id()),
@@ -68,7 +71,7 @@ def make_parcel(
 
 @dataclass
 class DeliverAtEnd(Callback):
-    """Deliver the result of a run when it has ended."""
+    """Deliver the result when the run has ended."""
 
     grid: Grid
     config: Config
@@ -76,30 +79,30 @@ class DeliverAtEnd(Callback):
     message_builder: MessageBuilder
     status: Status
     directory: RunDirectory
-    state: Tensors  # that of the last round, or of a run without a further one
+    state: Tensors  # of the last round
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self.state = dict(state)
 
     def on_run_end(self) -> None:
         summary = self.directory.read_summary()
-        self.hand_out(summary, measured(summary, self.directory))
+        self.deliver(summary, result_metrics(summary, self.directory))
 
-    def hand_out(self, summary: Summary, shown: Metrics | None = None) -> None:
-        """Deliver the state, and add to `summary.json` who has it and who could not have it.
+    def deliver(self, summary: Summary, card_metrics: Metrics | None = None) -> None:
+        """Deliver the state; add to `summary.json` which clients have it and which do not.
 
-        `shown` are the metrics for the devices' model cards, where they are not those of the
-        summary. Who had the result at an earlier delivery and is away now has it still.
+        `card_metrics` are the metrics for the devices' model cards, if they differ from the
+        summary's. A disconnected client keeps the result of an earlier delivery.
         """
         have: dict[str, Delivered] = {}
         try:
-            parcel = make_parcel(self.directory, self.state, summary, shown)
+            parcel = make_parcel(self.directory, self.state, summary, card_metrics)
             have, missed = self._to_all(parcel)
-            _tell(have, missed)
+            _log_delivery(have, missed)
         except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
             log.warning("the result was not delivered: %s. %s", error, LATER)
             missed = {ALL: plain(str(error))}
-        failures = {name for name, reason in missed.items() if reason != AWAY}
+        failures = {name for name, reason in missed.items() if reason != NOT_CONNECTED}
         before = {
             f"partition {entry['partition-id']}": entry for entry in summary.get("delivered", ())
         }
@@ -118,9 +121,9 @@ class DeliverAtEnd(Callback):
             log.warning("the devices that have the result are not in summary.json: %s", error)
 
     def _to_all(self, parcel: Parcel) -> tuple[dict[str, Delivered], dict[str, str]]:
-        """Send it to every client that is connected and has a place for it, whatever its budget.
+        """Send the result to every connected client with a result path, whatever its budget.
 
-        Return what clients have it, and why others have not.
+        Return the clients that have it, and the reasons why others do not, by name.
         """
         config, registry, number = self.config, self.registry, parcel.last_round
         registry.catch_up(self.grid)
@@ -135,7 +138,7 @@ class DeliverAtEnd(Callback):
         ]
 
         def deadline(clients: int) -> RoundDeadline:
-            """Wait as a round does: for stragglers, and no longer than its timeout."""
+            """Return a round's deadline, with straggler timeout and round timeout."""
             grace = math.inf if in_process(self.grid) else config.straggler_grace
             return RoundDeadline(config.round_timeout, clients, config.min_replies, grace)
 
@@ -147,11 +150,13 @@ class DeliverAtEnd(Callback):
         have: list[Delivered] = []
         collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
-        missed |= {f"partition {m.partition_id}": NO_PLACE for m in present if not m.keeps_result}
+        missed |= {
+            f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result
+        }
         node_ids = {client.node_id for client in present}
         for node in registry.nodes.values():
             if node.node_id not in node_ids and node.client is not None:
-                missed[f"partition {node.client.partition_id}"] = AWAY
+                missed[f"partition {node.client.partition_id}"] = NOT_CONNECTED
             elif node.client is None:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
@@ -159,29 +164,29 @@ class DeliverAtEnd(Callback):
 
 
 class _Notes(RoundLog):
-    """Note who could not keep the result, and why."""
+    """Note the clients that could not keep the result, with reasons; log no line for each."""
 
     def reject(self, client: RegisteredClient, reason: object) -> None:
         name = f"partition {client.partition_id}"
         self.rejected.append({"client": name, "reason": plain(str(reason))})
 
 
-def _tell(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:
-    """Log who has it and how many want none in one line, in another who could not."""
+def _log_delivery(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:
+    """Log which clients have the result, how many want none, and which could not keep it."""
     has = [str(number) for number in sorted(entry["partition-id"] for entry in have.values())]
-    could_not = [name for name in sorted(missed, key=_by_number) if missed[name] != NO_PLACE]
-    without = len(missed) - len(could_not)
+    failed = [name for name in sorted(missed, key=_by_number) if missed[name] != NO_RESULT_PATH]
+    without = len(missed) - len(failed)
     log.info(
         "result delivered to %s%s",
-        f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "nobody",
+        f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "no client",
         f"; {without} without result-path in the node config" if without else "",
     )
-    if could_not:
-        reasons = listed(f"{name}: {missed[name]}" for name in could_not)
-        log.warning("not delivered to %d: %s. %s", len(could_not), reasons, LATER)
+    if failed:
+        reasons = listed(f"{name}: {missed[name]}" for name in failed)
+        log.warning("not delivered to %d: %s. %s", len(failed), reasons, LATER)
 
 
 def _by_number(name: str) -> tuple[bool, int]:
-    """Sort partitions by their numbers, and after them what has none."""
+    """Return a sort key: partitions by their numbers, other names after them."""
     kind, _, number = name.partition(" ")
     return kind != "partition", int(number or 0)

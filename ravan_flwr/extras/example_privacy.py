@@ -1,14 +1,14 @@
-"""Keep what each client's examples have spent, as far as the server knows (`privacy=example`).
+"""Rounds with `privacy=example`, and the server's account of each client's privacy budget.
 
-Each client accounts for itself and refuses to train when its epsilon would be exceeded
-(client/account.py). The server counts beside it how often it has asked each one, which is
-at least as often as it took part, and on disk (`privacy.json`) before the messages leave. By that
-it tells the largest epsilon, leaves clients alone that have nothing left, ends the run when too few
-have, and tells a client that was started again how often it was asked. What a client sends is
-private already, so that all else is as in any round.
+Each client keeps its own account and refuses to train if its epsilon would be exceeded
+(client/account.py). The server counts how often it has asked each client, which is at least as
+often as the client took part. The count is on disk (`privacy.json`) before messages are sent. With
+it the server reports the largest epsilon, does not ask clients that are out of budget, ends the run
+if too few clients remain, and informs a restarted client of its count. Updates are private already,
+so everything else is as in a plain round.
 
-The noise is one for all. Without `noise-multiplier` it is the least with which the client of fewest
-examples stays within epsilon, were it to train in every round.
+All clients use the same noise. Without `noise-multiplier` it is the least noise that keeps the
+client with the fewest examples within epsilon, if that client trains in every round.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.record import Spent
+from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.privacy_budget import (
@@ -46,9 +46,9 @@ log = getLogger(__name__)
 
 
 class TimesAsked(NamedTuple):
-    """Count the rounds in which a client was asked to train."""
+    """The number of rounds in which a client was asked to train."""
 
-    rate: float  # the largest with which its examples were drawn
+    rate: float  # the largest sampling rate of its examples in these rounds
     rounds: int
 
 
@@ -56,15 +56,15 @@ NEVER = TimesAsked(0.0, 0)
 
 
 class ExampleBudget(PrivacyBudget):
-    """Say what clients have spent, and which of them have room for a further round."""
+    """The account of `privacy=example`: count how often each client was asked to train."""
 
-    privacy, spends = "example", "what was asked spends"
+    privacy, spends = "example", "the counted rounds spend"
 
     def _open(self, before: Mapping[str, Any]) -> None:
         self.steps = self.config.local_steps or 0
         entries = before.get("asked", {})
         self.counts = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in entries.items()}
-        self._closed: set[int] = set()  # partitions that said themselves that they have no room
+        self._closed: set[int] = set()  # partitions that refused to train further
         self._registry: ClientRegistry | None = None
 
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
@@ -72,9 +72,9 @@ class ExampleBudget(PrivacyBudget):
         clients = list(registry.clients.values())
         least, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
-        if self.is_spent and not self.counts:
+        if self.is_exhausted and not self.counts:
             where = f"at {self.config.min_replies} clients"
-            raise self.too_expensive(self._epsilon(TimesAsked(least, 1)), where)
+            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)), where)
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
@@ -86,14 +86,14 @@ class ExampleBudget(PrivacyBudget):
         self.warn_of_delta(most, f"clients of {most} examples: one of these")
 
     def rate(self, client: RegisteredClient) -> float:
-        """Return the rate with which a client draws its examples."""
+        """Return the sampling rate of a client's examples."""
         return sampling_rate(self.config.batch_size, client.examples)
 
     @property
     def epsilon(self) -> float:
-        """Return what the client has spent that has spent most.
+        """Return the largest epsilon that a client has spent.
 
-        Those that another one exceeds are not worked out.
+        It is not computed for clients that another client exceeds in both rate and rounds.
         """
         largest, rate = 0.0, 0.0
         rounds_first = sorted(self.counts.values(), key=lambda times: times[::-1], reverse=True)
@@ -105,7 +105,7 @@ class ExampleBudget(PrivacyBudget):
     def with_room(
         self, clients: Sequence[RegisteredClient], further: int = 1
     ) -> list[RegisteredClient]:
-        """List those that stay within epsilon if they train in so many further rounds."""
+        """Return the clients that stay within epsilon if they train in `further` rounds."""
         open_ = [client for client in clients if client.partition_id not in self._closed]
         if self._limit is None or not open_:
             return open_
@@ -113,12 +113,12 @@ class ExampleBudget(PrivacyBudget):
         worst = TimesAsked(
             max(a.rate for a in after.values()), max(a.rounds for a in after.values())
         )
-        if not self.exceeds(self._epsilon(worst)):  # of many clients few have to be looked at
+        if not self.exceeds(self._epsilon(worst)):  # one computation instead of one per client
             return open_
         return [m for m in open_ if not self.exceeds(self._epsilon(after[m.partition_id]))]
 
     def spend(self, clients: Iterable[RegisteredClient]) -> dict[int, int]:
-        """Count one round more for these, on disk when this returns; give the rounds before it."""
+        """Count one more round for these clients, on disk; return their earlier rounds."""
         chosen = list(clients)
         earlier = {m.partition_id: self.counts.get(m.partition_id, NEVER).rounds for m in chosen}
         for client in chosen:
@@ -134,13 +134,16 @@ class ExampleBudget(PrivacyBudget):
         return {"unit": "example", **super().as_record()}
 
     def ends_after(self, rounds: int) -> bool:
-        """Tell whether too few clients have room then; unless a round asks all, nobody knows."""
+        """Return whether too few clients stay within epsilon after `rounds` further rounds.
+
+        Return False for `rounds` > 0 unless every round asks all clients: the draw is not known.
+        """
         clients = list(self._registry.clients.values()) if self._registry else []
         if not clients or (rounds and self.config.clients_per_round < len(clients)):
             return False
         return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
 
-    def why_over(self, number: int) -> str:
+    def stop_reason(self, number: int) -> str:
         needed = count(self.config.min_replies, "client")
         return (
             f"epsilon: round {number} needs {needed} with room for it, and fewer have any; the run "
@@ -176,20 +179,20 @@ class ExampleBudget(PrivacyBudget):
 
 
 def _is_entry(value: object) -> bool:
-    """Tell whether it is a rate and a number of rounds."""
+    """Return whether a value is a pair of sampling rate and number of rounds."""
     if not isinstance(value, list) or len(value) != 2 or type(value[1]) is not int:
         return False
     return isinstance(value[0], int | float) and 0 < value[0] <= 1 <= value[1] <= MOST_RELEASES
 
 
 class Counted(Kind):
-    """Take the mean of updates that are private already, of clients that have room for the round.
+    """A round of clients within epsilon, whose updates are private already.
 
-    Whoever is asked is counted first, and may refuse.
+    The account counts each client before it is asked. A client may refuse to train.
     """
 
     budget = ExampleBudget
-    asks_more = False  # its account is of the clients that were drawn
+    asks_more = False  # the account counts only the clients that were drawn
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
@@ -202,7 +205,7 @@ class Counted(Kind):
         check_trained(model.network, model.parameters())
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
-        """Sample among those with room, and count the round before anything is sent."""
+        """Sample clients within epsilon; count the round before messages are sent."""
         round_log = self.round.round_log
 
         def with_room(clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
@@ -224,7 +227,7 @@ class Counted(Kind):
 
     @property
     def has_enough(self) -> bool:
-        """Return whether enough replies were used, or all who were asked have refused."""
+        """Return whether enough replies were used, or all asked clients have refused."""
         all_refused = bool(self._earlier) and self._refused == len(self._earlier)
         return super().has_enough or all_refused
 
@@ -239,8 +242,8 @@ class Counted(Kind):
         return update
 
     def close(self) -> None:
-        """Note what was spent, then take the next state."""
+        """Log what was spent, then take the next state."""
         spent = self.account.as_record() | {"clip-norm": self.run.config.clip_norm}
-        self.round.round_log.private = cast(Spent, spent)
+        self.round.round_log.private = cast(PrivacyRecord, spent)
         if self.round.round_log.clients:
             super().close()

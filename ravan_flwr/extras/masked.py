@@ -1,9 +1,10 @@
-"""Mask the updates of a round (`secure-aggregation=true`): the server sees sums, and no update.
+"""Rounds with masked updates (`secure-aggregation=true`): the server sees only their sum.
 
-Five times clients are asked: for fresh keys, for shares of their secrets, for what they trained,
-masked, for their signature of who has sent that, and for the shares by which the sum is unmasked.
-Who fails in a phase is left out of those that follow. With fewer than two thirds of the clients, or
-with masks that cannot be taken off, the round has no effect, says why, and the run continues.
+The server asks clients in five phases: for fresh keys, for shares of their secrets, for their
+masked update, for a signature of the list of clients that sent one, and for the shares that unmask
+the sum. A client that fails in a phase is excluded from later phases. With fewer than two thirds of
+the clients, or if the sum cannot be unmasked, the round has no effect. The reason is logged, and
+the run continues.
 """
 
 import json
@@ -20,7 +21,7 @@ from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
-from ravan_flwr.runs.record import Masked as MaskedRecord
+from ravan_flwr.runs.record import MaskedRecord
 from ravan_flwr.secure.agreement import Parts
 from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule
@@ -38,52 +39,52 @@ from ravan_flwr.server.replies import Update, as_value_error, read_masked, read_
 from ravan_flwr.server.round import Round
 from ravan_flwr.training.masked import (
     CUT_OFF,
-    by_tensor,
+    add_mean_changes,
     check_cohort,
     least_cohort,
-    moved,
     parts_of,
     round_digest,
+    rows_by_tensor,
     selected_rows,
 )
 
 log = getLogger(__name__)
 
-SKIPPED_ROUNDS = 64  # of a client with which they would have no effect
-OFTEN = 1e-3  # share of numbers that are cut off, above which a round says so
+SKIPPED_ROUNDS = 64  # for a client that makes rounds fail
+OFTEN = 1e-3  # fraction of clipped numbers above which a round logs a warning
 
 
 class Masked(Kind):
-    """Ask the phases of a masked round; what is trained is read as a sum alone."""
+    """A masked round: run its phases, and read the updates only as a sum."""
 
     message_type = "train.masked"
-    enough = math.inf  # all replies are waited for: no number of them is enough
+    enough = math.inf  # the round waits for all replies
     asks_more = False  # the masks belong to the clients that were drawn
 
     def __init__(self, round_: Round) -> None:
         super().__init__(round_)
-        round_.least = 0  # a round that has too few is without effect, and the run continues
+        round_.least = 0  # with too few replies the round has no effect, and the run continues
         self.record: MaskedRecord = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition
-        self._needed = self.run.config.min_replies  # good replies of a phase
-        self._hopeless = ""  # why its sum will not be unmasked, as far as is known
+        self._needed = self.run.config.min_replies  # valid replies that a phase needs
+        self._failure = ""  # why the sum cannot be unmasked, if that is known already
 
     @staticmethod
     def cohort(config: Config, partitions: int) -> int:
         return max(config.min_replies, least_cohort(config, partitions))
 
     def quorum(self, clients: int) -> int:
-        """Give stragglers their grace from as many replies on as the phase needs."""
+        """Return the number of replies that the phase needs: the straggler timeout begins then."""
         return min(clients, self._needed)
 
     # Before training: keys and shares.
 
     def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
-        """Return those of a cohort that have shared their secrets."""
+        """Return the clients of a cohort that have shared their secrets."""
         try:
             return self._share_secrets(cohort)
         except ValueError as error:
-            self._hopeless = str(error)
+            self._failure = str(error)
             return []
 
     def _share_secrets(self, cohort: Sequence[RegisteredClient]) -> list[RegisteredClient]:
@@ -103,7 +104,7 @@ class Masked(Kind):
         self.record = {"clients": len(ready), "threshold": threshold}
         self._needed = max(threshold, self._needed)
         names = ("sealed", "marks", "seeds")
-        self._ask("shares", ready, secure.announce(), names, secure.take_dealt)
+        self._ask("shares", ready, secure.announce(), names, secure.take_shares_sent)
         for client in ready:
             votes = self._accused[client.partition_id]
             if votes > len(ready) - threshold:
@@ -112,11 +113,11 @@ class Masked(Kind):
                     "partition %d is skipped: %d of %d clients do not know its key",
                     client.partition_id, votes, len(ready),
                 )  # fmt: skip
-        secure.close_dealing()
-        return [client for client in ready if secure.dealers[secure.place(client.partition_id)]]
+        secure.close_sharing()
+        return [client for client in ready if secure.dealers[secure.position(client.partition_id)]]
 
     def _schedule(self, clients: Sequence[RegisteredClient]) -> Schedule:
-        """Say who trains what: as each would have chosen, less what too few have chosen."""
+        """Return which rows each client trains: its own choice, less rows that too few chose."""
         config, method, state = self.run.config, self.round.method, self.run.state.tensors
         run, number = self.round.grid.run.run_id, self.round.number
         check_cohort(config, len(clients), self.run.registry.partitions)
@@ -131,12 +132,12 @@ class Masked(Kind):
         return make_schedule(run, number, config.secure_minimum, parts, rows, self._common_hash())
 
     def _common_hash(self) -> str:
-        """Hash what all clients are given: none is sent another state for its budget."""
+        """Return the hash of settings and state, which are the same for all clients."""
         sent = outgoing(self.round.method, self.run.state.tensors, 1.0)
         return round_digest(self.run.config, sent)
 
     def _skip(self, partition: int) -> None:
-        """Skip a client for many rounds: with it they would have no effect either."""
+        """Skip a client for many rounds, which it would make fail as well."""
         for node in self.run.registry.nodes.values():
             if node.client is not None and node.client.partition_id == partition:
                 node.skipped_until[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
@@ -144,7 +145,7 @@ class Masked(Kind):
     # Training.
 
     def address(self, message: Message, client: RegisteredClient) -> Message:
-        """Add what a client needs to mask: who is here, and their shares for it."""
+        """Add the data for masking: the list of clients, and their shares for this client."""
         message.content[PIECES] = to_pieces(self.secure.to_mask(client.partition_id))
         return message
 
@@ -156,16 +157,16 @@ class Masked(Kind):
     def add(self, update: Update) -> list[list[int]]:
         secure, partition = self.secure, update.client.partition_id
         secure.take_masked(partition, update.masked)
-        rows = by_tensor(secure.schedule.parts, secure.rows_of(partition))
+        rows = rows_by_tensor(secure.schedule.parts, secure.rows_of(partition))
         return sums_changes(self.round.method).heads_of(rows)
 
     # After training: agreement, and unmasking.
 
     def mean(self) -> Tensors:
-        """Unmask the sum and return what it makes; ValueError with the reason if that cannot be."""
+        """Unmask the sum and return the next state; raise ValueError if this is impossible."""
         self.round.round_log.secure = self.record
-        if self._hopeless:
-            raise ValueError(self._hopeless)
+        if self._failure:
+            raise ValueError(self._failure)
         try:
             return self._state_of(self._unmask())
         except DealerError as error:
@@ -176,10 +177,10 @@ class Masked(Kind):
             raise ValueError(f"{error}; skipped from now on: {names}") from error
 
     def _blamed(self, error: DealerError) -> list[int]:
-        """Return which clients are skipped: of two in dispute the one with more disputes, or both.
+        """Return the clients to skip: of two in dispute the one with more disputes, or both.
 
-        One of the two is at fault, and which it is cannot be known. Disputes are counted over all
-        rounds that were lost to them.
+        One of the two is at fault, but the server cannot know which. Disputes are counted over all
+        rounds that failed because of them.
         """
         if not error.deniers:
             return [error.partition]
@@ -199,11 +200,11 @@ class Masked(Kind):
         partitions = [client["partition-id"] for client in round_log.clients]
         sent, least = secure.close_masked(), self.run.config.min_replies
         if len(partitions) < least:
-            raise ValueError(round_log.why_too_few_came(least))
+            raise ValueError(round_log.too_few_replies_message(least))
         self._needed = secure.schedule.threshold
         alive = [m for m in self.run.registry.clients.values() if m.partition_id in partitions]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
-        agreed = [m for m in alive if secure.place(m.partition_id) in secure.signatures]
+        agreed = [m for m in alive if secure.position(m.partition_id) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
         dropped = secure.dealers & ~secure.alive
         opened = secure.open()
@@ -211,7 +212,7 @@ class Masked(Kind):
         return opened
 
     def _state_of(self, opened: UnmaskedSum) -> Tensors:
-        """Return the state that the mean changes make."""
+        """Return the state after the mean changes."""
         untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
         cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
         self.record |= {"untrained": untrained, "cut-off": max(0.0, round(cut_off, 6))}
@@ -222,9 +223,9 @@ class Masked(Kind):
             )  # fmt: skip
         means, method = opened.means, sums_changes(self.round.method)
         counts, clients = opened.counts, int(self.secure.alive.sum())
-        if method.mean_over_cohort:  # those too that did not train a row
+        if method.mean_over_cohort:  # also over clients that did not train a row
             means = {n: mean * (counts[n] / clients)[:, None] for n, mean in means.items()}
-        return method.counted(moved(self.run.state.tensors, means), clients)
+        return method.counted(add_mean_changes(self.run.state.tensors, means), clients)
 
     # All phases.
 
@@ -236,7 +237,7 @@ class Masked(Kind):
         names: Sequence[str],
         take: Callable[[int, Parts], None],
     ) -> None:
-        """Ask clients the same, and take what each answers; what is no good costs its client."""
+        """Send all clients the same message, and take their answers; reject invalid ones."""
         number, pieces, messages = self.round.number, to_pieces(parts), []
         for client in clients:
             content = RecordDict({PIECES: pieces, "config": ConfigRecord({"round": number})})
@@ -255,8 +256,8 @@ class Masked(Kind):
 
 
 def _partitions(data: bytes) -> set[int]:
-    """Read whom a client accuses; ValueError if that is no list of partitions."""
-    if len(data) > 16 * MOST_CLIENTS:  # parsed, JSON takes many times its bytes
+    """Return the partitions that a client accuses; raise ValueError if they cannot be read."""
+    if len(data) > 16 * MOST_CLIENTS:  # parsed JSON takes many times its bytes
         raise ValueError(
             f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
         )

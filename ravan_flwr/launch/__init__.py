@@ -1,1 +1,1 @@
-"""Start a run, and prepare what has to be there before."""
+"""Start a run, and prepare a deployment: credentials and checks of its machines."""

@@ -1,15 +1,15 @@
 """Make a deployment's secrets: certificate authority, the SuperLink's certificate, nodes' keys.
 
-A folder for each machine, which is copied there as it is:
+Each machine has a folder, which is copied there unchanged:
 
-authority/  ca.key ca.crt                         stays with whoever made it
+authority/  ca.key ca.crt                         stays on the machine where it was made
 superlink/  ca.crt superlink.crt superlink.key    TLS of the SuperLink
-node-0/     ca.crt node.key node.pub              what SuperNode 0 proves with who it is
+node-0/     ca.crt node.key node.pub              authenticates SuperNode 0
 
 All keys are on the curve P-384: those of TLS in PEM, those of nodes in OpenSSH's formats, which
-`flower-supernode` and `flwr supernode register` read. What is missing is made, what exists is
-never touched; a folder appears whole or not at all. Private keys need not stay: a node has its
-secrets as long as its `node.pub` is here, whoever made them.
+`flower-supernode` and `flwr supernode register` read. Missing folders are made, existing ones are
+never changed; a folder is written whole or not at all. Private keys may be moved away: a node whose
+`node.pub` is here counts as made.
 """
 
 import datetime
@@ -33,12 +33,12 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY, SUPERLINK, NODE = "authority", "superlink", "node-"
-# The SuperLink's own processes find it at these names.
+# Names at which the SuperLink's processes connect to it.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
 SUPERLINK_DAYS = 825
 
-_PUBLIC = {AUTHORITY: "ca.crt", SUPERLINK: "superlink.crt"}  # what a folder is known by
+_PUBLIC = {AUTHORITY: "ca.crt", SUPERLINK: "superlink.crt"}  # a folder's public file
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?", re.IGNORECASE)
 _USAGES = (
     "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
@@ -47,10 +47,10 @@ _USAGES = (
 
 
 def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
-    """Make what is missing in `folder` of the secrets of this many nodes; the new folders.
+    """Make the missing secrets of a deployment with this many nodes; return the new folders.
 
-    `hosts` are the names and addresses of the SuperLink's machine; not needed once its
-    certificate is there.
+    `hosts` are the names and addresses of the SuperLink's machine. They are not needed once its
+    certificate exists.
     """
     if nodes < 1:
         raise ValueError(f"--nodes {nodes}: expected a whole number at least 1, such as 3")
@@ -68,7 +68,7 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pat
 
 
 def certificate_of(path: Path) -> x509.Certificate:
-    """Read the certificate in a PEM file."""
+    """Return the certificate in a PEM file."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
@@ -78,7 +78,7 @@ def certificate_of(path: Path) -> x509.Certificate:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """List the names and addresses that a certificate is for."""
+    """Return the names and addresses that a certificate is for."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -104,7 +104,7 @@ def _subject_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
-    """List the folders to make, in order; ValueError if they cannot be made."""
+    """Return the names of the folders to make, in order; ValueError if they cannot be made."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: got a file, expected a folder; give another name")
     files = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
@@ -113,7 +113,7 @@ def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
             f"{folder}: it has files but no {AUTHORITY}/ca.crt, expected a folder that is new or "
             "made by this command; name another one, or restore that file"
         )
-    # Private keys may be gone: to the machines that they are for, or offline.
+    # Private keys may have been moved to their machines, or offline.
     for name in files:
         public = _PUBLIC.get(name, "node.pub")
         if (name in _PUBLIC or name.startswith(NODE)) and not (folder / name / public).is_file():
@@ -172,7 +172,7 @@ def _node() -> dict[str, bytes]:
 
 
 def _signer(path: Path, issuer: x509.Certificate) -> ec.EllipticCurvePrivateKey:
-    """Read the key of the authority, which must belong to its certificate."""
+    """Return the private key of the authority; ValueError unless it belongs to its certificate."""
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
@@ -197,7 +197,7 @@ def _certificate(
     *usages: str,
     extensions: Sequence[x509.ExtensionType] = (),
 ) -> bytes:
-    """Make a certificate, signed by the issuer's key, in PEM."""
+    """Return a certificate in PEM, signed by the issuer's key."""
     now, (name, signer) = datetime.datetime.now(datetime.UTC), issuer
     builder = (
         x509.CertificateBuilder(name, subject, key, x509.random_serial_number())
@@ -224,7 +224,7 @@ def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
 
 
 def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write beside, flush to disk, then rename; fails if the folder has come meanwhile."""
+    """Write a folder atomically; OSError if it exists by then."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(mode=0o700)
     try:

@@ -1,7 +1,7 @@
 """Check a server or a device before a run: one line for each check, with what to do.
 
-The folder of `ravan-flwr keys` says which machine it is: `superlink/` is the server's, `node-0/` a
-device's. Each check stands alone, so that one fault does not hide another.
+The folder of `ravan-flwr keys` determines the machine: `superlink/` is the server's, `node-0/` a
+device's. The checks are independent, so one fault does not hide another.
 """
 
 import contextlib
@@ -36,31 +36,31 @@ from cryptography.hazmat.primitives.serialization import (
 from ravan_flwr.flower_private import parse_node_config
 from ravan_flwr.launch.credentials import certificate_of, hosts_of
 
-AHEAD, BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
+MAX_AHEAD, MAX_BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
 RENEWAL = timedelta(days=30)  # before the end of a certificate
 DISK, MEMORY = 2e9, 2e9  # bytes that a run with a small model needs
 NO_CHECK_TIME = 0x200000  # OpenSSL's flag: expiry has a line of its own
-INSIDE, PROXY = "127.0.0.1:8001", "localhost:8000"  # as docs/deploy.md has them on the server
+SUPERLINK_ADDRESS, PROXY_ADDRESS = "127.0.0.1:8001", "localhost:8000"  # as in docs/deploy.md
 OPERATOR_CALL = "/v1/control/list-runs"
 _TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """Hold what one check found: all is well, or what is wrong and what to do."""
+    """The result of one check: whether it passed, and else what is wrong and what to do."""
 
-    what: str
+    name: str
     ok: bool
     result: str
 
     def __str__(self) -> str:
-        return f"{'ok' if self.ok else 'TO DO':6}{self.what:13}{self.result}"
+        return f"{'ok' if self.ok else 'TO DO':6}{self.name:13}{self.result}"
 
 
 def checks(folder: Path, options: Namespace) -> Iterator[Check]:
-    """Check the machine whose keys are in `folder`, one check after the other.
+    """Yield the checks of the machine whose keys are in `folder`.
 
-    `options` are those of the command line: None, or an empty list, where it gives nothing.
+    `options` are those of the command line: None, or an empty list, where they are not given.
     """
     server = (folder / "superlink.crt").exists()
     if not server and not (folder / "ca.crt").exists():
@@ -78,11 +78,11 @@ def checks(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("memory", _memory)
 
 
-def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
+def _check(name: str, function: Callable[..., str], *arguments: Any) -> Check:
     try:
-        return Check(what, True, ask(*arguments))
-    except Exception as error:  # noqa: BLE001 (each check stands alone)
-        return Check(what, False, " ".join(str(error).split()) or type(error).__name__)
+        return Check(name, True, function(*arguments))
+    except Exception as error:  # noqa: BLE001 (the checks are independent)
+        return Check(name, False, " ".join(str(error).split()) or type(error).__name__)
 
 
 def _device(folder: Path, options: Namespace) -> Iterator[Check]:
@@ -102,7 +102,7 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
     yield _check("node config", _node_config, text)
-    with contextlib.suppress(ValueError):  # told above
+    with contextlib.suppress(ValueError):  # the check above reports it
         settings = parse_node_config(text)
     for name in ("data-path", "cache-dir"):
         if name in settings:
@@ -117,10 +117,10 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
 
 def _server(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("keys", _superlink_keys, folder)
-    inside = options.superlink or INSIDE
-    yield from _reached(inside, folder / "ca.crt", "SuperLink")
+    address = options.superlink or SUPERLINK_ADDRESS
+    yield from _reached(address, folder / "ca.crt", "SuperLink")
     yield _check("proxy", _proxy, folder / "ca.crt")
-    yield _check("closed", _closed, inside)
+    yield _check("closed", _closed, address)
 
 
 def _versions() -> str:
@@ -130,7 +130,7 @@ def _versions() -> str:
 
 
 def _environment_file(folder: Path) -> dict[str, str]:
-    """Read what the SuperNode's unit is started with: node-0.env beside node-0/."""
+    """Return the environment of the SuperNode's unit: node-0.env beside node-0/."""
     path = folder.with_name(f"{folder.name}.env")
     words = shlex.split(path.read_text(), comments=True) if path.is_file() else []
     return dict(word.split("=", 1) for word in words if "=" in word)
@@ -167,17 +167,17 @@ def _superlink_keys(folder: Path) -> str:
         raise ValueError(
             f"{folder}: superlink.key is not the key of superlink.crt; copy the folder again"
         )
-    return f"{folder}: key and certificate belong together; names {_in_words(certificate)}"
+    return f"{folder}: key and certificate belong together; names {_names_and_end(certificate)}"
 
 
 def _reached(address: str, authority: Path, server: str = "server") -> Iterator[Check]:
-    """Check who answers there: connection, chain, name and end of its certificate, health, clock.
+    """Yield checks of a server: connection, its certificate's chain, names and end, health, clock.
 
-    Whether to trust the answer has a line of its own: the others need no trusted connection.
+    The chain has a check of its own, so the other checks need no trusted connection.
     """
     try:
         host, port = _parts(address)
-        pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # whoever signed it
+        pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # of any signer
     except OSError as error:
         yield Check(
             server, False, f"{address}: {error}; expected TLS there: check the name and the port, "
@@ -232,7 +232,7 @@ def _named(host: str, certificate: x509.Certificate) -> str:
     return f"the certificate is for {host}"
 
 
-def _in_words(certificate: x509.Certificate) -> str:
+def _names_and_end(certificate: x509.Certificate) -> str:
     return f"{', '.join(hosts_of(certificate))}, until {certificate.not_valid_after_utc:%Y-%m-%d}"
 
 
@@ -245,7 +245,7 @@ def _not_expired(certificate: x509.Certificate) -> str:
 
 
 def _request(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
-    """Send a request, whoever answers: whether to trust it has a line of its own."""
+    """Return the response of an untrusted server: trust has a check of its own."""
     host, port = _parts(address)
     return httpx.request(
         method, httpx.URL(scheme="https", host=host, port=port, path=path),
@@ -270,10 +270,10 @@ def _clock(address: str) -> str:
         raise ValueError(f"{address} sends no time; compare the clocks by hand")
     ahead = time.time() - parsedate_to_datetime(date).timestamp()
     text = f"this machine's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-    if not -BEHIND < ahead < AHEAD + 1:  # the header has whole seconds
+    if not -MAX_BEHIND < ahead < MAX_AHEAD + 1:  # the header has whole seconds
         raise ValueError(
-            f"{text}, expected at most {AHEAD} s ahead and {BEHIND} s behind, or its SuperNode is "
-            "refused; set it by NTP, such as `timedatectl set-ntp true`"
+            f"{text}, expected at most {MAX_AHEAD} s ahead and {MAX_BEHIND} s behind, or its "
+            "SuperNode is refused; set it by NTP, such as `timedatectl set-ntp true`"
         )
     return text
 
@@ -286,13 +286,15 @@ def _node_config(text: str) -> str:
 
 
 def _readable(path: Path, user: str | None) -> str:
-    """Look for something in a folder that the service's user cannot read."""
+    """Raise ValueError if a folder has a file that the service's user cannot read."""
     if not path.is_absolute() or not path.exists():
         raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
     output = _as_user(["find", "-L", str(path), "!", "-readable", "-print", "-quit"], user)
     if output:
-        raise ValueError(f"{output}: {_who(user)} cannot read it; change its owner or its mode")
-    return f"{path}: {_who(user)} can read it"
+        raise ValueError(
+            f"{output}: {_user_name(user)} cannot read it; change its owner or its mode"
+        )
+    return f"{path}: {_user_name(user)} can read it"
 
 
 def _writable(path: Path, user: str | None) -> str:
@@ -300,16 +302,18 @@ def _writable(path: Path, user: str | None) -> str:
         raise ValueError(f"{path}: there is no such folder; make it")
     output = _as_user(["find", str(path), "-maxdepth", "0", "!", "-writable", "-print"], user)
     if output:
-        raise ValueError(f"{path}: {_who(user)} cannot write there; change its owner or its mode")
-    return f"{path}: {_who(user)} can write there"
+        raise ValueError(
+            f"{path}: {_user_name(user)} cannot write there; change its owner or its mode"
+        )
+    return f"{path}: {_user_name(user)} can write there"
 
 
-def _who(user: str | None) -> str:
+def _user_name(user: str | None) -> str:
     return f"user {user}" if user else "this user"
 
 
 def _as_user(command: list[str], user: str | None) -> str:
-    """Run `find` as the service's user; return what it prints, also about what it cannot enter."""
+    """Return the first line that a command prints as the service's user, errors included."""
     options: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -322,7 +326,7 @@ def _as_user(command: list[str], user: str | None) -> str:
 
 
 def _gpu(device: str) -> str:
-    from ravan_flwr.training.machine import gpus_of_machine, unused_gpus  # noqa: PLC0415
+    from ravan_flwr.training.machine import explain_unused_gpus, gpus_of_machine  # noqa: PLC0415
 
     if device == "cpu":
         return "not asked for: device is cpu"
@@ -336,7 +340,7 @@ def _gpu(device: str) -> str:
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
-        raise ValueError(unused_gpus(torch.version.cuda))
+        raise ValueError(explain_unused_gpus(torch.version.cuda))
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
@@ -362,24 +366,26 @@ def _memory() -> str:
 
 
 def _proxy(authority: Path) -> str:
-    """Ask the reverse proxy for an operator's call, which it must refuse."""
-    host, port = _parts(PROXY)
+    """Raise ValueError unless the reverse proxy refuses an operator's call."""
+    host, port = _parts(PROXY_ADDRESS)
     try:
         _trusted(host, port, authority)
-        status = _request(PROXY, "POST", OPERATOR_CALL).status_code
+        status = _request(PROXY_ADDRESS, "POST", OPERATOR_CALL).status_code
     except (OSError, httpx.HTTPError) as error:
-        raise ValueError(f"{PROXY}: {error}; start nginx with deploy/fence.conf") from None
+        raise ValueError(
+            f"{PROXY_ADDRESS}: {error}; start nginx with deploy/reverse-proxy.conf"
+        ) from None
     if status != httpx.codes.NOT_FOUND:
         raise ValueError(
-            f"{PROXY} answers an operator's call with {status}, expected 404: devices could submit "
-            "runs; use deploy/fence.conf as it is"
+            f"{PROXY_ADDRESS} answers an operator's call with {status}, expected 404: devices "
+            "could submit runs; use deploy/reverse-proxy.conf as it is"
         )
-    return f"{PROXY} refuses the calls of an operator"
+    return f"{PROXY_ADDRESS} refuses the calls of an operator"
 
 
-def _closed(inside: str) -> str:
-    """Try the SuperLink's port from outside: on every address of this machine but loopback."""
-    port = _parts(inside)[1]
+def _closed(address: str) -> str:
+    """Raise ValueError if the SuperLink's port is open on an address other than loopback."""
+    port = _parts(address)[1]
     for addresses in psutil.net_if_addrs().values():
         for addr in addresses:
             if addr.family not in (socket.AF_INET, socket.AF_INET6):
@@ -389,7 +395,7 @@ def _closed(inside: str) -> str:
             with contextlib.suppress(OSError):
                 socket.create_connection((addr.address, port), timeout=1).close()
                 raise ValueError(
-                    f"{addr.address}:{port} is open, and whoever reaches it is the operator; start "
-                    "the SuperLink with --host 127.0.0.1"
+                    f"{addr.address}:{port} is open: all programs that reach it act as the "
+                    "operator; start the SuperLink with --host 127.0.0.1"
                 )
     return f"port {port} is open on 127.0.0.1 alone"

@@ -1,8 +1,8 @@
-"""Decide how many clients of a run in process work at a time, and let them.
+"""Decide how many clients of a run in process compute at a time, and run them.
 
-`processes=N` says how many. With `auto` workers are started where they can be forked and a run is
-long enough: as many as there are cores, given the threads that a client computes with anyway. So
-what is computed never depends on what is decided.
+`processes=N` sets the number. With `auto`, workers are started if they can be forked and the run is
+long enough: as many as the cores allow with the usual number of threads of a client. So the results
+never depend on the number of processes.
 """
 
 import sys
@@ -33,27 +33,27 @@ from ravan_flwr.training.model_and_data import get_model_and_data
 
 log = getLogger(__name__)
 
-# Parameters times examples, of a run's steps all together, from which "auto" starts workers: less
-# is a second or two. To start one takes a tenth of a second.
-LEAST_WORK = 10**9
-ALONE = "clients work one after the other, since no other process can be started: %s"
-LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # what workers do
+# Parameters times examples, over all steps of a run, from which "auto" starts workers. Less work
+# takes a second or two; starting a worker takes a tenth of a second.
+MIN_WORK = 10**9
+ONE_AT_A_TIME = "clients compute one after the other, since no other process can be started: %s"
+LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # the messages that workers answer
 
 
-class SideBySide:
-    """Let clients answer one after the other, or several at a time in worker processes."""
+class ParallelClients:
+    """Clients that answer one after the other, or several at a time in worker processes."""
 
     def __init__(self, run_config: Mapping[str, Scalar], config: Config, num_clients: int) -> None:
         self._run_config, self._config, self._num_clients = run_config, config, num_clients
         self._ready = False
         self._pool: WorkerPool | None = None
-        self.processes = 1  # in which clients computed
-        usable_cores()  # refused, if at all, before the run has a directory
+        self.processes = 1  # number of processes in which clients compute
+        usable_cores()  # raises its errors here, before the run has a directory
 
-    def get_ready(self) -> None:
-        """Start the processes that may pay; no client has computed.
+    def start_workers(self) -> None:
+        """Start the workers, if any, before the first client computes.
 
-        Model and examples are there by now, and are shared with workers where they can be.
+        Model and examples are loaded by now; forked workers share them.
         """
         if self._ready:
             return
@@ -61,8 +61,8 @@ class SideBySide:
         config, model = self._config, get_model_and_data(self._config).model
         on_cpu, clients = model.device.type == "cpu", self._num_clients
         most = most_workers(config, clients, model.threads, on_cpu=on_cpu)
-        # A fork of this process can compute: see workers.py. Where there is an accelerator, PyTorch
-        # starts threads for it, also if it is not used.
+        # Whether a fork of this process can compute: see workers.py. If the machine has an
+        # accelerator, PyTorch starts threads for it, even if it is not used.
         may_fork = (
             sys.platform == "linux"
             and most.threads == 1
@@ -71,9 +71,9 @@ class SideBySide:
         )
         number = most.number
         if config.processes is None:
-            if not may_fork or self._work < LEAST_WORK:
+            if not may_fork or self._work < MIN_WORK:
                 return
-            # As many as there is memory for, if each takes what this process has.
+            # As many as fit in memory, if each takes as much as this process.
             have = psutil.Process().memory_info().rss
             number = min(number, 1 + int(psutil.virtual_memory().available // have))
         if number > 1:
@@ -88,44 +88,44 @@ class SideBySide:
             elif sys.platform == "win32":
                 raise OSError("it takes sockets that Windows does not have")
             else:
-                divided = threads if loaded.model.threads else None  # None: a user has set a number
+                divided = threads if loaded.model.threads else None  # None: set by the user
                 starter = SpawnStarter(self._run_config, divided)
             self._pool = WorkerPool(starter, number)
         except OSError as error:
-            log.warning(ALONE, error)
+            log.warning(ONE_AT_A_TIME, error)
             if starter is not None:
                 starter.close()
             return
         self.processes = len(self._pool)
         log.info(
-            "%s at work at a time, each in a process with %s",
+            "%s at a time, each in a process with %s",
             count(self.processes, "client"), count(threads, "thread"),
         )  # fmt: skip
 
     @property
     def _work(self) -> float:
-        """Multiply the network's parameters by the examples of all steps of the run."""
+        """Return the network's parameters times the examples of all steps of the run."""
         config, clients = self._config, self._num_clients
         loaded = get_model_and_data(config)
         steps: float | None = config.local_steps
-        if steps is None:  # as many as the examples make, in the mean
+        if steps is None:  # the mean over clients, from their numbers of examples
             steps = sum(map(config.steps_of, loaded.partition_sizes(clients))) / clients
         size = sum(parameter.numel() for parameter in loaded.model.network.parameters())
-        at_a_time = config.at_work_of(clients)
+        at_a_time = config.max_concurrent(clients)
         return config.num_rounds * at_a_time * steps * config.batch_size * size
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Let workers go ahead with these, which will be asked for in this order."""
+        """Let workers begin these jobs, whose replies will be asked for in this order."""
         if self._pool is not None:
             self._pool.expect(filter(_is_local_work, jobs))
 
     def answer(self, job: Job) -> Message | None:
-        """Return a client's reply; None if it did not come in time, which only workers can miss."""
+        """Return a client's reply; None if a worker did not reply in time."""
         if self._pool is not None and _is_local_work(job):
             try:
                 return self._pool.answer(job)
             except NoWorkersLeftError as error:
-                log.warning(ALONE, error)
+                log.warning(ONE_AT_A_TIME, error)
                 self.close()
                 if time.monotonic() >= job.until:
                     return None

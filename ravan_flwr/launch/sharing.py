@@ -1,9 +1,10 @@
 """Share the GPUs of this machine among the clients of a simulation.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
-one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
-superlink.py changes. Nothing keeps a process within its share, so that it is chosen by memory: of
-what is free on a GPU, each client gets what the plan counts. The server's process is on the first.
+one GPU that it has a share of. A client that asks for no share sees no GPU, by Ray's default, which
+superlink.py changes. Nothing limits a process to its GPU share. So the share follows from memory:
+each client gets as much of a GPU's free memory as the plan estimates. The server's process is on
+the first GPU.
 """
 
 import os
@@ -16,14 +17,15 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.console import count
 from ravan_flwr.training.machine import VISIBLE, Gpu, visible_gpus
 
-MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
+# Ray counts in ten-thousandths: shares of more clients would not add up on 16 GPUs.
+MAX_CLIENTS_PER_GPU = 24
 _TEN_THOUSANDTHS = 10_000
-USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
+USABLE = 0.9  # fraction of the free memory: PyTorch's allocator leaves gaps
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Put so many clients at a time on each of these GPUs; 0 if there is no GPU to share."""
+    """How many clients at a time share each of these GPUs; 0 if there is no GPU to share."""
 
     clients_per_gpu: int = 0
     gpus: Sequence[Gpu] = ()
@@ -31,24 +33,24 @@ class Sharing:
 
     @property
     def share(self) -> float:
-        """Return a client's share of a GPU, rounded down: all must fit by Flower's and Ray's count.
+        """Return a client's share of a GPU, rounded down: Flower and Ray must fit all clients.
 
-        Flower carries it as a float32 and divides by that: 0.2 becomes a little more, of which
-        only four fit.
+        Flower stores it as a float32 and divides by that: 0.2 becomes slightly more, so that only
+        four clients would fit.
         """
         parts = _TEN_THOUSANDTHS // self.clients_per_gpu
         (carried,) = struct.unpack("f", struct.pack("f", parts / _TEN_THOUSANDTHS))
         return (parts if carried * self.clients_per_gpu <= 1 else parts - 1) / _TEN_THOUSANDTHS
 
     def federation(self, num_clients: int) -> str:
-        """Write Flower's federation config."""
+        """Return Flower's federation config."""
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
         return words
 
     def description(self) -> str:
-        """Describe this for people in a line; "" where there is no GPU to share."""
+        """Return a line that describes the sharing; "" if there is no GPU to share."""
         if not self.clients_per_gpu:
             return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
@@ -66,17 +68,17 @@ def share_gpus(
     runs_at_a_time: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> Sharing:
-    """Decide how the clients of a run share the GPUs that this environment shows.
+    """Return how the clients of a run share the GPUs that are visible in this environment.
 
-    `clients_per_gpu` is what a person asks for, None lets the memory decide. `runs_at_a_time` such
-    runs are on the machine.
+    `clients_per_gpu` is the user's number; None computes it from memory. `runs_at_a_time` such runs
+    share the machine.
     """
     if runs_at_a_time < 1:
         raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
-    if clients_per_gpu is not None and not 1 <= clients_per_gpu <= MOST_A_GPU:
+    if clients_per_gpu is not None and not 1 <= clients_per_gpu <= MAX_CLIENTS_PER_GPU:
         raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: expected 1 to {MOST_A_GPU}; for a run on the "
-            "CPU set device=cpu"
+            f"--clients-per-gpu {clients_per_gpu}: expected 1 to {MAX_CLIENTS_PER_GPU}; for a run "
+            "on the CPU set device=cpu"
         )
     kind, _, number = config.device.partition(":")
     if kind == "cuda" and number not in ("", "0"):
@@ -93,17 +95,17 @@ def share_gpus(
                 f"{config.device!r}: expected auto or cuda, nvidia-smi to list a GPU, and "
                 f"{VISIBLE}, if set, to name it; leave --clients-per-gpu out"
             )
-        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
+        return Sharing(clients_per_gpu, gpus, "set by --clients-per-gpu")
     if not gpus:
         return Sharing()
-    # The clients a GPU that are ever at work: Ray fills one GPU before the next.
+    # The most clients at a time on a GPU.
     cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
-    useful = -(-min(cpus, config.at_work_of(num_clients)) // len(gpus))
+    useful = -(-min(cpus, config.max_concurrent(num_clients)) // len(gpus))
     return _by_memory(config, gpus, useful, runs_at_a_time)
 
 
 def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
-    """Take as many clients as fit on the GPU with the least room, the server on the first."""
+    """Return as many clients as fit on the GPU with least room; the server is on the first GPU."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
@@ -120,7 +122,7 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
             f"backbone-dtype=4bit or device=cpu, name other GPUs in {VISIBLE}, or try "
             "--clients-per-gpu 1"
         )
-    number = min(*fitting, useful, MOST_A_GPU)
+    number = min(*fitting, useful, MAX_CLIENTS_PER_GPU)
     reason = (
         f"by the plan a client needs {client} and the server {server}; "
         f"{min(fitting)} would fit, and there are CPUs and work for {useful}"
@@ -129,10 +131,10 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
 
 
 def _free(gpu: Gpu, runs: int) -> int:
-    """Count the bytes of a GPU's memory for one of so many runs."""
+    """Return the bytes of a GPU's memory for one of `runs` runs."""
     if gpu.free is None or gpu.total is None:
         raise ValueError(
-            f"GPU {gpu.index} ({gpu.name}): nvidia-smi does not say how much memory it has, so how "
-            "many clients fit is unknown; say it with --clients-per-gpu"
+            f"GPU {gpu.index} ({gpu.name}): nvidia-smi does not report its memory, so the number "
+            "of clients that fit is unknown; set --clients-per-gpu"
         )
     return min(gpu.free, gpu.total // runs)

@@ -1,19 +1,19 @@
-"""Read what a run starts with, once, before PyTorch is imported."""
+"""Read the settings of a run, once, before PyTorch is imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.presets import absolute_paths, own_preset
+from ravan_flwr.config.presets import absolute_paths, with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.runs.directory import with_those_of_the_run
+from ravan_flwr.runs.directory import with_recorded_settings
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 
 
 @dataclass(frozen=True)
 class Start:
-    """Hold the settings of a run as they were given and as they were checked, and its clients."""
+    """A run's settings, as given and as checked, and its number of clients."""
 
     run_config: Mapping[str, Scalar]  # with absolute paths
     config: Config
@@ -23,12 +23,12 @@ class Start:
 def read_start(
     user_settings: Mapping[str, Scalar], num_clients: int | None = None, *, in_flower: bool = False
 ) -> Start:
-    """Check the settings, with those of the run that is resumed; count the clients.
+    """Return the checked settings, with those of a resumed run, and the number of clients.
 
-    Under Flower a preset is one of the app's own files, else it may be the path of any.
+    Under Flower a preset is one of the app's files; elsewhere it may be the path of any file.
     """
-    named = user_settings if in_flower else own_preset(user_settings)
-    settings, num_clients = with_those_of_the_run(named, num_clients)
+    named = user_settings if in_flower else with_preset_path(user_settings)
+    settings, num_clients = with_recorded_settings(named, num_clients)
     if settings.get("output-dir", AUTO) == AUTO:
         settings["output-dir"] = "runs"
     run_config = absolute_paths(settings)

@@ -1,9 +1,9 @@
 """Call `flwr run` in Flower's simulation runtime, with a local SuperLink that ends with it.
 
-`flwr run .` starts a SuperLink that stays up, keeps the working directory and environment
-that it was started in, and serves every later run of whoever finds its port. Here it gets
-ports and a folder of its own, does not install the app's dependencies a second time, and is
-ended by its process id. `flwr run` also ends with status 0 when the run failed; this does not.
+`flwr run .` starts a SuperLink that stays up, keeps its working directory and environment, and
+serves all later runs that connect to its port. The SuperLink here has its own ports and folder,
+does not install the app's dependencies a second time, and is ended by its process id. `flwr run`
+also ends with status 0 when the run failed; this module raises an error.
 """
 
 import math
@@ -24,19 +24,19 @@ import psutil
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
-from ravan_flwr.runs.console import say
-from ravan_flwr.runs.directory import check_writable, how_to_go_on
+from ravan_flwr.runs.console import write_stdout
+from ravan_flwr.runs.directory import check_writable, resume_advice
 from ravan_flwr.specs import NODES_CHOSEN
 
-START_TIMEOUT = 300.0  # of a machine that is busy; one that has ended is told at once
-END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
+START_TIMEOUT = 300.0  # for a busy machine; a SuperLink that ends is noticed at once
+END_TIMEOUT = 5.0  # for the processes that the SuperLink started, after its end
 RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
 
 
 class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
-    """Keep a SuperLink for simulations, on free ports of this machine, while the block lasts.
+    """A context manager that runs a SuperLink for simulations on free ports of this machine.
 
-    `environment` is what a `flwr` command needs to find it.
+    `environment` is the environment in which a `flwr` command finds this SuperLink.
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,17 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             NODES_CHOSEN: "1",
-            # Scripts of this environment first: the SuperLink starts its own by name.
+            # Scripts of this environment first: the SuperLink starts its scripts by name.
             "PATH": search_path(),
-            # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
-            # then it does not warn that it will. Who wants none there says device=cpu.
+            # Ray must not hide the GPUs from a process that asks for no share of one. The variable
+            # also avoids Ray's warning about that. Users who want no GPU set device=cpu.
             RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
             "RAY_ADDRESS": "local",  # not a cluster that this machine happens to be part of
             "PYTHONUNBUFFERED": "1",
         }
         self._port, self._control = port, control
         self._process: subprocess.Popen[bytes] | None = None
-        self.run_dir: Path | None = None  # of the run, once it has said so
+        self.run_dir: Path | None = None  # of the run, once its output has it
 
     def __enter__(self) -> "LocalSuperLink":
         log_file = self.home / "superlink.log"
@@ -85,7 +85,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
                     text = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
                     raise RuntimeError(
                         f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
-                        f"{self._port}; it said: {text or 'nothing'}"
+                        f"{self._port}; its log: {text or 'empty'}"
                     )
                 time.sleep(0.1)
         except BaseException:
@@ -98,8 +98,8 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=15)
-            # Flower's processes and Ray's have sessions of their own. Most notice within a second
-            # that the SuperLink is gone; one amid a training step, or of Ray, may not.
+            # Flower's and Ray's processes have their own sessions. Most end within a second after
+            # the SuperLink; a process of Ray, or one amid a training step, may not.
             deadline = time.monotonic() + END_TIMEOUT
             while (left := processes_of(self.home)) and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -118,12 +118,12 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         return False
 
     def run(self, app: Path, run_config: str, federation_config: str) -> str:
-        """Call `flwr run --stream`, pass its output on, and return the status of the run's end."""
+        """Call `flwr run --stream`, forward its output, and return the run's final status."""
         options = "--federation-config", federation_config
-        return submit(app, "", run_config, self.environment, *options, heard=self._hear)
+        return submit(app, "", run_config, self.environment, *options, on_line=self._note_run_dir)
 
-    def _hear(self, line: str) -> None:
-        """Remember where the run writes."""
+    def _note_run_dir(self, line: str) -> None:
+        """Keep the run directory if a line of output has it."""
         if match := re.search(r"run directory: (/.+)", line):
             self.run_dir = Path(match[1].strip())
 
@@ -131,21 +131,21 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
 def run_in_flower(
     start: Start, clients_per_gpu: int | None = None, runs_at_a_time: int = 1
 ) -> None:
-    """Call `flwr run .` for the app of the working directory, with a SuperNode for each client.
+    """Call `flwr run .` for the app in the working directory, with a SuperNode for each client.
 
-    Each gets a share of the machine's GPUs, as `share_gpus` decides.
+    `share_gpus` decides the GPU share of each client.
     """
     app, config = app_folder(), start.config
     check_writable(Path(config.output_dir))
-    if start.num_clients > (config.num_clients or math.inf):  # the preset's own fit its data
+    if start.num_clients > (config.num_clients or math.inf):  # the preset's number fits its data
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (this takes a second)
-        from ravan_flwr.data.partition import check_number  # noqa: PLC0415
+        from ravan_flwr.data.partition import check_enough_examples  # noqa: PLC0415
 
-        check_number(start.num_clients, len(load_splits(config.data)["train"]))
+        check_enough_examples(start.num_clients, len(load_splits(config.data)["train"]))
     sharing = share_gpus(config, start.num_clients, clients_per_gpu, runs_at_a_time)
     run_config = in_toml(start.run_config)
     federation = sharing.federation(start.num_clients)
-    say(
+    write_stdout(
         f"{sharing.description()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
@@ -160,14 +160,14 @@ def run_in_flower(
             status = superlink.run(app, run_config, federation)
         except KeyboardInterrupt:
             if superlink.run_dir is not None:
-                say(f"stopped; {how_to_go_on(superlink.run_dir)}\n")
+                write_stdout(f"stopped; {resume_advice(superlink.run_dir)}\n")
             raise
     if status != COMPLETED:
         raise RuntimeError(f"the run ended as {status!r}, expected {COMPLETED!r}")
 
 
 def processes_of(home: Path) -> list[int]:
-    """Find all processes whose FLWR_HOME is this folder, or within it, whoever started them."""
+    """Return the ids of all processes whose FLWR_HOME is this folder or within it."""
     pids = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's

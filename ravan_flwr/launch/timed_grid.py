@@ -1,4 +1,4 @@
-"""Let the clients of a run in process take as long as they would on devices of their own."""
+"""A grid for runs in process whose clients take the simulated time of devices."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from flwr.app import Error, Message, MessageType
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
-from ravan_flwr.launch.in_process import InProcessGrid, node_and_kind
+from ravan_flwr.launch.in_process_grid import InProcessGrid, node_and_kind
 from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import devices_of
@@ -20,7 +20,7 @@ TIMED = (*TRAINING, MessageType.EVALUATE)  # kinds of message that take simulate
 
 
 class TimedGrid(InProcessGrid):
-    """Yield replies in the order of their simulated arrival, from devices that are online."""
+    """A grid that yields replies in the order of their simulated arrival, from online devices."""
 
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int, config: Config) -> None:
         super().__init__(run_config, num_clients)
@@ -34,22 +34,22 @@ class TimedGrid(InProcessGrid):
                 context.node_config["budget"] = fraction
 
     def get_node_ids(self) -> Iterable[int]:
-        """List the clients that are online."""
+        """Return the ids of the clients that are online."""
         return [node for node in super().get_node_ids() if self.clock.online(node - 1)]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """List all clients: what a device has answered holds while it is offline."""
+        """Return the NodeInfos of all clients: answers stay valid while a device is offline."""
         return self._listed(super().get_node_ids())
 
     def _push(self, message: Message) -> str:
-        self.clock.take(self._last.get(node_and_kind(message), ""))  # it is dropped
+        self.clock.forget(self._last.get(node_and_kind(message), ""))  # drop the earlier message
         message_id = super()._push(message)
         if node_and_kind(message)[1] in TIMED:
             self._begin(message_id, message)
         return message_id
 
     def _begin(self, message_id: str, message: Message) -> None:
-        """Let the client's device work on a message."""
+        """Start the simulated work of a client's device on a message."""
         node, kind = node_and_kind(message)
         fraction = _fraction(message)
         self.clock.send(
@@ -60,11 +60,11 @@ class TimedGrid(InProcessGrid):
         )  # fmt: skip
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the next client whose reply has arrived; messages that take no time count as such."""
+        """Run the next client whose reply has arrived; untimed messages arrive at once."""
         return super().pull_messages(filter(self.clock.has, message_ids))
 
     def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Let clients go ahead in the order of their arrival; return those that have arrived."""
+        """Let workers begin messages in the order of their arrival; return the arrived ids."""
         times = self.clock.times
         ids = self.clock.arrived(set(message_ids))
         ids += [message_id for message_id in message_ids if message_id not in times]
@@ -72,14 +72,16 @@ class TimedGrid(InProcessGrid):
         return ids
 
     def _deliver(self, message: Message) -> Message:
-        """Return a client's reply, or that its device lacks memory."""
-        self.clock.take(message.metadata.message_id)
+        """Return a client's reply, or an error if its device lacks memory."""
+        self.clock.forget(message.metadata.message_id)
         node, kind = node_and_kind(message)
-        if kind in TRAINING and (why := self._work.lacks(_fraction(message), node - 1)):
-            return Message(Error(2, why), reply_to=message)
+        if kind in TRAINING and (
+            reason := self._work.memory_shortage(_fraction(message), node - 1)
+        ):
+            return Message(Error(2, reason), reply_to=message)
         return super()._deliver(message)
 
 
 def _fraction(message: Message) -> float:
-    """Return the part of the adapters that its client is to train."""
+    """Return the budget fraction in a message."""
     return cast(float, message.content.config_records["config"]["budget-fraction"])

@@ -1,8 +1,8 @@
-"""Answer clients' messages in a process of their own, for a run in process on several cores.
+"""Answer clients' messages in a worker process, for a run in process on several cores.
 
-The process that runs the server hands it one message after the other, with the client's context,
-and takes back the reply and the state that the client keeps. A worker knows nothing of rounds. It
-ends with the process that it works for, whatever it is doing then.
+The server's process hands a worker one message after the other, with the client's context, and
+takes back the reply and the client's new state. A worker has no state of rounds. It ends with the
+server's process, even amid a computation.
 """
 
 import logging
@@ -21,20 +21,20 @@ from typing import NoReturn
 from flwr.app import Context, Error, Message
 
 from ravan_flwr import client_app
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.flower_private import TaskIdentity
 from ravan_flwr.specs import Scalar
 
-FIRST_TO_END = "500"  # of a thousand: when memory runs out, a worker rather than the server
+FIRST_TO_END = "500"  # of 1000: out of memory, the system ends a worker rather than the server
 
 
 def identify() -> None:
-    """Give this process the identity from which a `Message` takes its run and its sender."""
+    """Set the identity of this process, from which a `Message` takes its run and its sender."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
 
 
 def reply_of(message: Message, context: Context) -> Message:
-    """Let a client answer; its error is a reply, as it is to Flower."""
+    """Return a client's reply; an exception becomes an error reply, as under Flower."""
     try:
         return client_app.app(message, context)
     except Exception as error:  # noqa: BLE001
@@ -42,15 +42,15 @@ def reply_of(message: Message, context: Context) -> Message:
 
 
 def leave_signals_to_the_server() -> None:
-    """Ignore what a terminal sends to all of its processes: the server ends the workers."""
+    """Ignore signals that a terminal sends to all its processes: the server ends the workers."""
     for name in ("SIGINT", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def prepare(run_config: Mapping[str, Scalar], threads: int | None) -> None:
-    """Import torch; with a number of threads, load the model unless it is there, and set them."""
-    import torch  # noqa: PLC0415 (a worker's own module must not: it is forked, or imported anew)
+    """Import torch; given `threads`, also set that number and load the model if necessary."""
+    import torch  # noqa: PLC0415 (not at the top: new processes import it under `importing`)
 
     from ravan_flwr.config.run_config import read_config  # noqa: PLC0415
     from ravan_flwr.training.model_and_data import get_model_and_data  # noqa: PLC0415
@@ -69,7 +69,9 @@ def serve(connection: Connection) -> NoReturn:
     with suppress(EOFError, OSError):
         while True:
             content, kind, group, context = connection.recv()
-            context.run_config = own_preset(context.run_config)  # may name a preset by its path
+            context.run_config = with_preset_path(
+                context.run_config
+            )  # may name a preset by its path
             reply = reply_of(Message(content, context.node_id, kind, group_id=group), context)
             answer = reply.error if reply.has_error() else reply.content
             lines = [(record.name, record.levelno, record.getMessage()) for record in log.buffer]
@@ -79,15 +81,15 @@ def serve(connection: Connection) -> NoReturn:
 
 
 def _end_with_the_server(connection: Connection) -> None:
-    """End this process when the other end of the connection is gone, also amid a computation."""
+    """End this process when the server closes the connection, even amid a computation."""
     poll = select.poll()
-    poll.register(connection.fileno(), 0)  # nothing but a hang-up
+    poll.register(connection.fileno(), 0)  # waits for a hang-up only
     poll.poll()
     os._exit(0)
 
 
 def _collect_log() -> BufferingHandler:
-    """Collect what the package logs, for the server's process to log it."""
+    """Return a handler that collects the package's log, which the server's process then logs."""
     handler = BufferingHandler(sys.maxsize)
     package = logging.getLogger("ravan_flwr")
     package.handlers, package.propagate = [handler], False
@@ -95,7 +97,7 @@ def _collect_log() -> BufferingHandler:
 
 
 def _main(descriptor: int) -> NoReturn:
-    """Serve in a new process, whose first message says what to load."""
+    """Serve in a new process, whose first message has run config and threads."""
     leave_signals_to_the_server()
     identify()
     connection = Connection(descriptor)
@@ -104,7 +106,7 @@ def _main(descriptor: int) -> NoReturn:
     from ravan_flwr.importing import importing  # noqa: PLC0415
 
     with importing():
-        prepare(own_preset(run_config), threads)
+        prepare(with_preset_path(run_config), threads)
     serve(connection)
 
 

@@ -1,20 +1,20 @@
-"""Start worker processes, hand them messages as they become free, give the replies back in order.
+"""Start worker processes, hand messages to free workers, and return the replies in order.
 
-The order is that in which the server asks for them, so that it accumulates them as it does with one
-process, and what a client keeps is changed by no reply that was not asked for. Workers go ahead of
-what was asked for, but replies that wait and messages at work are twice as many as workers at most:
-memory does not grow with the number of clients.
+The order is that in which the server asks for replies. So the server accumulates them as with one
+process, and no reply that was not asked for changes a client's state. Workers compute ahead of the
+server, but waiting replies and messages in work are at most twice the number of workers. So memory
+does not grow with the number of clients.
 
-`concurrent.futures` and PyTorch's pools end all workers when one ends, and cannot end one that
-takes too long. Here one worker ends and is replaced.
+`concurrent.futures` and PyTorch's pools end all workers when one ends, and cannot end a worker that
+takes too long. Here a single worker ends and is replaced.
 
 Workers start as forks, where that is safe, or as new processes. A fork shares the model and the
-examples with the server's process until it writes to them, and is there in a tenth of a second; a
-new process imports for five seconds and has a model of its own. But a fork has none of its parent's
-threads, and would wait for them forever. So it is only made where clients compute with one thread
-on a CPU, and not of the server's process as it is by then, but of one that was forked off before
-any client had computed, has done nothing since, and stands by for workers to be started, also later
-in place of one that ended.
+examples with the server's process until it writes to them, and starts in a tenth of a second. A new
+process imports for five seconds and loads its own model. But a fork has none of its parent's
+threads, and would wait for them forever. So forks are only used where clients compute with one
+thread on a CPU. They are not made from the server's process, but from a process that was forked
+before any client computed. That process only waits for requests to fork workers, at the start or
+in place of a worker that ended.
 """
 
 import gc
@@ -41,33 +41,33 @@ from ravan_flwr.specs import Scalar
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT = 60.0  # seconds at a time: the system's own timers do not take any number
-ENDED = (
+LONGEST_WAIT = 60.0  # seconds at a time: system timers do not accept arbitrarily long ones
+WORKER_ENDED = (
     "the process that computed it ended before it answered; memory that ran out is the usual "
     "reason, and fewer processes at a time, processes=N, need less"
 )
 
 
 class NoWorkersLeftError(RuntimeError):
-    """Say that the last worker has ended, and no other can be started."""
+    """The error when the last worker has ended and no other can be started."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Hold a message, whose client it is for, and until when its reply is of use."""
+    """A message, the context of its client, and the deadline of its reply."""
 
     message: Message
     context: Context
-    until: float  # on the clock of time.monotonic
+    until: float  # in seconds of time.monotonic
 
     @property
     def id(self) -> str:
-        """Identify it by its message."""
+        """Return the id of the message."""
         return self.message.metadata.message_id
 
 
 class WorkerLink:
-    """Hold the connection to a worker, and its process if that is a child of this one."""
+    """The connection to a worker, and its process if that is a child of this one."""
 
     def __init__(
         self, connection: Connection, process: subprocess.Popen[bytes] | None = None
@@ -82,11 +82,11 @@ class WorkerLink:
         )
 
     def answer(self, job: Job) -> tuple[RecordDict | Error, RecordDict]:
-        """Receive the reply and what the client keeps, and log what the worker has logged."""
+        """Return the reply and the client's new state, and log the worker's log lines."""
         content, state, lines = self.connection.recv()
         for name, level, text in lines:
             logging.getLogger(name).log(level, "%s", text)
-        # What all clients keep is kept once, as in one process: the fixed tensors.
+        # Keep one copy of records that all clients share, as in one process: the fixed tensors.
         sent = {**job.message.content.array_records, **job.context.state.array_records}
         for name, record in list(state.array_records.items()):
             if record == sent.get(name):
@@ -94,7 +94,7 @@ class WorkerLink:
         return content, state
 
     def end(self) -> None:
-        """End it at once, whatever it does: a worker ends when its connection does."""
+        """End the worker at once, even amid work: it ends when its connection is closed."""
         self.connection.close()
         if self._process is not None:
             self._process.kill()
@@ -105,25 +105,25 @@ class Starter(Protocol):
     """Start workers."""
 
     def start(self) -> WorkerLink:
-        """Start one more; OSError if the system has no room for it."""
+        """Start another worker; OSError if the system cannot."""
 
     def close(self) -> None:
-        """End all that is left of it."""
+        """Release what the starter itself holds."""
 
 
 class WorkerPool:
-    """Let clients answer in workers, each message in the one that is free first."""
+    """Workers that answer clients' messages, each in the next free worker."""
 
     def __init__(self, starter: Starter, number: int) -> None:
-        """Start the workers; OSError if not a single one can be started."""
+        """Start up to `number` workers; OSError if none can be started."""
         self._starter = starter
         self._idle: list[WorkerLink] = []
         self._busy: dict[WorkerLink, Job] = {}
-        self._ahead: OrderedDict[str, Job] = OrderedDict()  # that no worker has begun
-        self._ids: set[str] = set()  # of these jobs, and of begun or done ones
-        # The reply, or its error, and what the client keeps; None of one that took too long.
+        self._ahead: OrderedDict[str, Job] = OrderedDict()  # expected jobs that are not begun
+        self._ids: set[str] = set()  # of all expected jobs: waiting, begun or done
+        # The reply or its error, and the client's new state; None if the job took too long.
         self._answers: dict[str, tuple[RecordDict | Error, RecordDict] | None] = {}
-        self._problem: OSError | None = None  # why the last was not replaced
+        self._start_error: OSError | None = None  # why the last worker was not replaced
         for _ in range(number):
             try:
                 self._idle.append(starter.start())
@@ -135,7 +135,7 @@ class WorkerPool:
         return len(self._idle) + len(self._busy)
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Be ready to be asked for these, in this order, and for no others."""
+        """Set the jobs whose replies will be asked for, in this order, and forget all others."""
         self._ahead = OrderedDict((job.id, job) for job in jobs)
         self._ids = set(self._ahead)
         self._answers = {key: answer for key, answer in self._answers.items() if key in self._ids}
@@ -143,9 +143,9 @@ class WorkerPool:
             self._ahead.pop(begun, None)
 
     def answer(self, job: Job) -> Message | None:
-        """Return the reply, as soon as it is there; None if it did not come in time.
+        """Wait for a job's reply and return it; None if it did not come in time.
 
-        NoWorkersLeftError if there is no worker that could compute it.
+        NoWorkersLeftError if no worker is left to compute it.
         """
         if job.id not in self._ids:
             self._ids.add(job.id)
@@ -155,21 +155,21 @@ class WorkerPool:
         while job.id not in self._answers:
             if not len(self):
                 raise NoWorkersLeftError(
-                    f"no process is left for the clients: {self._problem}; make room for more, or "
-                    "set processes=1"
+                    f"no process is left for the clients: {self._start_error}; free memory for "
+                    "more, or set processes=1"
                 )
             self._hand_out(job)
             self._collect()
         self._ids.discard(job.id)
         answer = self._answers.pop(job.id)
-        self._hand_out()  # the workers go on while the server accumulates this one
+        self._hand_out()  # so workers compute while the server accumulates this reply
         if answer is None:
             return None
         content, job.context.state = answer
         return Message(content, reply_to=job.message)
 
     def _hand_out(self, awaited_job: Job | None = None) -> None:
-        """Give every free worker something to do, as long as not too many replies wait."""
+        """Give free workers jobs, unless too many replies wait and the awaited job is begun."""
         while self._idle and self._ahead:
             waiting = len(self._answers) + len(self._busy)
             is_awaited = awaited_job is not None and awaited_job.id in self._ahead
@@ -177,11 +177,11 @@ class WorkerPool:
                 return
             worker, (_, job) = self._idle.pop(), self._ahead.popitem(last=False)
             self._busy[worker] = job
-            with suppress(OSError):  # it has ended, which is seen where its answer is awaited
+            with suppress(OSError):  # the worker has ended; `_collect` notices it
                 worker.ask(job)
 
     def _collect(self) -> None:
-        """Wait for workers that answer, and replace those that ended or took too long."""
+        """Wait for answers of workers, and replace workers that ended or took too long."""
         by_connection = {worker.connection: worker for worker in self._busy}
         left = min(job.until for job in self._busy.values()) - time.monotonic()
         for connection in wait(by_connection, min(max(0.0, left), LONGEST_WAIT)):
@@ -191,7 +191,7 @@ class WorkerPool:
                 self._keep(job, worker.answer(job))
                 self._idle.append(worker)
             except (EOFError, OSError, ValueError):
-                self._keep(job, (Error(2, ENDED), job.context.state))
+                self._keep(job, (Error(2, WORKER_ENDED), job.context.state))
                 self._replace(worker)
         for worker, job in list(self._busy.items()):
             if time.monotonic() >= job.until:
@@ -200,17 +200,17 @@ class WorkerPool:
                 self._replace(worker)
 
     def _keep(self, job: Job, answer: tuple[RecordDict | Error, RecordDict] | None) -> None:
-        """Keep an answer until it is asked for, unless nobody wants it any more."""
+        """Keep an answer until it is asked for, unless its job is not expected any more."""
         if job.id in self._ids:
             self._answers[job.id] = answer
 
     def _replace(self, worker: WorkerLink) -> None:
-        """Start another worker in place of one that ended, or took too long."""
+        """End a worker, and start another one in its place."""
         worker.end()
         try:
             self._idle.append(self._starter.start())
         except OSError as error:
-            self._problem = error
+            self._start_error = error
             log.warning("a process of clients ended, and no other can be started: %s", error)
 
     def close(self) -> None:
@@ -221,26 +221,26 @@ class WorkerPool:
 
 
 class ForkStarter:
-    """Start workers as forks of a process that stands by, which is forked off now."""
+    """Start workers as forks of a waiting process, which is forked when this is made."""
 
     def __init__(self, run_config: Mapping[str, Scalar]) -> None:
-        # Each question, and each answer, arrives as one.
+        # SOCK_SEQPACKET: each request, and each answer, arrives in one piece.
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings():
-            # Since 3.12 Python warns where there are threads: here tqdm's and the trackers', whose
-            # locks a worker does not touch.
+            # Since 3.12 Python warns if a process with threads forks. Here these are threads of
+            # tqdm and of trackers, whose locks a worker does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process = os.fork()
         if not self._process:
             self._socket.close()
-            _stand_by(child_socket, run_config)
+            _fork_on_request(child_socket, run_config)
         child_socket.close()
 
     def start(self) -> WorkerLink:
-        """Ask for one more fork."""
+        """Request another fork, and return its link."""
         own_socket, child_socket = socket.socketpair()
         answer = b""
-        with child_socket, suppress(ConnectionError):  # that process has ended
+        with child_socket, suppress(ConnectionError):  # the forking process has ended
             socket.send_fds(self._socket, [b"start"], [child_socket.fileno()])
             answer = self._socket.recv(64)
         if answer != b"started":
@@ -249,18 +249,18 @@ class ForkStarter:
         return WorkerLink(Connection(own_socket.detach()))
 
     def close(self) -> None:
-        """End the process, and with it all workers."""
+        """End the forking process, and with it all workers."""
         self._socket.close()
         os.waitpid(self._process, 0)
 
 
-def _stand_by(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoReturn:
-    """Be the process that forks workers, until the server's process closes its end."""
+def _fork_on_request(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoReturn:
+    """Fork workers on request, until the server's process closes its end of `control`."""
     try:
-        os.setpgrp()  # to be ended with all workers, also one that was stopped
+        os.setpgrp()  # so that killpg ends all workers, also a stopped one
         leave_signals_to_the_server()
-        gc.freeze()  # what is there stays as it is, in pages that all workers share
-        _let_go_of_files(control.fileno())
+        gc.freeze()  # keeps the pages of existing objects shared with all workers
+        _close_inherited_files(control.fileno())
         prepare(run_config, 1)
         while True:
             request, descriptors, _, _ = socket.recv_fds(control, 64, 1)
@@ -276,38 +276,38 @@ def _stand_by(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoRet
                     serve(Connection(descriptors[0]))
                 control.send(b"started")
             os.close(descriptors[0])
-            with suppress(ChildProcessError):  # take leave of those that have ended
+            with suppress(ChildProcessError):  # reap ended workers
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
     finally:
         os._exit(0)
 
 
-def _let_go_of_files(*descriptors: int) -> None:
-    """Turn what the server's process has open into nothing: the lock of the run, above all.
+def _close_inherited_files(*descriptors: int) -> None:
+    """Redirect the server's open files to /dev/null: above all the lock of the run.
 
-    Their numbers stay in use, so that nothing closes another file later.
+    The descriptors stay in use, so that a later close of one cannot close another file.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number not in (nowhere, *descriptors):
-            with suppress(OSError):  # that of the folder itself is closed by now
+            with suppress(OSError):  # the descriptor of the folder itself is closed by now
                 os.fstat(number)
                 os.dup2(nowhere, number, inheritable=False)
 
 
 class SpawnStarter:
-    """Start workers as new processes, each of which imports and loads everything."""
+    """Start workers as new processes, which import all packages and load the model."""
 
     def __init__(self, run_config: Mapping[str, Scalar], threads: int | None) -> None:
-        self._first = dict(run_config), threads
+        self._first_message = dict(run_config), threads
 
     def start(self) -> WorkerLink:
-        """Start one more process."""
+        """Start another process, and return its link."""
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         own_socket, child_socket = socket.socketpair()
-        # -P: not what lies in the working directory, which may be another checkout.
+        # -P: import nothing from the working directory, which may be another checkout.
         program = [sys.executable, "-P", "-m", "ravan_flwr.launch.worker_process"]
         with child_socket:
             process = subprocess.Popen(
@@ -317,8 +317,8 @@ class SpawnStarter:
                 pass_fds=[child_socket.fileno()],
             )
         worker = WorkerLink(Connection(own_socket.detach()), process)
-        worker.connection.send(self._first)
+        worker.connection.send(self._first_message)
         return worker
 
     def close(self) -> None:
-        """Do nothing: nothing is left beside the workers, which the pool ends."""
+        """Do nothing: the pool ends the workers, and the starter holds nothing else."""

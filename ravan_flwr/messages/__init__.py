@@ -1,1 +1,1 @@
-"""Encode what travels between server and clients, and check what arrives."""
+"""Encode messages between server and clients, and check received messages."""

@@ -1,8 +1,7 @@
 """Convert tensors to Flower's records and back: few Arrays of raw bytes, checked before use.
 
 An Array of our own `stype` carries the bytes of a tensor and nothing else: no pickle, no
-header, any dtype. Its dtype and shape travel beside the bytes, and are believed only where
-they agree with their number.
+header, any dtype. Its dtype and shape travel beside the bytes, and must agree with their number.
 """
 
 import math
@@ -16,8 +15,8 @@ from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods.base import Tensors
 
 STYPE = "ravan-flwr.raw/1"
-MOST_SIDES = 8  # of a shape: what a product over many more costs is not linear in their number
-FIXED = "fixed"  # the record of what travels to each client once
+MAX_DIMENSIONS = 8  # of a shape: a product over many more does not take linear time
+FIXED = "fixed"  # the record of tensors that each client receives once
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -26,17 +25,17 @@ _DTYPES = {
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
-    """Make one Array of each tensor, little-endian."""
+    """Return a record with one little-endian Array for each tensor."""
     return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
 
 
 def from_record(record: ArrayRecord) -> Tensors:
-    """Read the tensors of a record of unknown origin; ValueError for anything not sound."""
+    """Return copies of the tensors of an untrusted record; raise ValueError if it is malformed."""
     return {name: tensor.clone() for name, tensor in view_record(record).items()}
 
 
 def view_record(record: ArrayRecord) -> Tensors:
-    """Read the tensors without a copy of the bytes, for code that never writes to them."""
+    """Return the tensors without a copy of the bytes, for code that never writes to them."""
     return {name: _view_array(name, array) for name, array in record.items()}
 
 
@@ -46,7 +45,7 @@ def num_bytes(record: ArrayRecord) -> int:
 
 
 def array_bytes(message: Message) -> int:
-    """Count the bytes of a message's arrays, whatever is in them."""
+    """Return the bytes of a message's arrays, whatever their content."""
     if not message.has_content():
         return 0
     return sum(map(num_bytes, message.content.array_records.values()))
@@ -63,22 +62,22 @@ def _to_array(tensor: Tensor) -> Array:
 
 
 def _view_array(name: str, array: Array) -> Tensor:
-    what, shape = f"array {shown(name)}", array.shape
+    label, shape = f"array {shown(name)}", array.shape
     if array.stype != STYPE:
-        raise ValueError(f"{what} is of stype {shown(array.stype)}, expected {STYPE!r}")
+        raise ValueError(f"{label} is of stype {shown(array.stype)}, expected {STYPE!r}")
     if array.dtype not in _DTYPES:
         dtypes = ", ".join(_DTYPES)
-        raise ValueError(f"{what} is of dtype {shown(array.dtype)}, expected one of {dtypes}")
-    if len(shape) > MOST_SIDES:  # before anything is computed from it
-        raise ValueError(f"{what} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most")
+        raise ValueError(f"{label} is of dtype {shown(array.dtype)}, expected one of {dtypes}")
+    if len(shape) > MAX_DIMENSIONS:  # before anything is computed from it
+        raise ValueError(f"{label} has {len(shape)} dimensions, expected {MAX_DIMENSIONS} at most")
     if not all(type(side) is int and 0 <= side < 2**63 for side in shape):
-        raise ValueError(f"{what} has shape {shown(shape)}, expected sides from 0")
+        raise ValueError(f"{label} has shape {shown(shape)}, expected sides from 0")
     dtype = _DTYPES[array.dtype]
     expected = math.prod(shape) * dtype.itemsize
-    most = math.prod(max(side, 1) for side in shape) * dtype.itemsize  # were none of them 0
-    if len(array.data) != expected or most >= 2**63:
+    bound = math.prod(max(side, 1) for side in shape) * dtype.itemsize  # as if no side were 0
+    if len(array.data) != expected or bound >= 2**63:
         raise ValueError(
-            f"{what} has {len(array.data)} bytes, expected {expected} for {array.dtype} "
+            f"{label} has {len(array.data)} bytes, expected {expected} for {array.dtype} "
             f"{tuple(shape)}"
         )
     if not array.data:

@@ -1,4 +1,4 @@
-"""Compute a checksum of this package's own files: do server and client run the same app?"""
+"""Compute a checksum of this package's own files, by which server and client compare apps."""
 
 import hashlib
 import importlib.metadata
@@ -6,8 +6,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-# Rooms of commands and for other programs, which no app imports: they are not in the app bundle.
-BESIDE_THE_APPS = (
+# Subpackages that no app imports and the app bundle omits.
+NOT_IN_APPS = (
     "cli",
     "launch",
     "peft",
@@ -19,19 +19,19 @@ BESIDE_THE_APPS = (
 
 @cache
 def code_fingerprint() -> str:
-    """Hash the files of the two apps, wherever they were imported from, once in a process.
+    """Return a hash of the two apps' files, as imported, computed once in a process.
 
     A SuperNode has the server's files from the app bundle, but Ray's actors in a simulation
     import from the working directory of the SuperLink first, which may be another checkout.
 
-    A process runs the files that it has read, so it is the files at its start that count: who
-    edits the checkout while a run goes on changes nothing about the processes that are there.
+    A process runs the files that it has read. Later edits of the checkout do not affect it, so the
+    hash is cached.
     """
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if name.parts[0] in BESIDE_THE_APPS:
+        if name.parts[0] in NOT_IN_APPS:
             continue
         digest.update(name.as_posix().encode())
         digest.update(path.read_bytes())
@@ -42,7 +42,7 @@ def code_fingerprint() -> str:
 def code_version() -> str:
     """Return the package's version and, of a checkout, its commit: 0.6.0+1a2b3c4, or ...-dirty.
 
-    An app bundle runs where no package is installed: then it is the checksum of the files.
+    Without an installed package, as in an app bundle, return the checksum of the files.
     """
     root = Path(__file__).resolve().parents[2]
     try:

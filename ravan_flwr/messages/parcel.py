@@ -1,7 +1,7 @@
-"""Describe a result that nodes are given to keep, check it on the node, and check its answer.
+"""Describe a result that is delivered to nodes, check it on a node, and check the node's answer.
 
-The tensors travel beside it, as in every message. A node writes to a folder that is named after
-the run, so that this name is checked there, whoever sends it.
+The tensors travel in the same message. A node writes to a folder that is named after the run, so
+the node checks this name itself.
 """
 
 import json
@@ -18,17 +18,17 @@ from ravan_flwr.methods.tensors import check_names, checksum, sum_of_squares
 from ravan_flwr.specs import RESULT_FOLDERS
 
 MOST_CHARACTERS = 1 << 20  # of a summary
-# The name of one folder on any system: no separator, no dot or space at an end, nothing hidden.
+# A folder's name on any system: no separator, no dot or space at an end, not hidden.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 ._+=@-]{0,148}[A-Za-z0-9_+=@-])?")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Say whose result it is. The fields are what travels, under the same names with hyphens."""
+    """A description of a run's result. The fields travel under the same names with hyphens."""
 
     run: str  # the name of the run's directory
-    run_id: str  # of no other run, whatever its name
+    run_id: str  # unique, unlike the name
     last_round: int
     checksum: str  # of the state's tensors
     summary: str  # the run's `summary.json`
@@ -39,18 +39,18 @@ class Parcel:
 
     @property
     def run_summary(self) -> dict[str, Any]:
-        """Read the run's summary, which a model card shows."""
+        """Return the run's summary, which a model card shows."""
         content: dict[str, Any] = json.loads(self.summary)
         return content
 
 
 def new_run_id() -> str:
-    """Draw the id of a run."""
+    """Return a random id for a run."""
     return secrets.token_hex(8)
 
 
 def check_run_name(name: str) -> str:
-    """Return the name of a run; ValueError if it cannot be that of one folder on every device."""
+    """Return a run's name; raise ValueError unless every device can have a folder of that name."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"the run's name is {shown(name)}, expected letters, digits, spaces and ._+=@- alone, "
@@ -61,7 +61,7 @@ def check_run_name(name: str) -> str:
 
 
 def read_parcel(config: Mapping[str, Any]) -> Parcel:
-    """Check a message of unknown origin and make a parcel of it; ValueError if it is not sound."""
+    """Return the parcel in an untrusted message; raise ValueError if it is malformed."""
     values: dict[str, Any] = {}
     for field in fields(Parcel):
         key = field.name.replace("_", "-")
@@ -84,7 +84,7 @@ def read_parcel(config: Mapping[str, Any]) -> Parcel:
 
 
 def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], digest: str) -> None:
-    """Raise ValueError unless they have these names, finite numbers and that checksum.
+    """Raise ValueError unless tensors have the expected names, finite numbers and the checksum.
 
     Shapes and dtypes are checked where a method loads them: FedEx-LoRA's residual grows.
     """
@@ -96,17 +96,17 @@ def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], d
 
 
 def confirmation(parcel: Parcel, folder: str) -> dict[str, Any]:
-    """Write the answer of a node that has the result, in a folder of that name."""
+    """Return the answer of a node that has written the result to a folder of that name."""
     return {"kept": True, "folder": folder, "checksum": parcel.checksum}
 
 
 def refusal(reason: str) -> dict[str, Any]:
-    """Write the answer of a node that could not keep the result."""
+    """Return the answer of a node that could not keep the result."""
     return {"kept": False, "reason": plain(reason)}
 
 
 def read_answer(answer: Mapping[str, Any], parcel: Parcel) -> str:
-    """Return the folder that a node wrote; ValueError with its reason if it has none."""
+    """Return the folder that a node wrote; raise ValueError, with its reason, if it wrote none."""
     folder, reason = answer.get("folder"), answer.get("reason")
     if answer.get("kept") is False:
         raise ValueError((plain(reason) if isinstance(reason, str) else "") or "no reason given")
@@ -117,6 +117,6 @@ def read_answer(answer: Mapping[str, Any], parcel: Parcel) -> str:
         )
     if answer.get("checksum") != parcel.checksum:
         raise ValueError(
-            f"it says that it has {shown(answer.get('checksum'))}, expected {parcel.checksum}"
+            f"it reports checksum {shown(answer.get('checksum'))}, expected {parcel.checksum}"
         )
     return str(folder)

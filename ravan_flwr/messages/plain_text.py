@@ -1,7 +1,7 @@
-"""Make what a node says fit for people: one line, no control characters, cut off.
+"""Sanitise texts from nodes: one line, no control characters, a limited length.
 
-Every text that comes from a node passes here once, where it enters; records, log lines and
-reports show it as it is from then on.
+Every text from a node is sanitised once, when it arrives. Records, log lines and reports then show
+it unchanged.
 """
 
 import reprlib
@@ -15,9 +15,9 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cut a text to one line of so many characters, in which nothing moves the cursor.
+    """Return a text as one line of at most `most` characters, with control characters escaped.
 
-    A text that is plain already stays as it is.
+    A text that is already plain is returned unchanged.
     """
     cut = text[:most]
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in cut)
@@ -25,12 +25,12 @@ def plain(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of the first few parts of a value, however large it is."""
+    """Return a short `repr` of a value of any size."""
     return plain(_short.repr(value))
 
 
 def listed(reasons: Iterable[str], most: int = 3, between: str = "; ") -> str:
-    """Join different reasons, the first few of them."""
+    """Return the first few different reasons, joined."""
     different = list(dict.fromkeys(reasons))
     extra = len(different) - most
     return between.join(different[:most]) + (f"{between}and {extra} more" if extra > 0 else "")

@@ -1,6 +1,7 @@
-"""Send records over a connection to another process; carry bytes with names in a record.
+"""Send records over a connection to another process, and pack named bytes into a record.
 
-No torch here: a device's process for a message of a secure round loads nothing heavy.
+This module imports no torch: a device's process for a message of a secure round loads nothing
+heavy.
 """
 
 import json
@@ -16,12 +17,12 @@ _Record = ArrayRecord | ConfigRecord | MetricRecord
 Header = dict[str, Any]
 
 STYPE = "ravan-flwr.bytes/1"
-PIECES = "secure"  # the record of a message
-DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose keys are not theirs
+PIECES = "secure"  # the name of the pieces' record in a message
+DISTRUSTS = "distrusts"  # the only piece of a reply that names clients with unverified keys
 
 
 def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
-    """Send what JSON can hold, and records."""
+    """Send a JSON header and records."""
     layouts = [[_layout(name, record) for name, record in content.items()] for content in records]
     connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
     for content in records:
@@ -31,7 +32,7 @@ def send_records(connection: Connection, header: Header, records: Sequence[Recor
 
 
 def receive_records(connection: Connection) -> tuple[Header, list[RecordDict]]:
-    """Receive what `send_records` sent."""
+    """Return the header and the records that `send_records` sent."""
     header = json.loads(connection.recv_bytes())
     records = [
         RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
@@ -58,15 +59,15 @@ def _record(kind: str, items: Any, connection: Connection) -> _Record:
     return ConfigRecord(items) if kind == "config" else MetricRecord(items)
 
 
-def to_pieces(parts: Mapping[str, bytes]) -> ArrayRecord:
-    """Make one Array of each."""
+def to_pieces(pieces: Mapping[str, bytes]) -> ArrayRecord:
+    """Return a record with one Array for each piece."""
     return ArrayRecord(
-        {name: Array("uint8", (len(data),), STYPE, data) for name, data in parts.items()}
+        {name: Array("uint8", (len(data),), STYPE, data) for name, data in pieces.items()}
     )
 
 
 def read_pieces(record: ArrayRecord, names: Collection[str]) -> dict[str, bytes]:
-    """Read a record of unknown origin, which must have exactly these; ValueError if not."""
+    """Return an untrusted record's pieces; raise ValueError unless it has exactly these names."""
     if sorted(record) != sorted(names):
         raise ValueError(f"got pieces {shown(sorted(record))}, expected {sorted(names)}")
     for name, array in record.items():

@@ -1,4 +1,4 @@
-"""Describe a node to the server, and check such a description when it arrives."""
+"""Describe a node to the server, and check the description when it arrives."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,24 +13,24 @@ MOST_EXAMPLES = 2**48
 
 @dataclass(frozen=True)
 class RegisteredClient:
-    """Hold what one node said of itself.
+    """A node's description of itself.
 
-    The fields are what travels, under the same names with hyphens, except `node_id`.
+    All fields but `node_id` travel, under the same names with hyphens.
     """
 
     node_id: int
     partition_id: int
     num_partitions: int
-    own_data: bool  # not a part of the data that all know
+    own_data: bool  # not a partition of the preset's data
     examples: int
     budget_fraction: float  # of the adapter
     device: str
     free_memory: int  # bytes
     versions: str
     code: str  # fingerprint of this package's own files
-    backbone: str  # fingerprint of what is pretrained
-    derived: tuple[float, ...]  # fingerprint of what is made from the seed
-    keeps_result: bool = False  # it has a place for a result that is delivered
+    backbone: str  # fingerprint of the pretrained weights
+    derived: tuple[float, ...]  # fingerprint of the tensors that the seed determines
+    keeps_result: bool = False  # it has a folder for delivered results
 
     def as_config(self) -> dict[str, Any]:
         """Return the values of the answer's ConfigRecord; `read_registered_client` inverts it."""
@@ -39,7 +39,7 @@ class RegisteredClient:
 
 
 def _on_the_wire() -> Iterator[tuple[str, str, type]]:
-    """List the fields that travel: key, name and type there. A message has its sender already."""
+    """Yield each field that travels as (key, name, type); a message has its sender's id anyway."""
     for field in fields(RegisteredClient):
         if field.name != "node_id":
             kind = get_origin(field.type) or field.type
@@ -50,9 +50,9 @@ def _on_the_wire() -> Iterator[tuple[str, str, type]]:
 def read_registered_client(
     node_id: int, answer: Mapping[str, Any], length: int | None = None
 ) -> RegisteredClient:
-    """Check an answer of unknown origin and make a client of it; ValueError if it is not sound.
+    """Return the client in an untrusted answer; raise ValueError if it is malformed.
 
-    `length` is how many numbers its fingerprint must have.
+    `length` is the number of values that its fingerprint `derived` must have.
     """
     for key, _, kind in _on_the_wire():
         if type(answer.get(key)) is not kind:
@@ -66,7 +66,7 @@ def read_registered_client(
 
 
 def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
-    """Raise ValueError for values, of the right types, that no honest node has."""
+    """Raise ValueError for values of the right types that no honest node sends."""
     derived = answer["derived"]
     if length not in (None, len(derived)):
         raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
@@ -109,7 +109,7 @@ def check_same_app(
 
 
 def check_derived(derived: object, expected: Sequence[float], versions: str = "") -> None:
-    """Raise ValueError unless bases and classifier agree to rounding."""
+    """Raise ValueError unless bases and classifier agree up to rounding."""
     numbers = derived if isinstance(derived, list | tuple) else ()
     same = len(numbers) == len(expected) and all(
         isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)

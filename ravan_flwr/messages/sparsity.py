@@ -1,16 +1,16 @@
-"""Send the numbers of largest magnitude alone, with their places (FLASC, arXiv 2406.05233).
+"""Send only the numbers of largest magnitude, with their places (FLASC, arXiv 2406.05233).
 
-    down    a client begins from the largest DOWN of the state's numbers, zero elsewhere
-    train   all of its numbers
-    up      the largest UP of what it has changed in them, which the server adds to its own state
+    down    a client starts from the largest fraction DOWN of the state's numbers, zero elsewhere
+    train   all numbers
+    up      the largest fraction UP of the client's change, which the server adds to its state
 
-The server's state is dense, and a client's change counts from what that client was sent. Of a
-tensor of heads each head sends as many numbers as any other. All other tensors count together, as
-in the paper. Tensors that no client trains (a sum of earlier products, counts) travel whole.
+The server's state is dense. A client's change is relative to the broadcast that it received. All
+heads of a tensor send equally many numbers. All other tensors are ranked together, as in the paper.
+Tensors that no client trains (a sum of earlier products, counts) travel whole.
 
 A head, or all other tensors together, is one row of n numbers: max(1, floor(density n)) of them
-travel. Their places are bits, one for each number of the row, or indices of 1, 2 or 4 bytes,
-whichever is smaller. A dense tensor's shape travels as that of an array without bytes.
+travel. Their places are a bit mask of the row, or indices of 1, 2, 4 or 8 bytes, whichever is
+smaller. A dense tensor's shape travels as the shape of an array without bytes.
 """
 
 import math
@@ -25,42 +25,42 @@ from ravan_flwr.messages import wire
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import norm_limits
 
-FLAT = "largest"  # the numbers of all tensors that have no heads
+FLAT = "largest"  # the name of the numbers of all tensors without heads
 PLACES, FORM = "/places", "/form"
 
-Sparsity = tuple[Fraction, Fraction]  # the parts of the numbers that travel down and up
+Sparsity = tuple[Fraction, Fraction]  # densities of broadcasts and uploads
 WHOLE: Sparsity = (Fraction(1), Fraction(1))
 
 
 def sparsity_of_round(sparsity: Sparsity, number: int) -> Sparsity:
-    """Return the densities of a round: all of a calibration, which is round 0."""
+    """Return the densities of a round; a calibration, which is round 0, sends all numbers."""
     return sparsity if number else WHOLE
 
 
 def sent_sparsely(method: Method) -> set[str]:
-    """Name the tensors of a broadcast of which the largest numbers are sent."""
+    """Return the names of the tensors of which a broadcast sends the largest numbers."""
     return method.trained_tensors() | {CLASSIFIER}
 
 
-# What an upload has changed.
+# The changes in an upload.
 
 
 def start_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Find what a sound upload's tensors were in a broadcast: changes count from there."""
-    own, classifier = split_classifier(upload)
-    of_method, of_classifier = split_classifier(sent)
-    start = norm_limits(method).start_of(own, of_method)
-    return start | {name: of_classifier[name] for name in classifier}
+    """Return a valid upload's tensors as they were in the broadcast, before training."""
+    trained, classifier = split_classifier(upload)
+    sent_tensors, sent_classifier = split_classifier(sent)
+    start = norm_limits(method).start_of(trained, sent_tensors)
+    return start | {name: sent_classifier[name] for name in classifier}
 
 
 def change_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Put what changed in the place of what was trained; indices of heads stay."""
+    """Return the upload with changes in place of trained tensors; indices of heads stay."""
     start = start_of(method, upload, sent)
     return {name: t - start[name] if name in start else t for name, t in upload.items()}
 
 
-def changed(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-    """Make the upload that changes a broadcast by so much."""
+def apply_change(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    """Return the upload with a change added to the broadcast, the inverse of `change_of`."""
     start = start_of(method, change, sent)
     return {name: start[name] + t if name in start else t for name, t in change.items()}
 
@@ -69,48 +69,48 @@ def changed(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tens
 
 
 def top_k(numbers: int, density: Fraction) -> int:
-    """Count the numbers of a row that travel."""
+    """Return how many numbers of a row travel."""
     return max(1, math.floor(density * numbers))
 
 
 def _index_width(numbers: int) -> int:
-    """Count the bytes of an index into a row."""
+    """Return the bytes of an index into a row."""
     return next(width for width in (1, 2, 4, 8) if numbers <= 256**width)
 
 
 def _place_bytes(numbers: int, k: int) -> tuple[int, bool]:
-    """Count the bytes of a row's places, and say whether they are bits."""
+    """Return the bytes of a row's places, and whether they are a bit mask."""
     bits, indices = -(-numbers // 8), k * _index_width(numbers)
     return min(bits, indices), bits <= indices
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """Mark the numbers of largest magnitude of each row, of equal ones the first."""
-    sizes = rows.detach().abs().nan_to_num(nan=torch.inf)  # the server refuses what is not finite
+    """Return a mask of each row's `k` numbers of largest magnitude; the first of equal numbers."""
+    sizes = rows.detach().abs().nan_to_num(nan=torch.inf)  # the server rejects non-finite numbers
     least = sizes.topk(k, dim=1).values[:, -1:]
     above, tied = sizes > least, sizes == least
     room = k - above.sum(1, keepdim=True)
     return above | (tied & (tied.cumsum(1) <= room))
 
 
-def _write_places(marks: Tensor, k: int) -> Tensor:
-    """Write the marks of each row as bytes, (rows, bytes)."""
-    rows, numbers = marks.shape
+def _write_places(mask: Tensor, k: int) -> Tensor:
+    """Return the places in each row's mask as bytes, (rows, bytes)."""
+    rows, numbers = mask.shape
     if _place_bytes(numbers, k)[1]:
-        return torch.from_numpy(np.packbits(marks.numpy(), axis=1, bitorder="little"))
+        return torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
     width = _index_width(numbers)
-    places = marks.nonzero()[:, 1].numpy().astype(f"<u{width}")
+    places = mask.nonzero()[:, 1].numpy().astype(f"<u{width}")
     return torch.from_numpy(places.view(np.uint8).reshape(rows, k * width))
 
 
 def _read_places(name: str, places: Tensor, numbers: int, k: int) -> Tensor:
-    """Read the places of each row, (rows, k); ValueError unless `_write_places` makes such."""
+    """Return the places in each row, (rows, k); raise ValueError for malformed places."""
     rows = places.numpy()
     if _place_bytes(numbers, k)[1]:
-        marks = np.unpackbits(rows, axis=1, bitorder="little")
-        if marks[:, numbers:].any() or (marks.sum(1, dtype=np.int64) != k).any():
+        mask = np.unpackbits(rows, axis=1, bitorder="little")
+        if mask[:, numbers:].any() or (mask.sum(1, dtype=np.int64) != k).any():
             raise ValueError(f"{name} marks other places than {k} of {numbers} in each row")
-        return torch.from_numpy(np.nonzero(marks)[1].reshape(len(rows), k))
+        return torch.from_numpy(np.nonzero(mask)[1].reshape(len(rows), k))
     indices = np.ascontiguousarray(rows).view(f"<u{_index_width(numbers)}").astype(np.int64)
     if (np.diff(indices, axis=1) <= 0).any() or (indices >= numbers).any():
         raise ValueError(
@@ -124,9 +124,9 @@ def _read_places(name: str, places: Tensor, numbers: int, k: int) -> Tensor:
 
 
 def sparsify(tensors: Mapping[str, Tensor], density: Fraction, names: Set[str]) -> Tensors:
-    """Replace the named float32 tensors by their largest numbers, the numbers' places and shapes.
+    """Replace the named float32 tensors by their largest numbers, with places and shapes.
 
-    What `wire.encode` makes of the result is what travels.
+    The result travels as `wire.encode` encodes it.
     """
     coded, rows = dict(tensors), dict[str, Tensor]()
     if density == 1:
@@ -144,18 +144,18 @@ def sparsify(tensors: Mapping[str, Tensor], density: Fraction, names: Set[str]) 
     for name, row in rows.items():
         table = row.reshape(-1, row.shape[-1])
         k = top_k(table.shape[1], density)
-        marks, lead = largest(table, k), row.shape[:-1]
-        # A head's numbers keep three sides, so that int8 has a scale for each head.
-        coded[name] = table[marks].view(*lead, k, 1) if lead else table[marks]
-        coded[name + PLACES] = _write_places(marks, k).view(*lead, -1)
+        mask, lead = largest(table, k), row.shape[:-1]
+        # A head's numbers keep three dimensions, so that int8 has a scale for each head.
+        coded[name] = table[mask].view(*lead, k, 1) if lead else table[mask]
+        coded[name + PLACES] = _write_places(mask, k).view(*lead, -1)
     return coded
 
 
 def densify(coded: Mapping[str, Tensor], density: Fraction, most: int | None = None) -> Tensors:
-    """Fill up with zeros what `sparsify` made; ValueError for what it never makes.
+    """Return the dense tensors of `sparsify`'s result; raise ValueError for other input.
 
-    With `most`, as of an upload, tensors of more numbers are refused before any is filled up, and
-    so is a tensor of numbers that was not sparsified.
+    With `most`, as for an upload, raise ValueError for more numbers before any tensor is filled.
+    A tensor of numbers that is not sparse is then rejected too.
     """
     if density == 1:
         return dict(coded)
@@ -184,7 +184,7 @@ def densify(coded: Mapping[str, Tensor], density: Fraction, most: int | None = N
 
 
 def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the dense tensors, in the order of their names."""
+    """Return the shapes of the dense tensors, in the order of their names."""
     forms = {}
     for name in sorted(name for name in coded if name.endswith(FORM)):
         form = coded[name]
@@ -200,7 +200,7 @@ def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _filled(
     coded: Mapping[str, Tensor], name: str, lead: Sequence[int], numbers: int, density: Fraction
 ) -> Tensor:
-    """Read one tensor's rows, (rows, numbers), or (numbers) of all that have no heads."""
+    """Return one tensor's dense rows, (rows, numbers); (numbers,) for all tensors without heads."""
     k = top_k(numbers, density)
     for key, dtype, shape in (
         (name, torch.float32, (*lead, k, 1) if lead else (k,)),
@@ -217,16 +217,16 @@ def _filled(
     return dense if lead else dense[0]
 
 
-def num_bytes(shapes: Iterable[Sequence[int]], density: Fraction, numbers_in: str) -> int:
-    """Return the bytes that float32 tensors of these shapes take, in numbers of that wire."""
+def num_bytes(shapes: Iterable[Sequence[int]], density: Fraction, wire_format: str) -> int:
+    """Return the bytes that float32 tensors of these shapes take in a wire format."""
     shapes = [tuple(shape) for shape in shapes if math.prod(shape)]
     if density == 1:
-        return wire.num_bytes(shapes, numbers_in)
+        return wire.num_bytes(shapes, wire_format)
     total, plain = 0, sum(math.prod(shape) for shape in shapes if len(shape) <= 2)
     tables = [(shape[:-2], math.prod(shape[-2:])) for shape in shapes if len(shape) > 2]
     for lead, numbers in [*tables, *([((), plain)] if plain else [])]:
         k = top_k(numbers, density)
         values = (*lead, k, 1) if lead else (k,)
-        total += wire.num_bytes([values], numbers_in)
+        total += wire.num_bytes([values], wire_format)
         total += math.prod(lead) * _place_bytes(numbers, k)[0]
     return total

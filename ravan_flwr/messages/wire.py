@@ -1,10 +1,9 @@
-"""Encode numbers for the wire: as they are, in 16 bits, or in 8 with a scale for each head.
+"""Encode numbers for the wire: unchanged, in 16 bits, or in 8 bits with a scale for each head.
 
-What is encoded are the float32 tensors of uploads and of broadcasts; the server's state, its sums
-and the clients' training stay what they are. `int8` divides a head by its largest absolute value
-and rounds to one of 255 steps, up or down at random, so that the mean over many clients is
-unbiased. Tensors that are no heads (a LoRA's factors, a classifier) have a scale for every 1024
-numbers.
+Only the float32 tensors of uploads and broadcasts are encoded, not the server's state and sums or
+the clients' training. `int8` divides a head by its largest absolute value and rounds to one of 255
+steps, up or down at random, so that the mean over many clients is unbiased. Tensors without heads
+(a LoRA's factors, a classifier) have a scale for every 1024 numbers.
 """
 
 import math
@@ -28,7 +27,7 @@ def wire_of_round(wire: str, number: int) -> str:
 
 
 def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) -> Tensors:
-    """Encode tensors; `random` rounds. ValueError for a number that the wire has no room for."""
+    """Return encoded tensors, rounded by `random`; raise ValueError if a number overflows."""
     coded: Tensors = {}
     for name, tensor in tensors.items():
         if wire == "float32" or tensor.dtype != torch.float32:
@@ -40,8 +39,8 @@ def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) ->
     return coded
 
 
-def check_room(tensors: Mapping[str, Tensor], wire: str) -> None:
-    """Raise ValueError for a number that the wire has no room for."""
+def check_overflow(tensors: Mapping[str, Tensor], wire: str) -> None:
+    """Raise ValueError if a number overflows the wire format."""
     for name, tensor in tensors.items():
         if wire in _HALVES and tensor.dtype == torch.float32:
             _to_half(name, tensor, wire)
@@ -59,10 +58,10 @@ def _to_half(name: str, tensor: Tensor, wire: str) -> Tensor:
 
 
 def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) -> Tensors:
-    """Decode tensors into float32; ValueError for what no `encode` makes.
+    """Return tensors decoded into float32; raise ValueError for input that `encode` never makes.
 
-    It takes no more memory than four bytes for each number: four times what was sent, at most.
-    With `most`, tensors of more numbers than that are refused before any is decoded.
+    The result takes four bytes a number, at most four times the bytes sent. With `most`, raise
+    ValueError for more numbers before any tensor is decoded.
     """
     if wire == "float32":
         return dict(tensors)
@@ -85,14 +84,14 @@ def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) ->
     return plain
 
 
-def rounding(tensor: Tensor, wire: str) -> float:
-    """Bound the root mean square by which a tensor differs after travelling out and back."""
+def rounding_error(tensor: Tensor, wire: str) -> float:
+    """Return a bound on the root mean square error of a tensor that travels out and back."""
     if wire == "float32" or not tensor.numel():
         return 0.0
     if wire == "int8":  # at most a step each way
         steps = _in_rows(tensor.detach()).abs().amax(1) / _STEPS
         return 2 * float(steps.square().mean().sqrt())
-    # At most half of the distance to the next number each way, which is one for the smallest.
+    # At most half of the distance to the next number each way; all subnormals have one distance.
     half = torch.finfo(_HALVES[wire])
     size = float(tensor.detach().square().mean().sqrt())
     return float(half.eps * (size + half.smallest_normal))
@@ -110,7 +109,7 @@ def _num_scales(shape: Sequence[int]) -> int:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """Reshape a tensor to a row for each scale; the last may be filled up with zeros."""
+    """Return a tensor with one row for each scale; the last row may be padded with zeros."""
     rows = _num_scales(tensor.shape)
     if tensor.ndim > 2:
         return tensor.reshape(rows, math.prod(tensor.shape[-2:]))
@@ -120,7 +119,7 @@ def _in_rows(tensor: Tensor) -> Tensor:
 
 
 def _to_steps(tensor: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the steps as int8 in the tensor's shape, and a scale for each row."""
+    """Return the steps as int8 in the tensor's shape, and the scale of each row."""
     rows = _in_rows(tensor.detach().cpu())
     scales = rows.abs().amax(1) / _STEPS if rows.numel() else rows.new_zeros(len(rows))
     divisor = torch.where(scales > 0, scales, 1.0)[:, None]

@@ -1,6 +1,6 @@
-"""Define what a federated method is: a client half and a server half, both pure torch.
+"""Define a federated method: a client half and a server half, both pure torch.
 
-The global state is a dict of few tensors, and so is what travels. A round is
+The global state is a dict of a few named tensors; broadcasts and uploads are, too. A round is
 
     server                                  client
     broadcast(state, fraction) --------->  load(adapters, tensors)
@@ -9,10 +9,10 @@ The global state is a dict of few tensors, and so is what travels. A round is
     check(upload, fraction)  <------------  upload(adapters)
     open_round(state).add(upload, weight), .close() -> the next state
 
-Where a method says nothing else, a client trains all that its adapters have to train, and the
-next state is the plain mean of the uploads, tensor by tensor. So the smallest method says what it
-puts in the place of a layer, and what of that travels. This one, whole, is a LoRA of rank 2 whose
-A is drawn from the seed on both sides and frozen: B alone travels, and its mean is exact.
+By default a client trains all trainable parameters of its adapters, and the next state is the mean
+of the uploads, tensor by tensor. So the smallest method defines which adapter replaces a layer, and
+which of its tensors travel. The following example is a complete method: a LoRA of rank 2 whose A is
+drawn from the seed on both sides and frozen. Only B travels, and its mean is exact.
 
     class Smallest(Method[LoRALinear]):
         rank = 2
@@ -47,13 +47,12 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def fingerprint(self, adapters):
             return probe([(adapter.A,) for adapter in adapters])
 
-docs/extending.md adds another one, step by step. A method whose rounds are not all alike lists them
-in `rounds`: both sides ask it for the method of the round (`in_round`), and the others never see
-the number. What only some options ask of a method stands in extensions.py: sums of changes, limits
-of norms, a round before the first, a part of the model that stays with each client.
+docs/extending.md adds another method, step by step. A method whose rounds differ lists their
+attributes in `rounds`, and both sides call `in_round(number)` for the method of that round.
+extensions.py has the interfaces that only some options need: sums of changes, limits of norms, a
+calibration round, personal parameters.
 
-Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
-every method.
+The classifier, evaluation and Flower are handled elsewhere: they are the same for every method.
 """
 
 import copy
@@ -75,29 +74,30 @@ __all__ = [
     "split_classifier",
 ]  # fmt: skip
 
-CLASSIFIER = "classifier"  # the classifier's one flat tensor, beside a method's own
+CLASSIFIER = "classifier"  # key of the classifier's one flat tensor, beside the method's tensors
 
 
 def split_classifier(tensors: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """Part the tensors into the method's own, and the classifier's if it is among them."""
-    own = {name: tensor for name, tensor in tensors.items() if name != CLASSIFIER}
-    return own, {name: tensor for name, tensor in tensors.items() if name == CLASSIFIER}
+    """Return the tensors of the method and, if it is present, the tensor of the classifier."""
+    method_tensors = {name: tensor for name, tensor in tensors.items() if name != CLASSIFIER}
+    return method_tensors, {name: tensor for name, tensor in tensors.items() if name == CLASSIFIER}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the settings of a method. `rank` None means the largest within the budget."""
+    """The settings of a method."""
 
     seed: int = 0
-    lora_rank: int = 32  # whose number of parameters is the budget
-    rank: int | None = None
+    lora_rank: int = 32  # a LoRA of this rank has the parameter budget's number of parameters
+    rank: int | None = None  # None: the largest rank within the parameter budget
     lora_scale: float = 1.0
     heads: int = 4
     init: str = "gram-schmidt"
     calibration_steps: int = 8
     scaling: str = "trained"
     scoring: str = "random"
-    # "global": the best heads of all layers; "any": a client chooses how many, and where.
+    # "layer": the best heads of each layer; "global": the best heads of all layers together;
+    # "any": the client chooses how many heads of which layers.
     selection: str = "layer"
     head_mean: str = "trained"
     layer_form: str = "auto"  # of multi-head layers
@@ -110,25 +110,25 @@ class Method(ABC, Generic[Adapter]):
     """
 
     rank: int | None  # of the adapters; None if the method has no rank
-    # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
+    # The number of heads or ranks of which a client can train a part. None: all or nothing.
     parts: int | None = None
-    calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
-    # Where rounds are not all alike: the attributes of each, in turn.
+    calibration: Calibration[Adapter] | None = None  # the round before round 1, if there is one
+    # The attributes of each round, cyclically, if rounds differ.
     rounds: tuple[Mapping[str, Any], ...] = ()
-    frozen_tensors: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
-    personal: Personal[Adapter] | None = None  # what stays with each client, if something does
+    frozen_tensors: tuple[str, ...] = ()  # tensors of the state that this round does not change
+    personal: Personal[Adapter] | None = None  # the parameters that stay with each client, if any
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         self.settings = settings
         self.layers = list(layers)
         self.size = size
-        # The trainable parameters of a LoRA of the preset's rank: what methods are matched to.
+        # The parameter budget that methods are matched to: a LoRA of rank `lora_rank`.
         self.budget = settings.lora_rank * sum(
             layer.out_features + layer.in_features for layer in layers
         )
 
     def in_round(self, number: int) -> Self:
-        """Give the method as it is in a training round, where its rounds differ."""
+        """Return the method with the attributes of that training round."""
         if not self.rounds:
             return self
         method = copy.copy(self)
@@ -136,55 +136,55 @@ class Method(ABC, Generic[Adapter]):
         return method
 
     def different_rounds(self) -> list[Self]:
-        """List the method as it is in each of its rounds, until they are the same again."""
+        """Return the method of each round of one cycle."""
         return [self.in_round(1 + turn) for turn in range(max(1, len(self.rounds)))]
 
-    # What it costs.
+    # Costs.
 
     @abstractmethod
     def trainable_parameters(self) -> int:
-        """Count what a client with the whole budget trains, without the classifier."""
+        """Count the parameters that a client with the whole budget trains, without classifier."""
 
     @abstractmethod
     def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
-        """Return the float32 tensors that a client with that budget sends: name -> shape."""
+        """Return the shapes, by name, of the float32 tensors uploaded at that budget fraction."""
 
     def upload_bytes(self, fraction: float) -> int:
-        """Count the bytes of such an upload."""
+        """Count the bytes that a client with that budget fraction sends."""
         return 4 * sum(math.prod(shape) for shape in self.upload_shapes(fraction).values())
 
     def broadcast_bytes(self, initial: Tensors, fraction: float) -> int:
-        """Bound the bytes of a broadcast to such a client, in a run from that initial state."""
+        """Return an upper bound of a broadcast's bytes at that budget fraction, in any round."""
         sent = self.broadcast(initial, fraction).values()
         return sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def trained_tensors(self) -> set[str]:
-        """Name the tensors that clients train, in whichever round."""
+        """Return the names of the tensors that clients train and send, in any round."""
         rounds = self.different_rounds()
         return {name for method in rounds for name in method.upload_shapes(1.0)}
 
     def can_train(self, fraction: float) -> bool:
-        """Return whether a client with that budget fraction can take part."""
+        """Return whether a client with that budget fraction can train."""
         return self.parts is not None or fraction >= 1
 
     def effective_rank_bound(self) -> int | None:
-        """Bound the rank of a matrix's update, where that is not the rank itself."""
+        """Return an upper bound of the rank of a matrix's update; None if it is `rank`."""
         return None
 
     # The server's half.
 
     @abstractmethod
     def initial_state(self, adapters: Sequence[Adapter]) -> Tensors:
-        """Make the global state before the first round; the adapters are as `install` made them."""
+        """Return the global state before round 1, for adapters as `install` made them."""
 
     def broadcast(self, state: Tensors, fraction: float) -> Tensors:
-        """Pick what a client with that budget fraction is sent."""
+        """Return the tensors that a client with that budget fraction is sent."""
         return state
 
     def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
-        """Raise ValueError unless uploads of such a client look like this one.
+        """Raise ValueError unless the upload has the names, shapes and dtypes of that fraction.
 
-        That its numbers are finite is no question of the method.
+        The caller checks that its numbers are finite.
         """
         shapes = self.upload_shapes(fraction)
         check_names(upload, list(shapes))
@@ -192,76 +192,77 @@ class Method(ABC, Generic[Adapter]):
             check_form(upload, name, shape, torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
-        """List the heads of each layer that a checked upload holds; a LoRA has the one head 0."""
+        """Return the heads of each layer that a checked upload has; a LoRA has one head, 0."""
         return [[0] for _ in self.layers]
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
-        """Bring a checked upload into the shapes of the state, NaN where it has nothing."""
+        """Return a checked upload in the state's shapes, NaN where the upload has no number."""
         return {
             name: upload[name] if name in upload else torch.full_like(old, torch.nan)
             for name, old in state.items()
         }
 
     def open_round(self, state: Tensors) -> Sums:
-        """Begin running sums."""
+        """Return empty running sums for a round that starts from that state."""
         return Means(state)
 
-    # The client's half. `adapters` are what `install` made.
+    # The client's half. `install` made the `adapters`.
 
     def install(self, network: nn.Module, pretrained: Mapping[str, nn.Parameter]) -> list[Adapter]:
-        """Put the adapters into the network; they are what the client's half works on."""
+        """Put the adapters into the network and return them; the client's half works on them."""
         return list(attach(network, self.layers, self.adapt).values())
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> Adapter:
-        """Make the adapter that takes the place of a layer."""
+        """Return the adapter that replaces a layer."""
         raise NotImplementedError
 
     @abstractmethod
     def load(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
-        """Put a broadcast, or a global state, into the adapters; everything else is reset."""
+        """Load a broadcast, or a global state, into the adapters; reset everything else in them."""
 
     def choose(
         self, adapters: Sequence[Adapter], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
-        """Make trainable what the budget pays for, where `load` has not done it.
+        """Make the parameters within the budget trainable, where `load` has not done so.
 
-        `backward(sums)` runs one mini-batch of the client forward and backward. What hooks add
-        meanwhile to the tensors of `sums` has to be in proportion to the gradients.
+        `backward(sums)` runs one mini-batch of the client forward and backward. What hooks add to
+        the tensors of `sums` during this pass must be proportional to the gradients.
         """
 
     def parameters(self, adapters: Sequence[Adapter]) -> list[nn.Parameter]:
-        """List what the client's optimiser is given after `choose`."""
+        """Return the parameters for the client's optimiser, after `choose`."""
         return [p for adapter in adapters for p in adapter.parameters() if p.requires_grad]
 
     @abstractmethod
     def upload(self, adapters: Sequence[Adapter]) -> Tensors:
-        """Collect what the client sends after its local steps."""
+        """Return the tensors that the client sends after its local steps."""
 
-    # What has been learned.
+    # The learned update.
 
     def delta_weights(self, adapters: Sequence[Adapter]) -> list[Tensor]:
-        """Compute what the adapters add to each layer's pretrained weight, (out, in)."""
+        """Return the delta-weight of each layer, (out, in): adapted minus pretrained weight."""
         return [cast(Any, adapter).delta_weight().detach() for adapter in adapters]
 
     def head_norms(self, adapters: Sequence[Adapter]) -> list[list[float]]:
-        """Measure what each head adds to its layer's weight, by norm; a LoRA has one head."""
+        """Return the norm of each head's delta-weight, by layer; a LoRA has one head."""
         return [[float(delta.norm())] for delta in self.delta_weights(adapters)]
 
     def lora_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
-        """Write an adapter's delta-weight as one product, B (out, R) and A (R, in).
+        """Return an adapter's delta-weight as one product, B (out, R) and A (R, in).
 
-        None if the method changes the pretrained weights: then no adapter holds it all.
+        None if no product represents the model: the method changes the pretrained weights, or its
+        layers depend on the input in other ways.
         """
         return None
 
     def fingerprint(self, adapters: Sequence[Adapter]) -> list[float]:
-        """Compute numbers that agree, to rounding, where what is derived from the seed agrees."""
+        """Return numbers that agree, to rounding, if the seed gave both sides the same tensors."""
         return []
 
 
 def check_rank(rank: int, side: int) -> None:
-    """Raise ValueError if the smallest side of the adapted matrices has no room for the rank."""
+    """Raise ValueError if the rank exceeds the smallest side of the adapted matrices."""
     if rank > side:
         raise ValueError(
             f"rank = {rank}: the smallest side of an adapted matrix is {side}, so expected at most "

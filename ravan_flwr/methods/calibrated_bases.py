@@ -1,19 +1,22 @@
-"""Make bases from the clients' data, in a calibration round; B and A then travel, once to each.
+"""Compute bases from the clients' data in a calibration round; each client gets B and A once.
 
 `data-aware` (RAVAN): every client sketches the gradients of some batches, without an update
-(adapters/sketch.py). From the mean of the sketches the server has the leading singular vectors of
-the summed gradients: half of the heads span them, the others their orthonormal complement.
+(adapters/sketch.py). From the mean of the sketches the server computes the leading singular vectors
+of the summed gradients. Half of the heads span them; the other heads span an orthonormal
+complement.
 
 `first-round` (RAVAN, and Fed-SB with one head): in round 0 of the record a sample of the clients
-fine-tunes the adapted matrices themselves and sends how these changed. The mean change of each is
-decomposed, U S V^T, and head i of rank r gets the i-th block of r singular directions and values:
+fine-tunes the adapted matrices themselves and sends their changes. The server decomposes the mean
+change of each matrix, U S V^T. Head i of rank r starts with the i-th block of r singular vectors
+and values:
 
     B_i = U_i,    A_i = V_i^T,    H_i(0) = S_i
 
-So all heads together begin with the best approximation of the mean change
-of their whole rank. Where a matrix has no further directions, or has not changed, heads begin as
-orthonormal blocks in general position to these, with H = 0. If no matrix has changed, the round is
-refused: there is nothing to make bases of. The matrices are the pretrained ones again.
+So the h heads together start with the best approximation of rank r h to the mean change. A head
+beyond the singular vectors of a matrix, or of a matrix without change, starts with H = 0. Its bases
+are then random: orthonormal to the other heads while the matrix has room, else in a new orthonormal
+block. If no matrix has changed, the round fails. Afterwards the matrices are the pretrained ones
+again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +36,7 @@ from ravan_flwr.seeding import generator
 
 
 class CalibratedBases(Calibration):
-    """Make bases of the mean."""
+    """A calibration whose fixed tensors are the bases {"B", "A"}."""
 
     def __init__(
         self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int, sizes: list[int]
@@ -44,7 +47,7 @@ class CalibratedBases(Calibration):
         self.bytes_up, self.bytes_down = 4 * sum(sizes), 4 * heads * rank * sides
 
     def load(self, adapters: Sequence[MultiHeadLinear], fixed: Mapping[str, Tensor]) -> None:
-        """Give every layer its bases out of the flat tensors {"B", "A"}, layer after layer."""
+        """Set the bases of every layer from the flat tensors {"B", "A"}, layer by layer."""
         check_names(fixed, ["B", "A"])
         parts = []
         for name, bases in (("B", [a.B for a in adapters]), ("A", [a.A for a in adapters])):
@@ -56,14 +59,14 @@ class CalibratedBases(Calibration):
 
 
 class DataAwareBases(CalibratedBases):
-    """Sketch the gradients of every client."""
+    """Bases from sketches of all clients' gradients."""
 
     name = "sketch"
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int) -> None:
         self.sketchers = []
         for layer in layers:
-            # Half of the heads, at least one, get leading directions, as many as the layer holds.
+            # Half of the heads, at least one, take leading directions if the layer has room.
             fit = min(layer.out_features, layer.in_features) // rank
             leading = min(max(1, heads // 2), fit) * rank
             self.sketchers.append(Sketcher(layer, leading, settings.seed))
@@ -77,7 +80,7 @@ class DataAwareBases(CalibratedBases):
         ]
         with ExitStack() as stack:
             for adapter, sketch in zip(adapters, sketches, strict=True):
-                stack.enter_context(watch_gradients(adapter, sketch.see))
+                stack.enter_context(watch_gradients(adapter, sketch.add))
             for _ in range(self.settings.calibration_steps):
                 work.measure([tensor for sketch in sketches for tensor in (sketch.Y, sketch.Z)])
         flat = torch.cat([sketch.flat() for sketch in sketches])
@@ -103,13 +106,13 @@ def check_moved(changes: Sequence[Tensor]) -> None:
 
 
 class FirstRound(CalibratedBases):
-    """Fine-tune the adapted matrices themselves, on a sample of the clients.
+    """Bases from the adapted matrices' mean change, after local steps of a sample of the clients.
 
     `shape` is that of H in the method's state.
     """
 
     name = "change"
-    everyone = False
+    all_clients = False
     by_steps = True
 
     def __init__(
@@ -146,7 +149,7 @@ class FirstRound(CalibratedBases):
         return {"B": flatten(Bs), "A": flatten(As)}, {"H": H}
 
     def _decompose(self, layer: Layer, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make a layer's B (heads, out, r), H(0) (heads, r, r) and A (heads, r, in)."""
+        """Return a layer's B (heads, out, r), H(0) (heads, r, r) and A (heads, r, in)."""
         heads, rank = self.heads, self.rank
         U, S, Vh = svd(change.view(layer.out_features, layer.in_features).double())
         leading = min(heads, len(S) // rank) * rank if S.any() else 0

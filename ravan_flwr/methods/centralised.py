@@ -1,19 +1,18 @@
-"""Train in one place, the reference that says what federation costs.
+"""Train in one place: the baseline that shows the cost of federation.
 
-One client a round trains FedIT's LoRA (fedit.py) on the examples that all clients train on, and
-the server takes what it sends. So there are a run's rounds x local-steps steps in all, one after
-the other, as many as a client has that takes part in every round. As with every method Adam's
-moments begin anew in each round.
+One client a round trains FedIT's LoRA (fedit.py) on the training examples of all clients, and its
+upload is the next state. So a run has rounds x local-steps steps in sequence, as many as a client
+that trains in every round. As in every method, Adam's moments are reset in each round.
 
-Only clients that share one data set can do this, in a simulation: what a device has of its own
-stays there.
+This needs clients that share one data set, as in a simulation: the examples of a device never leave
+it.
 """
 
 from ravan_flwr.methods.lora import LoraMethod
 
 
 class Centralised(LoraMethod):
-    """Send B and A to one client and back; the next state is what it sends."""
+    """State and upload: {"B", "A"}; the next state is the upload of one client."""
 
 
 METHOD = Centralised

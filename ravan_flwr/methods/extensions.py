@@ -1,9 +1,10 @@
-"""Define what a method may have beside what every method is (base.py), and what needs it.
+"""Define the optional interfaces of a method, beside those of every method (base.py).
 
-SumsChanges     `privacy=client` and `secure-aggregation=true`
-NormLimits      the check of a reply's norm, where an upload is no state, or the next no mean
-Personal        a part of the model that stays with its client from one round to the next
-Calibration     a round before the first, from which every client gets fixed tensors, once
+SumsChanges     needed for `privacy=client` and `secure-aggregation=true`
+NormLimits      limits of an upload's norm, if it has other shapes than the state, or if the next
+                state is not the mean
+Personal        parameters that stay with each client from one round to the next
+Calibration     a round before round 1, from which every client gets fixed tensors once
 """
 
 from abc import ABC, abstractmethod
@@ -22,48 +23,48 @@ Adapter = TypeVar("Adapter", bound=nn.Module, default=Any)
 
 
 class SumsChanges:
-    """Add up the changes of clients, each of which trains some rows of the state's tensors.
+    """Sum the changes of clients, each of which trains some rows of the state's tensors.
 
-    A row is what a client may train without the rest of a tensor: in RAVAN a head, else the whole.
-    Server and client must choose the same rows.
+    A row is the smallest part of a tensor that a client can train alone: a head in RAVAN, the whole
+    tensor in other methods. Server and client must choose the same rows.
     """
 
-    mean_over_cohort: bool = False  # do clients that left a row as it was count for its mean?
+    mean_over_cohort: bool = False  # does a row's mean include the clients that did not train it?
     layers: list[Layer]
 
     def coverage(self, state: Mapping[str, Tensor], fraction: float) -> Tensors:
-        """Return how likely a client with that budget fraction trains each number of the state.
+        """Return the probability that a client of that budget fraction trains each number.
 
-        Each tensor broadcasts to that of the state.
+        Each tensor can be broadcast to the shape of the state's.
         """
         return {name: torch.ones([1] * tensor.ndim) for name, tensor in state.items()}
 
     def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Count the rows of each tensor."""
+        """Return the number of rows of each tensor."""
         return dict.fromkeys(state, 1)
 
     def rows_trained(
         self, state: Mapping[str, Tensor], fraction: float, random: torch.Generator
     ) -> Tensors:
-        """Choose the rows that such a client trains, as `choose` would, without its data."""
+        """Return masks of the rows that a client trains, as `choose` would, without its data."""
         return {name: torch.ones(rows).bool() for name, rows in self.rows(state).items()}
 
     def train_rows(
         self, adapters: Sequence[Any], rows: Mapping[str, Tensor], fraction: float
     ) -> None:
-        """Make these rows trainable, in place of `choose`; ValueError if the budget cannot pay."""
+        """Make these rows trainable, instead of `choose`; ValueError if they exceed the budget."""
 
     def counted(self, state: Tensors, clients: int) -> Tensors:
-        """Note in the next state of how many clients it has the changes, where it has a place."""
+        """Return the next state with its number of clients, if the state has a tensor for that."""
         return state
 
     def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
-        """List the heads of each layer that these rows are; a LoRA has the one head 0."""
+        """Return the heads of each layer that these rows are; a LoRA has one head, 0."""
         return [[0] for _ in self.layers]
 
 
 def sums_changes(method: object) -> SumsChanges:
-    """Return the method as one that sums changes; ValueError if it is none."""
+    """Return the method, typed as `SumsChanges`; ValueError unless it is one."""
     if not isinstance(method, SumsChanges):
         raise ValueError(
             f"method: {type(method).__name__} does not sum clients' changes, expected one that "
@@ -74,61 +75,63 @@ def sums_changes(method: object) -> SumsChanges:
 
 
 class NormLimits:
-    """Say how far an upload moves the state, beyond a difference tensor by tensor."""
+    """The norms by which the server limits an upload, if tensor-wise differences do not suffice."""
 
     def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-        """Find what a checked upload's tensors were when sent: changes count from there."""
+        """Return the values that a checked upload's tensors had when the server sent them."""
         return {name: sent[name] for name in upload}
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
-        """Measure the norms that the next state would have, were a checked upload the only one.
+        """Return the norms, by tensor, of the next state if a checked upload were the only one.
 
-        `start` is what `start_of` found. Only of tensors that are not the uploads' means, whose
-        changes say nothing of it.
+        `start` is the result of `start_of`. Only tensors that are not means of the uploads have an
+        entry: the change of an upload does not bound the change of such a tensor.
         """
         return {}
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
-        """Return the norms that tensors of the next state may have by its making, if no reply lied.
+        """Return upper bounds of the next state's norms, by tensor, for honest replies.
 
-        `alone` has the largest of the accepted uploads' `norms_alone`.
+        Only tensors that are not means of the uploads have an entry. `alone` has the largest
+        `norms_alone` of the accepted uploads.
         """
         return {}
 
 
 def norm_limits(method: object) -> NormLimits:
-    """Return the method's own limits, or those of a method that sends what it was sent."""
+    """Return the method's limits; the defaults if its uploads have the tensors of the broadcast."""
     return method if isinstance(method, NormLimits) else NormLimits()
 
 
 @dataclass(frozen=True)
 class Personal(Generic[Adapter]):
-    """Describe what of a method's adapters stays with each client.
+    """The personal parameters of a method's adapters, which stay with each client.
 
         server                                  client
         broadcast(state, fraction) --------->  load(adapters, tensors)
-                                                put(adapters, own)     if it has a part of its own
+                                                put(adapters, personal)   if the client has them
                                                 ... local steps ...
-                                                collect(adapters) -> its part, which stays
+                                                collect(adapters) -> personal, kept by the client
         check(upload, fraction)  <------------  upload(adapters)
 
-    There is no one result: a client predicts with the server's state and its own part together.
-    Without one, in its first round or after it was lost, it begins with what `load` left. A trained
-    classifier stays with the part. The server sees none of this.
+    There is no single final model: a client predicts with the server's state and its personal
+    parameters. A client without them, in its first round or after their loss, starts from the
+    result of `load`. A trained classifier is personal, too. The server sees none of these.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]  # of the float32 tensors that stay
-    collect: Callable[[Sequence[Adapter]], Tensors]  # copies of them, after the local steps
-    put: Callable[[Sequence[Adapter], Mapping[str, Tensor]], None]  # after `load`, a checked part
+    shapes: Mapping[str, tuple[int, ...]]  # of the personal float32 tensors
+    collect: Callable[[Sequence[Adapter]], Tensors]  # copies them, after the local steps
+    put: Callable[[Sequence[Adapter], Mapping[str, Tensor]], None]  # loads them after `load`
 
 
 class LocalWork(Protocol):
-    """Run a client's examples through the model, as a calibration asks for it."""
+    """Run a client's examples through the model, for a calibration."""
 
     def measure(self, sums: Sequence[Tensor]) -> object:
         """Run the next mini-batch forward and backward.
 
-        What hooks add meanwhile to the tensors of `sums` has to be in proportion to the gradients.
+        What hooks add to the tensors of `sums` during this pass must be proportional to the
+        gradients.
         """
 
     def train(self, parameters: Sequence[Tensor]) -> None:
@@ -136,35 +139,38 @@ class LocalWork(Protocol):
 
 
 class Calibration(ABC, Generic[Adapter]):
-    """Describe a method's calibration round: both halves, and what travels.
+    """A method's calibration round: both halves, and the tensors that travel.
 
         server                                  client
         initial state            ------------>  load
         mean of the uploads      <------------  run(adapters, work)
-        make(means) -> fixed tensors, and what they change in the initial state
+        make(means) -> fixed tensors, new values of tensors of the initial state
         fixed tensors            ------------>  load(adapters, fixed)
 
-    Uploads have to add up: the server sees their mean, or another middle, and nothing else. RAVAN
-    and Fed-SB make bases so (calibrated_bases.py).
+    Uploads must be additive: the server uses their mean, or a robust mean, and nothing else. RAVAN
+    and Fed-SB compute their bases this way (calibrated_bases.py).
     """
 
-    # Does it take every client, or a sample like any other round?
-    everyone: ClassVar[bool] = True
-    # Are its uploads what local steps have changed? Then these bound them.
+    # Do all clients take part, or a sample as in other rounds?
+    all_clients: ClassVar[bool] = True
+    # Is an upload the change of local steps? Then the number of steps bounds its norm.
     by_steps: ClassVar[bool] = False
     name: ClassVar[str]  # of the one flat tensor that a client sends
-    sizes: list[int]  # of its parts, one layer after the other
-    bytes_up: int  # that a client sends
+    sizes: list[int]  # of its parts, layer by layer
+    bytes_up: int  # of a client's upload
     bytes_down: int  # of the fixed tensors
 
     @abstractmethod
     def run(self, adapters: Sequence[Adapter], work: LocalWork) -> Tensors:
-        """Do a client's part; the adapters are afterwards as they were."""
+        """Return a client's upload; leave the adapters as they were."""
 
     @abstractmethod
     def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Make the fixed tensors, and what they change in the initial state, of the mean."""
+        """Return the fixed tensors, and new values of tensors of the initial state.
+
+        `means` has the mean of the uploads, layer by layer.
+        """
 
     @abstractmethod
     def load(self, adapters: Sequence[Adapter], fixed: Mapping[str, Tensor]) -> None:
-        """Put the fixed tensors into the adapters, for good."""
+        """Put the fixed tensors into the adapters, permanently."""

@@ -2,12 +2,16 @@
 
     y = W x + b + scale sum_j B_j A_j x
 
-A client with a budget fraction draws r_c = floor(fraction * r) of the modules at random, the same
-in all layers, and trains those. The others are merged into its frozen weight, so that it begins
-where the server is. Each B_j and each A_j is averaged over the clients that trained module j, and
-stays where nobody did. What comes of it is no mean of products; with whole budgets it is FedIT.
+A client with a budget fraction draws r_c = floor(fraction * r) of the modules at random, at least
+one and the same in all layers, and trains them. The other modules stay in its forward pass as
+constants, so that the client starts from the server's model. For each module the server computes
 
-An upload is {"B", "A"} of the chosen modules, and {"modules": packed bits} that say which they are.
+    B_j <- mean_c B_cj,    A_j <- mean_c A_cj    over the clients that trained module j
+
+and leaves the module unchanged if none did. The method is not exact: the result is not the mean of
+the products. With whole budgets it is FedIT (fedit.py).
+
+An upload is {"B", "A"} of the chosen modules, and {"modules": packed bits}, which marks them.
 """
 
 import math
@@ -27,41 +31,41 @@ from ravan_flwr.methods.tensors import check_form, pack_bits, unpack_bits
 
 
 class ParallelLoRALinear(LoRALinear):
-    """Train some modules of a LoRA layer; the others are constants beside the frozen weight."""
+    """A LoRA layer of which some modules are trained, and the others are constants."""
 
-    chosen: Tensor  # for each module, whether it is trained
-    folded_columns: Tensor | None  # of B
-    folded_rows: Tensor | None  # of A
+    chosen: Tensor  # (r,): whether each module is trained
+    frozen_columns: Tensor | None  # of B
+    frozen_rows: Tensor | None  # of A
 
     def set_factors(self, B: Tensor, A: Tensor) -> None:
-        """Take copies of these as B and A, all modules of which are trained then."""
+        """Load copies of B and A, and train all modules."""
         super().set_factors(B, A)
         self.chosen = torch.ones(len(A), dtype=torch.bool)
-        self.register_buffer("folded_columns", None, persistent=False)
-        self.register_buffer("folded_rows", None, persistent=False)
+        self.register_buffer("frozen_columns", None, persistent=False)
+        self.register_buffer("frozen_rows", None, persistent=False)
 
-    def fold_all_but(self, chosen: Tensor) -> None:
-        """Train the chosen modules alone."""
+    def freeze_all_but(self, chosen: Tensor) -> None:
+        """Train only the chosen modules."""
         B, A = self.B.detach(), self.A.detach()
         super().set_factors(B[:, chosen], A[chosen])
-        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~chosen], A[~chosen]
+        self.chosen, self.frozen_columns, self.frozen_rows = chosen, B[:, ~chosen], A[~chosen]
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.folded_columns is None or self.folded_rows is None:
+        if self.frozen_columns is None or self.frozen_rows is None:
             return y
-        return y + self.scale * F.linear(F.linear(x, self.folded_rows), self.folded_columns)
+        return y + self.scale * F.linear(F.linear(x, self.frozen_rows), self.frozen_columns)
 
     def delta_weight(self) -> Tensor:
-        """Compute scale B A of all modules, (out, in)."""
+        """Return scale B A of all modules, (out, in)."""
         delta = super().delta_weight()
-        if self.folded_columns is None or self.folded_rows is None:
+        if self.frozen_columns is None or self.frozen_rows is None:
             return delta
-        return delta + self.scale * self.folded_columns @ self.folded_rows
+        return delta + self.scale * self.frozen_columns @ self.frozen_rows
 
 
 class FedPLora(NormLimits, LoraMethod):
-    """Keep the state {"B", "A"}."""
+    """State: {"B", "A"}; upload: {"B", "A", "modules"}."""
 
     layer_class = ParallelLoRALinear
     by_ranks = True
@@ -93,7 +97,7 @@ class FedPLora(NormLimits, LoraMethod):
         return self.pack([B[:, chosen] for B in Bs], [A[chosen] for A in As])
 
     def modules(self, upload: Mapping[str, Tensor]) -> Tensor:
-        """Tell for each module whether the upload has it."""
+        """Return a mask of the modules that the upload has."""
         return unpack_bits(upload["modules"], self.rank)
 
     def open_round(self, state: Tensors) -> "ModuleMeans":
@@ -111,14 +115,14 @@ class FedPLora(NormLimits, LoraMethod):
         chosen = torch.zeros(self.rank, dtype=torch.bool)
         chosen[torch.randperm(self.rank, generator=random)[:number]] = True
         for adapter in adapters:
-            adapter.fold_all_but(chosen)
+            adapter.freeze_all_but(chosen)
 
     def upload(self, adapters: Sequence[Any]) -> Tensors:
         return super().upload(adapters) | {"modules": pack_bits(adapters[0].chosen)}
 
 
 class ModuleMeans:
-    """Keep the sums of every module's B_j and A_j, and what the uploads that had them weigh."""
+    """The weighted sums of every module's B_j and A_j, and the sums of their weights."""
 
     def __init__(self, method: FedPLora, state: Tensors) -> None:
         self.method, self.state = method, state
@@ -134,7 +138,7 @@ class ModuleMeans:
             self.weights[name] += weight * (~tensor.isnan()).double()
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         means = {name: (total / self.weights[name]).float() for name, total in self.sums.items()}
         return {n: torch.where(w > 0, means[n], self.state[n]) for n, w in self.weights.items()}
 

@@ -1,15 +1,15 @@
-"""Train Fed-SB (Singhal et al., 2025): one core between bases that a first round finds.
+"""Train Fed-SB (Singhal et al., 2025): one core between bases that result from a first round.
 
     y = W x + b + B H A x
 
-In a first federated round, as the RAVAN paper describes it, the sampled clients fine-tune the
-adapted matrices themselves (calibrated_bases.py). Their mean change is decomposed, U S V^T, and
+In the first round, as the RAVAN paper describes it, the sampled clients fine-tune the adapted
+matrices themselves (calibrated_bases.py). The server decomposes their mean change, U S V^T, and
 
     B = U[:, :r],    H(0) = S[:r, :r],    A = V^T[:r]
 
-B and A are frozen from then on, and travel to each client once; W is the pretrained one again.
-Clients train H, and the server takes the mean, which is exact: B mean(H_c) A = mean(B H_c A).
-It is RAVAN with one head and without a scale, up to the initialisation.
+Then B and A are frozen and travel to each client once; W is the pretrained weight again. In later
+rounds clients train H, and the server takes the mean. It is exact: B mean(H_c) A = mean(B H_c A).
+Fed-SB is RAVAN with one head and without a scale, up to the initialisation.
 
 Fed-SB's own code has no such round: the server decomposes one signed gradient, -eta sign(sum of
 gradients), of about 50 examples.
@@ -29,14 +29,14 @@ from ravan_flwr.methods.tensors import check_tensor
 
 
 class FedSB(MultiHeadMethod):
-    """Keep the state {"H"}, (layers, r, r); an upload has the same."""
+    """State and upload: {"H"}, (layers, r, r)."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.rank = settings.rank or min(self.side, math.isqrt(self.budget // len(self.layers)))
         check_rank(self.rank, self.side)
         self.shape = (len(self.layers), self.rank, self.rank)
-        # The real bases come from that round; until then any do, since H is zero.
+        # The first round computes the bases. Until then any bases do, since H is zero.
         self.calibration = FirstRound(settings, self.layers, 1, self.rank, self.shape)
 
     def trainable_parameters(self) -> int:

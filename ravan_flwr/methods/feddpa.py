@@ -1,19 +1,20 @@
-"""Train FedDPA: a LoRA for all beside one of each client, mixed by input (Yang et al., 2024).
+"""Train FedDPA: a global and a personal LoRA, mixed by the input (Yang et al., 2024).
 
     y = W x + b + (1 - a) scale B A x + a scale B_c A_c x
 
-Odd rounds train B and A, without the client's own (a = 0), and the server averages them as FedIT
-does. Even rounds train a client's own B_c and A_c beside those, frozen, with a = 1/2, and send
-nothing. So a round takes as many steps as any other method's. Afterwards an input is mixed by how
-like it is to what the client has trained on: with m the mean input of its last own round,
+Odd rounds train the global B and A with a = 0, and the server averages them as FedIT does. Even
+rounds train the personal B_c and A_c with a = 1/2, beside the frozen B and A, and send nothing. So
+a round takes as many steps as in any other method. For evaluation a depends on the similarity of
+the input and the client's training inputs, layer by layer:
 
     a = LAMBDA max(0, cos(mean over tokens of x, m))
 
-layer by layer. A client that has not trained its own has m = 0, and computes with B and A alone.
+with m the mean input of the layer in the client's last even round. A client without personal
+factors has m = 0, so a = 0: it computes with B and A alone.
 
-The authors (their code is public) train both in each round, one after the other, and compare the
+The authors (their code is public) train both in each round, one after the other. They compare the
 network's last hidden state of an input with that of five of the client's examples, once for all
-layers. Here no example is kept, and nothing is computed twice.
+layers. Here no example is kept, and an input needs one forward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,35 +34,35 @@ LAMBDA = 0.5
 
 
 class DualLoRALinear(LoRALinear):
-    """Add two LoRAs to a frozen linear layer, of which the second is the client's own."""
+    """A frozen linear layer with a global and a personal LoRA."""
 
-    personal_weight: float | None = None  # a while one of the two is trained; by input if None
-    mean: Tensor
-    total: Tensor
+    personal_weight: float | None = None  # a during training; None: a depends on the input
+    mean: Tensor  # m
+    total: Tensor  # the sum of the inputs in this training
 
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
         super().__init__(base, B, A, scale)
-        self.set_own(B, A, torch.zeros(base.in_features))
+        self.set_personal(B, A, torch.zeros(base.in_features))
 
-    def set_own(self, B: Tensor, A: Tensor, mean: Tensor) -> None:
-        """Take copies of a client's own factors, and the mean input that they were trained on."""
+    def set_personal(self, B: Tensor, A: Tensor, mean: Tensor) -> None:
+        """Load copies of a client's personal factors, and of the mean input of their training."""
         device = self.base.weight.device
-        self.own_B = nn.Parameter(B.detach().to(device, copy=True))
-        self.own_A = nn.Parameter(A.detach().to(device, copy=True))
+        self.personal_B = nn.Parameter(B.detach().to(device, copy=True))
+        self.personal_A = nn.Parameter(A.detach().to(device, copy=True))
         self.register_buffer("mean", mean.to(device, copy=True), persistent=False)
         self.register_buffer("total", torch.zeros_like(self.mean), persistent=False)
         self.personal_weight, self.count = None, 0
 
-    def train_own(self, *, own: bool) -> None:
-        """Train the own factors beside the others, or the others alone."""
-        self.personal_weight = 0.5 if own else 0.0
+    def train_personal(self, *, personal: bool) -> None:
+        """Train the personal factors with a = 1/2, or the global factors with a = 0."""
+        self.personal_weight = 0.5 if personal else 0.0
         for factor in (self.B, self.A):
-            factor.requires_grad_(not own)
-        for factor in (self.own_B, self.own_A):
-            factor.requires_grad_(own)
+            factor.requires_grad_(not personal)
+        for factor in (self.personal_B, self.personal_A):
+            factor.requires_grad_(personal)
 
     def mean_input(self) -> Tensor:
-        """Compute the mean input of the own factors' last training."""
+        """Return the mean input of the personal factors' last training."""
         return self.total / self.count if self.count else self.mean
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,28 +70,28 @@ class DualLoRALinear(LoRALinear):
             return super().forward(x)
         inputs = x.detach().float().flatten(1, -2).mean(1) if x.ndim > 2 else x.detach().float()
         if self.personal_weight is None:
-            alike = F.cosine_similarity(inputs, self.mean[None]).clamp(min=0)
-            weight = (LAMBDA * alike).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+            similarity = F.cosine_similarity(inputs, self.mean[None]).clamp(min=0)
+            weight = (LAMBDA * similarity).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
         else:
             self.total += inputs.sum(0)
             self.count += len(inputs)
             weight = torch.full((1,), self.personal_weight, dtype=x.dtype, device=x.device)
-        of_all = F.linear(F.linear(x, self.A), self.B)
-        own = F.linear(F.linear(x, self.own_A), self.own_B)
+        shared = F.linear(F.linear(x, self.A), self.B)
+        personal = F.linear(F.linear(x, self.personal_A), self.personal_B)
         y: Tensor = self.base(x)
-        return y + (self.scale * ((1 - weight) * of_all + weight * own)).to(y.dtype)
+        return y + (self.scale * ((1 - weight) * shared + weight * personal)).to(y.dtype)
 
     def delta_weight(self) -> Tensor:
-        """Compute what is added, (out, in), to an input as the client's own are."""
+        """Return the delta-weight, (out, in), for an input equal to the mean training input."""
         weight = self.personal_weight
         if weight is None:
             weight = LAMBDA if self.mean.any() else 0.0
-        own = self.scale * self.own_B @ self.own_A
-        return (1 - weight) * super().delta_weight() + weight * own
+        personal = self.scale * self.personal_B @ self.personal_A
+        return (1 - weight) * super().delta_weight() + weight * personal
 
 
 class FedDPA(LoraMethod):
-    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
+    """State: {"B", "A"}; upload: {"B", "A"} in odd rounds; personal: own-B, own-A, mean-input."""
 
     layer_class = DualLoRALinear
     rounds = ({"sent": BOTH, "frozen_tensors": ()}, {"sent": (), "frozen_tensors": BOTH})
@@ -102,42 +103,42 @@ class FedDPA(LoraMethod):
                 f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
                 "expected 2 at least; raise lora-rank or set rank"
             )
-        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
-        shapes = own | {"mean-input": (sum(self.ins),)}
+        personal = {f"own-{name}": shape for name, shape in self.shapes(self.rank, BOTH).items()}
+        shapes = personal | {"mean-input": (sum(self.ins),)}
         self.personal = Personal(shapes, self.collect, self.put)
 
-    def parameters_a_rank(self) -> int:
-        return 2 * super().parameters_a_rank()
+    def parameters_per_rank(self) -> int:
+        return 2 * super().parameters_per_rank()
 
     def load(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         super().load(adapters, tensors)
         factors = self.split(self.first_factors(BOTH))
         means = [torch.zeros(side) for side in self.ins]
         for adapter, B, A, mean in zip(adapters, *factors, means, strict=True):
-            adapter.set_own(B, A, mean)
+            adapter.set_personal(B, A, mean)
 
     def choose(
         self, adapters: Sequence[Any], fraction: float, random: torch.Generator,
         backward: Callable[..., object],
     ) -> None:  # fmt: skip
         for adapter in adapters:
-            adapter.train_own(own=bool(self.frozen_tensors))
+            adapter.train_personal(personal=bool(self.frozen_tensors))
 
     def collect(self, adapters: Sequence[Any]) -> Tensors:
-        """Copy a client's own factors, and the mean of what it trained them on."""
-        own = self.pack([a.own_B for a in adapters], [a.own_A for a in adapters])
+        """Return copies of a client's personal factors, and the mean input of their training."""
+        personal = self.pack([a.personal_B for a in adapters], [a.personal_A for a in adapters])
         means = flatten([adapter.mean_input() for adapter in adapters])
-        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
+        return {f"own-{name}": tensor for name, tensor in personal.items()} | {"mean-input": means}
 
-    def put(self, adapters: Sequence[Any], own: Mapping[str, Tensor]) -> None:
-        """Put a client's own factors beside those of all."""
-        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
-        means = own["mean-input"].split(self.ins)
+    def put(self, adapters: Sequence[Any], personal: Mapping[str, Tensor]) -> None:
+        """Load a client's personal factors beside the global ones."""
+        factors = self.split({"B": personal["own-B"], "A": personal["own-A"]})
+        means = personal["mean-input"].split(self.ins)
         for adapter, B, A, mean in zip(adapters, *factors, means, strict=True):
-            adapter.set_own(B, A, mean)
+            adapter.set_personal(B, A, mean)
 
     def lora_factors(self, adapter: LoRALinear) -> None:
-        return None  # no product of two factors mixes by input
+        return None  # the weights of the two LoRAs depend on the input
 
 
 METHOD = FedDPA

@@ -1,10 +1,10 @@
-"""Train FedIT: federated averaging of LoRA's B and A, each by itself (Zhang et al., 2024).
+"""Train FedIT: federated averaging of LoRA's B and A, each separately (Zhang et al., 2024).
 
     B <- mean_c B_c,    A <- mean_c A_c
 
-It is not exact: the product of the means is not the mean of the products. The difference,
-mean(B A) - mean(B) mean(A) = mean((B_c - mean B) (A_c - mean A)), grows with how far the
-clients are apart; FedEx-LoRA (fedex_lora.py) adds it to W.
+It is not exact: the product of the means is not the mean of the products. The error,
+mean(B A) - mean(B) mean(A) = mean((B_c - mean B) (A_c - mean A)), grows with the differences
+between clients. FedEx-LoRA (fedex_lora.py) adds it to W. With one client a round FedIT is exact.
 """
 
 from ravan_flwr.methods.extensions import SumsChanges
@@ -12,7 +12,7 @@ from ravan_flwr.methods.lora import LoraMethod
 
 
 class FedIT(SumsChanges, LoraMethod):
-    """Average B and A each by itself, as `LoraMethod` does; nothing is added."""
+    """State and upload: {"B", "A"}; `LoraMethod` averages each."""
 
 
 METHOD = FedIT

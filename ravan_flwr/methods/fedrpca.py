@@ -1,21 +1,21 @@
-"""Train FedRPCA: RAVAN that amplifies what clients do not share (Jhunjhunwala et al., 2025).
+"""Train FedRPCA: RAVAN with client-specific changes amplified (Jhunjhunwala et al., 2025).
 
-What the clients of a round change in a head are the columns of a matrix M (r^2, clients). Robust
-PCA splits it into a part of low rank, which they share, and a sparse one, which few of them have:
+The clients' changes of a head in a round are the columns of a matrix M (r^2, clients). Robust PCA
+splits M into a low-rank part L, common to the clients, and a sparse part S, specific to a few:
 
     minimise |L|_* + lambda |S|_1,    L + S = M,    lambda = 1 / sqrt(max(r^2, clients))
     H <- H + mean_c(L_c) + beta mean_c(S_c)
 
-With beta = 1 this is RAVAN. A larger beta keeps what one client has learned from being averaged
-away. The paper splits the factors of a LoRA; here the products s H are split, head by head, over
-the clients that trained the head. Clients that all have the same change, or one alone, have
-nothing that is sparse. A reply of weight w counts as w clients with the same change.
+With beta = 1 this is RAVAN. With a larger beta, averaging reduces a single client's change less.
+The paper splits the factors of a LoRA. Here the products s H are split, head by head, over the
+clients that trained the head. If all clients have the same change, or there is only one, S = 0. A
+reply of weight w counts as w clients with the same change.
 
-The minimum need not be unique (two clients). So S is what STEPS steps of the usual solver make,
-alternating directions from S = 0 (Candès et al., 2011, algorithm 1), and L = M - S. The replies of
-a round are kept until it closes.
+The minimum need not be unique, for two clients for instance. So S is defined as the result of STEPS
+steps of alternating directions from S = 0 (Candès et al., 2011, algorithm 1), and L = M - S. The
+server keeps the replies of a round until it closes.
 
-Of the paper only summaries were at hand: beta = 2 and the number of steps are ours.
+Only summaries of the paper were available: beta = 2 and the number of steps are ours.
 """
 
 import math
@@ -32,14 +32,14 @@ BETA, STEPS = 2.0, 100
 
 
 class FedRPCA(Ravan):
-    """Keep the state {"H"}; an upload is {"H": products, "heads": packed bits}."""
+    """State: {"H"}; upload: {"H": products, "heads": packed bits}."""
 
     def open_round(self, state: Tensors) -> "AmplifiedHeads":  # type: ignore[override]
         return AmplifiedHeads(state["H"])
 
 
 class AmplifiedHeads:
-    """Keep what clients changed in each head, and split it when all have come."""
+    """The clients' changes of each head, split after the last upload."""
 
     def __init__(self, H: Tensor) -> None:
         self.old = H
@@ -47,7 +47,7 @@ class AmplifiedHeads:
         self.weights: list[list[float]] = [[] for _ in self.changes]
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add products of some heads, where the bits say."""
+        """Add one client's changes of the heads that its bits mark."""
         heads = unpack_bits(upload["heads"], len(self.changes)).nonzero().flatten().tolist()
         old = self.old.flatten(0, 1)
         for head, product in zip(heads, upload["H"], strict=True):
@@ -55,7 +55,7 @@ class AmplifiedHeads:
             self.weights[head].append(weight)
 
     def close(self) -> Tensors:
-        """Make H, with the amplified mean of every head that a client trained."""
+        """Return the next H: the amplified mean where a client trained the head, else the old."""
         H = self.old.flatten(0, 1).clone()
         for head, (changes, weights) in enumerate(zip(self.changes, self.weights, strict=True)):
             if changes:
@@ -66,7 +66,7 @@ class AmplifiedHeads:
 
 
 def sparse_part(M: Tensor, weights: Tensor) -> Tensor:
-    """Find S. A column of weight w has the singular values of one that is sqrt(w) times as long."""
+    """Return S. A column of weight w counts as w equal columns: its length is times sqrt(w)."""
     if torch.equal(M, M[:, :1].expand_as(M)):
         return torch.zeros_like(M)
     total, scale = weights.sum(), weights.sqrt()

@@ -1,13 +1,13 @@
-"""Train FedSVD: FFA-LoRA, its factors made anew by an SVD after every round (Lee et al., 2025).
+"""Train FedSVD: FFA-LoRA, refactored by an SVD after every round (Lee et al., 2025).
 
-Clients get B and A, train B and send it; A is frozen in their hands. The server takes the mean and
-decomposes its product with the A that they had, mean_c(B_c) A = U S V^T. Then
+Clients receive B and A, train B and send it; A is frozen during the round. The server decomposes
+the product of the mean and that A, mean_c(B_c) A = U S V^T, and sets
 
     B <- U S,    A <- V^T
 
-which is the same product, so that nothing is lost: the mean is exact, as FFA-LoRA's is. The rows
-of A are orthonormal, and the columns of B are ordered by what they add to the weight. A product
-has no rows outside of what the rows of A span: that is drawn from the seed once, and stays.
+The product is the same, so the mean is exact, as in FFA-LoRA. The rows of A are orthonormal, and
+the columns of B are in descending order of their norm, the singular values. A round does not change
+the row space of A: it is drawn from the seed once, and contains the rows of every product.
 """
 
 import math
@@ -26,29 +26,29 @@ from ravan_flwr.seeding import generator
 
 
 class FedSVD(NormLimits, LoraMethod):
-    """Keep the state {"B", "A"}, which is sent whole; an upload is {"B"}."""
+    """State and broadcast: {"B", "A"}; upload: {"B"}."""
 
     trained = sent = ("B",)
 
     @cached_property
     def initial_A(self) -> list[Tensor]:
-        """Draw A(0) of every layer, with orthonormal rows from the first round on."""
+        """Draw A(0) of every layer with orthonormal rows, as in all later rounds."""
         As = []
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name)
-            nothing = torch.zeros(0, layer.in_features, dtype=torch.float64)
-            As.append(complete_rows(nothing, self.rank, random).float())
+            no_rows = torch.zeros(0, layer.in_features, dtype=torch.float64)
+            As.append(complete_rows(no_rows, self.rank, random).float())
         return As
 
-    def open_round(self, state: Tensors) -> "Refactored":
-        return Refactored(self, state)
+    def open_round(self, state: Tensors) -> "RefactoredMean":
+        return RefactoredMean(self, state)
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {"A": math.sqrt(self.rank * len(self.layers))}
 
 
-class Refactored:
-    """Sum up the clients' B, and decompose what their mean makes with the A that they had."""
+class RefactoredMean:
+    """The mean of the clients' B, whose product with their A is decomposed at the end."""
 
     def __init__(self, method: FedSVD, state: Tensors) -> None:
         self.method, self.state = method, state
@@ -59,7 +59,7 @@ class Refactored:
         self.mean.add(upload["B"], weight)
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         means = self.state | {"B": self.mean.sum / self.mean.weight}
         Bs, As = [], []
         for B, A in zip(*self.method.split(means), strict=True):

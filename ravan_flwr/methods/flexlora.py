@@ -1,14 +1,14 @@
-"""Train FlexLoRA: LoRA of a rank by budget, aggregated by products (Bai et al., 2024).
+"""Train FlexLoRA: a LoRA whose rank depends on the budget, averaged as products (Bai et al., 2024).
 
-A client with a budget fraction trains r_c = floor(fraction * r) ranks, at least one. The
-server decomposes the mean of the products, mean_c(B_c A_c) = U S V^T, and sends each client
+A client with a budget fraction trains r_c = floor(fraction * r) ranks, at least one. The server
+decomposes the mean of the products, mean_c(B_c A_c) = U S V^T, and sends each client
 
     B_c = U[:, :r_c] S[:r_c],    A_c = V^T[:r_c]
 
-The global state is that of rank r, which is also what is evaluated: the best approximation of
-rank r to the mean, and exact where the mean has no larger rank. Where it has a smaller one, A
-gets further orthonormal rows from the seed, whose part of B is zero: a row of zeros in both
-would never train again.
+The global state has rank r, and is evaluated. It is the best approximation of rank r to the mean,
+and exact if the mean has at most rank r. If the mean has a smaller rank, A gets further orthonormal
+rows from the seed, and the columns of B for them are zero. With zeros in both factors these ranks
+would have no gradient.
 """
 
 import math
@@ -25,37 +25,38 @@ from ravan_flwr.seeding import generator
 
 
 class FlexLora(NormLimits, RankedLora):
-    """Let a client train the leading directions of a LoRA."""
+    """State and upload: {"B", "A"}; a client trains the leading r_c singular directions."""
 
     def open_round(self, state: Tensors) -> "MeanOfProducts":
         return MeanOfProducts(self, state)
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
-        # By what A's rows were, since the limit is that of B's own growth.
+        # Divided by the row norm of the A that was sent: the limit is that of B's growth.
         return {
-            "B": math.hypot(*map(self.product_size, *self.split(upload))) / self.longest_row(start)
+            "B": math.hypot(*map(self.product_bound, *self.split(upload)))
+            / self.max_row_norm(start)
         }
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {
-            "A": math.sqrt(self.rank * len(self.layers)),  # the drawn A may be smaller
-            "B": self.longest_row(state) * alone.get("B", 0.0),  # or larger
+            "A": math.sqrt(self.rank * len(self.layers)),  # A(0) may have a smaller norm
+            "B": self.max_row_norm(state) * alone.get("B", 0.0),  # A(0) may have longer rows
         }
 
-    def product_size(self, B: Tensor, A: Tensor) -> float:
-        """Measure what a layer's factors can make of the next state's B."""
+    def product_bound(self, B: Tensor, A: Tensor) -> float:
+        """Return an upper bound of the norm of a layer's next B, from one upload's factors."""
         return product_norm(B, A)
 
-    def longest_row(self, factors: Mapping[str, Tensor]) -> float:
-        """Find the norm of the longest row of A: 1 after a round, 1 or so before."""
+    def max_row_norm(self, factors: Mapping[str, Tensor]) -> float:
+        """Return the largest row norm of A, at least 1: it is 1 after a round, about 1 before."""
         return max(1.0, *(float(A.norm(dim=1).max()) for A in self.split(factors)[1]))
 
 
 class MeanOfProducts(ProductSums):
-    """Decompose the mean of the clients' products."""
+    """The mean of the clients' products, decomposed at the end."""
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         rank, Bs, As = self.method.rank, [], []
         for layer, total in zip(self.method.layers, self.sums, strict=True):
             U, S, Vh = total.svd()

@@ -2,12 +2,12 @@
 
     W <- W + scale sum_c p_c B_c A_c,    p_c = w_c / sum w
 
-The sum is one product: the B_c side by side times the A_c on top of each other. Nothing is lost,
-also where the clients' ranks differ: a client with a budget fraction trains
-r_c = floor(fraction * r) ranks. Every round begins anew, with B = 0 and another random A.
+The sum is one product: the p_c B_c side by side, times the A_c stacked. It is exact, also if the
+clients' ranks differ: a client with a budget fraction trains r_c = floor(fraction * r) ranks, at
+least one. Every round starts with B = 0 and a new random A.
 
-What was added so far travels with every broadcast (`ResidualLora`). A is drawn on both sides, from
-(seed, layer, number of rounds that had an effect): the state has the number.
+The sum of all rounds so far travels with every broadcast (`ResidualLora`). Both sides draw A from
+(seed, layer, number of rounds with an effect); that number is part of the state.
 """
 
 import math
@@ -26,12 +26,12 @@ from ravan_flwr.methods.tensors import check_tensor
 
 
 class Flora(NormLimits, ResidualLora):
-    """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
+    """State: {"residual", "residual-rank", "rounds"}; upload: {"B", "A"}."""
 
     by_ranks = True
 
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
-        return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
+        return self.empty_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
         self.load_residual(adapters, tensors)
@@ -39,7 +39,7 @@ class Flora(NormLimits, ResidualLora):
             adapter.set_factors(torch.zeros(adapter.base.out_features, self.rank), A)
 
     def first_A(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Draw the A with which a round begins from this state."""
+        """Draw the A with which a round from this state starts."""
         number = int(check_tensor(tensors, "rounds", (1,), torch.int32))
         return self.draw_A(number) if number else self.initial_A
 
@@ -57,8 +57,8 @@ class Flora(NormLimits, ResidualLora):
             [torch.zeros(out, rank) for out in self.outs], [A[:rank] for A in self.first_A(sent)]
         )
 
-    def open_round(self, state: Tensors) -> "Stacked":
-        return Stacked(self, state)
+    def open_round(self, state: Tensors) -> "StackedProducts":
+        return StackedProducts(self, state)
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         return {"B": math.hypot(*map(product_norm, *self.split(upload)))}
@@ -68,13 +68,13 @@ class Flora(NormLimits, ResidualLora):
         return {"residual": float(state["residual"].double().norm()) + added}
 
 
-class Stacked(ProductSums):
-    """Stack the clients' B_c and A_c per layer."""
+class StackedProducts(ProductSums):
+    """The clients' stacked B_c and A_c for each layer."""
 
     method: Flora
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         factor = self.method.settings.lora_scale / self.weight
         added = self.method.add_products(self.state, self.sums, factor, self.rank)
         return added | {"rounds": self.state["rounds"] + 1}

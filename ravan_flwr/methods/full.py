@@ -1,8 +1,10 @@
-"""Fine-tune everything: each pretrained parameter is trained, travels and is averaged.
+"""Fine-tune everything: every pretrained parameter is trained, sent and averaged.
 
-The reference that parameter-efficient methods are measured against (FedAvg, McMahan et al.,
-2017), with local steps of Adam. The classifier is an option of the run, as for every method:
-what is trained here is the whole of the pretrained network.
+    W <- mean_c W_c
+
+This is FedAvg (McMahan et al., 2017) with local steps of Adam, the reference for
+parameter-efficient methods. It trains the whole pretrained network. As in every method, an option
+of the run decides whether the classifier is trained, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
 class Full(SumsChanges, Method["Everything"]):
-    """Keep the state {"weights"}, all of them one after the other; an upload has the same."""
+    """State and upload: {"weights"}, one flat tensor of all parameters."""
 
     rank = None
 
@@ -57,7 +59,7 @@ METHOD = Full
 
 
 class Everything(nn.Module):
-    """Hold a network's pretrained parameters, and a copy of what they were, on the CPU."""
+    """A network's parameters, and a copy of their pretrained values on the CPU."""
 
     def __init__(self, pretrained: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class Everything(nn.Module):
             self.pretrained = flatten(list(pretrained.values()))
 
     def split(self, flat: Tensor) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Give each parameter, by name, its part of a flat tensor in its shape."""
+        """Return each parameter, by name, with its part of a flat tensor in its shape."""
         parts = flat.split([weight.numel() for weight in self.weights.values()])
         return {
             name: (weight, part.view(weight.shape))

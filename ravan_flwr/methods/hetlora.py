@@ -1,13 +1,13 @@
-"""Train HetLoRA: LoRA of a rank by each client's budget (Cho et al., 2024).
+"""Train HetLoRA: a LoRA whose rank depends on each client's budget (Cho et al., 2024).
 
-A client with a budget fraction trains r_c = floor(fraction * r) of the r ranks, at least one:
-the server sends it B[:, :r_c] and A[:r_c]. Its reply is padded with zeros to rank r and
-weighted, layer by layer, by the norm of its delta-weight:
+A client with a budget fraction trains the first r_c = floor(fraction * r) of the r ranks, at least
+one: the server sends it B[:, :r_c] and A[:r_c]. The server pads its reply with zeros to rank r, and
+weights it, layer by layer, by the norm of its delta-weight:
 
     S_c = |B_c A_c|_F,    p_c = S_c / sum S,    B <- sum_c p_c B_c,    A <- sum_c p_c A_c
 
-A layer in which every reply's delta-weight is zero keeps what it was. With
-`weighting=examples` p_c is proportional to S_c times the number of examples.
+A layer whose delta-weight is zero in every reply does not change. With `weighting=examples` p_c is
+proportional to S_c times the number of examples. The mean is not exact, as in FedIT (fedit.py).
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from ravan_flwr.methods.tensors import Mean
 
 
 class HetLora(RankedLora):
-    """Let a client train the first ranks of a LoRA."""
+    """State and upload: {"B", "A"}; a client trains the first r_c ranks."""
 
     def open_round(self, state: Tensors) -> "NormWeighted":
         return NormWeighted(self, state)
 
 
 class NormWeighted:
-    """Keep the means of B and A of every layer, padded, each reply weighted by its S_c there."""
+    """The means of the padded B and A of every layer, each reply weighted by its S_c."""
 
     def __init__(self, method: HetLora, state: Tensors) -> None:
         self.method = method
@@ -45,7 +45,7 @@ class NormWeighted:
             mean_A.add(F.pad(A, (0, 0, 0, missing)), norm)
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         return self.method.pack([B.close() for B in self.Bs], [A.close() for A in self.As])
 
 

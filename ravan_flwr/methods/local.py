@@ -1,14 +1,14 @@
-"""Train each client alone, the reference that says what federation is worth.
+"""Train each client alone: the baseline that shows the benefit of federation.
 
-Every client trains FedIT's LoRA (fedit.py) from the same start, on its own examples, in every
-round: so it takes all of a run's local steps. Nothing travels, and the state has no tensors.
+Every client trains FedIT's LoRA (fedit.py) in every round, from the same start and on its own
+examples, so that it takes all local steps of the run. Nothing is sent; the state has no tensors.
 """
 
 from ravan_flwr.methods.lora import PersonalLora
 
 
 class Local(PersonalLora):
-    """Keep an empty state; {"B", "A"} are a client's own."""
+    """State and upload: empty; personal: {"B", "A"}."""
 
     in_state = sent = ()
 

@@ -1,16 +1,15 @@
-"""Share what methods that train a LoRA have in common: y = W x + b + scale B A x.
+"""Share the code of methods that train a LoRA: y = W x + b + scale B A x.
 
-B(0) = 0, and A(0) is drawn from the seed, for each layer anew, with rows of norm 1
-in expectation. The state and an upload are {"B", "A"}: the B of all layers one
-after the other in one flat tensor, and the A in another, since layers have different sides.
-The rank of such a pair is its size divided by the sum of the sides, so that a client of
-smaller rank sends and gets the same two tensors, only shorter.
+B(0) = 0, and A(0) is drawn from the seed for each layer, with rows of norm 1 in expectation. The
+state and an upload are {"B", "A"}: one flat tensor with the B of all layers, layer by layer, and
+another with the A, since layers have different sides. The rank of such a pair is its size divided
+by the sum of the sides. So the tensors of a client of smaller rank are shorter, but have the same
+form.
 
-`ResidualLora` adds products of clients' factors to the pretrained weight, and sends all that was
-added. A client may have missed any round, so the sum of all that was added so far, the residual,
-is part of the state and travels with every broadcast. Layer by layer it travels in the cheapest
-exact form: as two factors while their rank k has k (out + in) < out in, and as the (out, in)
-matrix from then on."""
+`ResidualLora` adds products of clients' factors to the pretrained weight. The residual is the sum
+of all products so far. A client may have missed any round, so the residual is part of the state and
+of every broadcast. For each layer it has the cheapest exact form: two factors while their rank k
+has k (out + in) < out in, then the (out, in) matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,34 +33,34 @@ BOTH = ("B", "A")
 class LoraMethod(Method[LoRALinear]):
     """Send B and A both ways; the next state is the mean of each.
 
-    Where a method treats one of the two otherwise, it says so by these names.
+    A method that treats B and A differently overrides these attributes.
     """
 
     rank: int
-    trained: tuple[str, ...] = BOTH  # which the budget pays for; the other is frozen
-    in_state: tuple[str, ...] = BOTH  # which the server has and sends; the other is as drawn
-    sent: tuple[str, ...] = BOTH  # which clients send in this round
-    layer_class: type[LoRALinear] = LoRALinear  # what takes the place of a layer
-    by_ranks = False  # May a client train floor(fraction * r) ranks, at least one?
+    trained: tuple[str, ...] = BOTH  # trained, and counted in the budget; the others are frozen
+    in_state: tuple[str, ...] = BOTH  # in the state, and sent; the others keep their initial values
+    sent: tuple[str, ...] = BOTH  # sent by clients in this round
+    layer_class: type[LoRALinear] = LoRALinear  # the adapter that replaces a layer
+    by_ranks = False  # may a client train floor(fraction * r) ranks, at least one?
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.outs = [layer.out_features for layer in self.layers]
         self.ins = [layer.in_features for layer in self.layers]
         self.side = min(*self.outs, *self.ins)
-        self.rank = settings.rank or min(self.side, self.budget // self.parameters_a_rank())
+        self.rank = settings.rank or min(self.side, self.budget // self.parameters_per_rank())
         check_rank(self.rank, self.side)
         self.parts = self.rank if self.by_ranks else None
 
-    def parameters_a_rank(self) -> int:
-        """Count the parameters of one more rank."""
+    def parameters_per_rank(self) -> int:
+        """Return the number of trained parameters for each rank."""
         return sum(math.prod(shape) for shape in self.shapes(1, self.trained).values())
 
     def trainable_parameters(self) -> int:
-        return self.rank * self.parameters_a_rank()
+        return self.rank * self.parameters_per_rank()
 
     def shapes(self, rank: int, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the flat tensors of these names, of that rank."""
+        """Return the shapes of the flat tensors with these names at that rank."""
         sides = {"B": sum(self.outs), "A": sum(self.ins)}
         return {name: (rank * sides[name],) for name in names}
 
@@ -75,7 +74,7 @@ class LoraMethod(Method[LoRALinear]):
         return self.draw_A()
 
     def draw_A(self, *purpose: int) -> list[Tensor]:
-        """Draw an A for every layer, another one for each purpose."""
+        """Draw an A for every layer; different purposes give different draws."""
         As = []
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name, *purpose)
@@ -89,11 +88,11 @@ class LoraMethod(Method[LoRALinear]):
         return self.layer_class(linear, B, A, self.settings.lora_scale)
 
     def pack(self, Bs: Sequence[Tensor], As: Sequence[Tensor]) -> Tensors:
-        """Flatten these factors into two tensors, in float32 on the CPU."""
+        """Flatten the layers' factors into two tensors, in float32 on the CPU."""
         return {"B": flatten(Bs), "A": flatten(As)}
 
     def split(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cut two flat tensors, which fit, into factors."""
+        """Split two checked flat tensors into the layers' factors."""
         rank = len(tensors["B"]) // sum(self.outs)
         return (
             [b.view(-1, rank) for b in tensors["B"].split([rank * out for out in self.outs])],
@@ -101,7 +100,7 @@ class LoraMethod(Method[LoRALinear]):
         )
 
     def first_factors(self, names: Sequence[str]) -> Tensors:
-        """Make the factors of these names as every client begins with them."""
+        """Return the initial values, the same for every client, of the factors with these names."""
         first = self.pack([torch.zeros(out, self.rank) for out in self.outs], self.initial_A)
         return {name: first[name] for name in names}
 
@@ -117,8 +116,8 @@ class LoraMethod(Method[LoRALinear]):
                 adapter.get_parameter(name).requires_grad_(False)
 
     def set_factors(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        """Put both factors of one rank into the adapters."""
-        rank = max(1, len(tensors.get("B", ())) // sum(self.outs))  # of unknown origin
+        """Load both factors, of any common rank, into the adapters."""
+        rank = max(1, len(tensors.get("B", ())) // sum(self.outs))  # not checked yet
         for name, sides in (("B", self.outs), ("A", self.ins)):
             check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
         for adapter, B, A in zip(adapters, *self.split(tensors), strict=True):
@@ -128,7 +127,7 @@ class LoraMethod(Method[LoRALinear]):
         return self.factors_of(adapters, self.sent)
 
     def factors_of(self, adapters: Sequence[LoRALinear], names: Sequence[str]) -> Tensors:
-        """Copy the factors of these names out of the adapters."""
+        """Return copies of the adapters' factors with these names."""
         return {name: flatten([a.get_parameter(name) for a in adapters]) for name in names}
 
     def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
@@ -139,7 +138,7 @@ class LoraMethod(Method[LoRALinear]):
 
 
 class RankedLora(LoraMethod):
-    """Let a client train the first ranks, and send it no others."""
+    """Send a client only the first ranks within its budget, which it trains."""
 
     by_ranks = True
 
@@ -150,29 +149,29 @@ class RankedLora(LoraMethod):
 
 
 class PersonalLora(LoraMethod):
-    """Leave the factors that are not sent with each client.
+    """Keep the factors that are not sent as personal parameters.
 
-    They begin as every LoRA does, B = 0 and A drawn from the seed, so that all clients begin alike.
+    They start as in every LoRA, B = 0 and A drawn from the seed, so all clients start alike.
     """
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
-        stay = [name for name in BOTH if name not in self.sent]
-        collect = partial(self.factors_of, names=stay)
-        self.personal = Personal(self.shapes(self.rank, stay), collect, self.put)
+        personal_names = [name for name in BOTH if name not in self.sent]
+        collect = partial(self.factors_of, names=personal_names)
+        self.personal = Personal(self.shapes(self.rank, personal_names), collect, self.put)
 
-    def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
-        """Put a client's own factors into the adapters, beside those that travel."""
-        self.set_factors(adapters, self.factors_of(adapters, BOTH) | dict(own))
+    def put(self, adapters: Sequence[LoRALinear], personal: Mapping[str, Tensor]) -> None:
+        """Load a client's personal factors into the adapters, beside the factors that travel."""
+        self.set_factors(adapters, self.factors_of(adapters, BOTH) | dict(personal))
 
 
 class ProductSums:
-    """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""
+    """The sum of the clients' B_c A_c for each layer, kept as factors while these are smaller."""
 
     def __init__(self, method: LoraMethod, state: Tensors) -> None:
         self.method, self.state = method, state
         self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
-        self.weight, self.rank = 0.0, 0  # of all replies
+        self.weight, self.rank = 0.0, 0  # summed over all uploads
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's B and A, of its own rank."""
@@ -184,11 +183,11 @@ class ProductSums:
 
 
 class CoMoments(ProductSums):
-    """Keep the means of B and A, and per layer the co-moment of B and A about them.
+    """The means of B and A, and for each layer the co-moment of B and A about them.
 
-    What averaging B and A each by itself loses, mean(B A) - mean(B) mean(A), is
-    mean_c((B_c - mean B) (A_c - mean A)). The co-moment sum_c w_c (B_c - mean B) (A_c - mean A)
-    grows by one product of rank r for each reply but the first, as Welford's variance does.
+    The error of averaging B and A separately, mean(B A) - mean(B) mean(A), is
+    mean_c((B_c - mean B) (A_c - mean A)). The co-moment sum_c w_c (B_c - mean B) (A_c - mean A) is
+    updated as in Welford's variance: each upload but the first adds one product of rank r.
     """
 
     def __init__(self, method: LoraMethod, state: Tensors) -> None:
@@ -211,7 +210,7 @@ class CoMoments(ProductSums):
 
 
 class ResidualLoRALinear(LoRALinear):
-    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
+    """A LoRA layer whose base weight is the pretrained one plus a residual, restorable exactly."""
 
     pretrained: Tensor
 
@@ -220,24 +219,24 @@ class ResidualLoRALinear(LoRALinear):
         self.register_buffer("pretrained", base.weight.detach(), persistent=False)
 
     def set_residual(self, residual: Tensor | None) -> None:
-        """Make the base's weight the pretrained one plus this."""
+        """Set the base's weight to the pretrained one plus the residual; None: without."""
         weight = self.pretrained
         if residual is not None:
             weight = weight + residual.to(weight.device, weight.dtype)
         self.base.weight.data = weight
 
     def delta_weight(self) -> Tensor:
-        """Compute scale B A and the residual, (out, in)."""
+        """Compute scale B A plus the residual, (out, in)."""
         return super().delta_weight() + (self.base.weight - self.pretrained)
 
 
 class ResidualLora(LoraMethod):
-    """Keep {"residual", "residual-rank"} in the state, and add it to the pretrained weights."""
+    """Add the residual to the pretrained weights; the state has {"residual", "residual-rank"}."""
 
     layer_class = ResidualLoRALinear
 
-    def no_residual(self) -> Tensors:
-        """Make the part of the state that says what was added: nothing yet."""
+    def empty_residual(self) -> Tensors:
+        """Return the residual's tensors in the initial state: nothing was added."""
         return {"residual": torch.zeros(0), "residual-rank": torch.zeros(1, dtype=torch.int32)}
 
     def broadcast_bytes(self, initial: Tensors, fraction: float) -> int:
@@ -245,7 +244,7 @@ class ResidualLora(LoraMethod):
         return super().broadcast_bytes(initial, fraction) + 4 * matrices
 
     def load_residual(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
-        """Make every layer's weight the pretrained one plus the residual."""
+        """Set every layer's weight to the pretrained one plus the residual."""
         for adapter, residual in zip(adapters, self.residuals(tensors), strict=True):
             adapter.set_residual(residual.dense())
 
@@ -253,7 +252,7 @@ class ResidualLora(LoraMethod):
         return None
 
     def residuals(self, tensors: Mapping[str, Tensor]) -> list["Residual"]:
-        """Read what was added to each layer's weight so far."""
+        """Return each layer's residual, read from checked tensors of the state."""
         rank = int(check_tensor(tensors, "residual-rank", (1,), torch.int32))
         sizes = [Residual.size(layer, rank) for layer in self.layers]
         flat = check_tensor(tensors, "residual", (sum(sizes),), torch.float32)
@@ -265,7 +264,10 @@ class ResidualLora(LoraMethod):
     def add_products(
         self, state: Tensors, products: Sequence[ProductSum], factor: float, rank: int
     ) -> Tensors:
-        """Add that many times the products, of `rank` in all, to the state's residual."""
+        """Return the residual of the next state: the old one plus factor * products.
+
+        `rank` is the sum of the products' ranks in each layer.
+        """
         rank += int(state["residual-rank"])
         added = [
             residual.plus(product, factor, rank).flat()
@@ -278,20 +280,20 @@ class ResidualLora(LoraMethod):
 
 
 class Residual:
-    """Keep what was added to one layer's weight: U (out, k) and V (k, in), or the matrix itself."""
+    """One layer's residual: factors U (out, k) and V (k, in), or the matrix itself."""
 
     def __init__(self, layer: Layer, rank: int, parts: tuple[Tensor, ...]) -> None:
         self.layer, self.rank, self.parts = layer, rank, parts
 
     @staticmethod
     def size(layer: Layer, rank: int) -> int:
-        """Count the numbers of the cheapest exact form."""
+        """Return the number of entries of the cheapest exact form."""
         out, inside = layer.out_features, layer.in_features
         return min(rank * (out + inside), out * inside)
 
     @classmethod
     def read(cls, layer: Layer, rank: int, flat: Tensor) -> "Residual":
-        """Read what `flat` wrote."""
+        """Return the residual whose `flat` is this tensor."""
         out, inside = layer.out_features, layer.in_features
         if rank * (out + inside) < out * inside:
             U, V = flat.split([out * rank, rank * inside])
@@ -299,11 +301,11 @@ class Residual:
         return cls(layer, rank, (flat.view(out, inside),))
 
     def flat(self) -> Tensor:
-        """Write it as one tensor, for the state."""
+        """Return one flat tensor, for the state."""
         return flatten(self.parts)
 
     def dense(self) -> Tensor | None:
-        """Make the (out, in) matrix; None where nothing was added."""
+        """Return the (out, in) matrix; None if nothing was added."""
         if self.rank == 0:
             return None
         if len(self.parts) == 1:
@@ -312,7 +314,7 @@ class Residual:
         return U @ V
 
     def plus(self, moment: ProductSum, factor: float, rank: int) -> "Residual":
-        """Add that many times the moment, which makes the rank of all of it `rank`."""
+        """Return this residual plus factor * moment, of total rank `rank`."""
         if self.size(self.layer, rank) < self.layer.out_features * self.layer.in_features:
             U, V = self.parts
             B, A = moment.factors()

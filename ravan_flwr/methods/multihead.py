@@ -1,12 +1,13 @@
-"""Share what methods whose adapters are multi-head layers have in common.
+"""Share the code of methods whose adapters are multi-head layers, and choose their heads.
 
-Heads that a client trains are chosen by scores first, then the best K (section 3.2). Scores are
-(layers, heads), the higher the better:
+A client that trains K heads scores all heads, and takes the K with the highest scores (section
+3.2). Scores are (layers, heads):
 
 - `random`: uniform draws.
-- `weight`: the Frobenius norm of s_i H_i. All are zero in round 1; ties break at random.
-- `gradient`: the Frobenius norm of the loss's gradient with respect to s_i H_i, on one
-  mini-batch, without an update.
+- `weight`: the Frobenius norm of s_i H_i, relative to the norm of the layer's weight. All are zero
+  in round 1; ties break at random.
+- `gradient`: the Frobenius norm of the loss's gradient with respect to s_i H_i, on one mini-batch
+  without an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,11 @@ from ravan_flwr.methods.tensors import probe
 
 
 class MultiHeadMethod(Method[MultiHeadLinear]):
-    """Adapt every layer by cores between frozen bases, which both sides make from the seed."""
+    """Adapt every layer by cores between frozen bases that both sides derive from the seed."""
 
     rank: int
     heads = 1
-    init = "normal"  # how the bases are made
+    init = "normal"  # the scheme of the bases
     trains_scales = False
     layer_class: type[MultiHeadLinear] = MultiHeadLinear
 
@@ -37,7 +38,7 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
         out, inside = layer.out_features, layer.in_features
-        if linear.weight.is_meta:  # a plan needs shapes only
+        if linear.weight.is_meta:  # the command `plan` needs shapes only
             B = torch.empty(self.heads, out, self.rank, device="meta")
             A = torch.empty(self.heads, self.rank, inside, device="meta")
         else:
@@ -65,25 +66,25 @@ def score_heads(
     random: torch.Generator,
     backward: Callable[..., object],
 ) -> Tensor:
-    """Score the heads, (layers, heads); `backward` is that of `Method.choose`."""
+    """Return the scores of the heads, (layers, heads); `backward` is that of `Method.choose`."""
     if scoring == "random":
         return torch.rand(len(layers), layers[0].heads, generator=random)
     if scoring == "weight":  # relative to the norm of the layer's own weight
         changes = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
         return torch.stack(changes).cpu()
-    # Each layer's gradient is reduced to its heads' as soon as it comes by, part by part of the
-    # batch: that with respect to s_i H_i is B_i^T (dL/dy)^T x A_i^T.
+    # The gradient with respect to s_i H_i is B_i^T (dL/dy)^T x A_i^T. Each layer's is computed
+    # during the backward pass, and summed over the parts of the batch.
     gradients = [torch.zeros_like(layer.H, requires_grad=False) for layer in layers]
     with ExitStack() as stack:
         for position, layer in enumerate(layers):
 
-            def see(
+            def add_gradient(
                 x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
             ) -> None:
                 full = gy.T @ x  # (out, in)
                 gradients[at] += layer.B.mT @ full @ layer.A.mT
 
-            stack.enter_context(watch_gradients(layer, see))
+            stack.enter_context(watch_gradients(layer, add_gradient))
         backward(gradients)
     return torch.stack([gradient.norm(dim=(1, 2)) for gradient in gradients]).cpu()
 
@@ -91,11 +92,11 @@ def score_heads(
 def best_heads(
     scores: Tensor, number: int, selection: str, random: torch.Generator | None
 ) -> list[list[int]]:
-    """Pick the `number` best heads of each layer, or `number` times the layers of all of them.
+    """Return the `number` best heads of each layer, or the `number` * layers best of all layers.
 
-    Scores of different layers compare as they are: bases have the same norms everywhere, so
-    a gradient norm says how fast the one loss falls per unit of movement of a head in any
-    layer, and a weight score is relative to its layer's own weight.
+    Scores of different layers are comparable. All bases have the same norms, so a gradient norm is
+    the loss's decrease per unit of change of a head in any layer. A weight score is relative to the
+    layer's weight.
     """
     layers, heads = scores.shape
     if selection == "layer":
@@ -104,8 +105,8 @@ def best_heads(
     return [[i % heads for i in chosen if i // heads == layer] for layer in range(layers)]
 
 
-def chances(scores: Tensor, number: int) -> Tensor:
-    """Tell how likely each head is among the `number` best of its layer: ties break at random."""
+def selection_probabilities(scores: Tensor, number: int) -> Tensor:
+    """Return the probability that each head is among its layer's `number` best, random in ties."""
     least = scores.sort(dim=1, descending=True).values[:, number - 1, None]
     above, tied = scores > least, scores == least
     left = number - above.sum(1, keepdim=True)
@@ -113,7 +114,7 @@ def chances(scores: Tensor, number: int) -> Tensor:
 
 
 def _top(scores: Tensor, number: int, random: torch.Generator | None) -> list[int]:
-    """Find the positions of the highest scores, ascending; ties are broken by `random`."""
+    """Return the positions of the highest scores, ascending; `random` breaks ties."""
     order = torch.randperm(len(scores), generator=random)
     ranking = scores[order].argsort(descending=True, stable=True)
     return sorted(order[ranking[:number]].tolist())

@@ -1,8 +1,8 @@
-"""Train no adapter, the reference that says what adapters are worth.
+"""Train no adapter: the baseline that shows the benefit of adapters.
 
-With `classifier=trained` the classifier alone is trained, travels and is averaged; the network
-below it stays as it was pretrained. With `classifier=frozen` nothing is trained at all: one round
-of it measures the pretrained network as it is.
+With `classifier=trained` this is a linear probe: only the classifier is trained, sent and averaged,
+on the frozen pretrained network. With `classifier=frozen` nothing is trained: one round evaluates
+the pretrained network without training (zero-shot).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ravan_flwr.methods.lora import LoraMethod
 
 
 class NoAdapter(SumsChanges, LoraMethod):
-    """Keep an empty state; the network has a LoRA of rank 1 in it, which is zero and stays so."""
+    """State and upload: empty; the network contains a LoRA of rank 1 that stays zero."""
 
     trained = in_state = sent = ()
 

@@ -1,15 +1,17 @@
-"""Train raFLoRA: FlexLoRA whose mean is taken rank by rank (Wu et al., 2026).
+"""Train raFLoRA: FlexLoRA with a mean for each rank (Wu et al., 2026).
 
 A client with a budget fraction trains the first r_c = floor(fraction * r) ranks, as in FlexLoRA.
-FlexLoRA's mean of the products counts a client as zero in the ranks that it does not have, so
-that these shrink from round to round. Here each rank is averaged over the clients that hold it:
+In FlexLoRA's mean of the products, a client counts as zero in the ranks that it does not train. So
+these ranks shrink from round to round. raFLoRA averages each rank over the clients that train it:
 
     U S V^T = sum_j sum_{c: r_c >= j} w_c / N_j  B_c[:, j] A_c[j],    N_j = sum_{c: r_c >= j} w_c
 
-The ranks between two clients' r_c have the same clients: these are the paper's partitions. A rank
-that no reply of the round holds stays as it was. With whole budgets this is FlexLoRA.
+Ranks between two successive values of r_c have the same clients; the paper calls them partitions. A
+rank that no client of the round trained keeps its old factors. With whole budgets raFLoRA is
+FlexLoRA.
 
-How much a reply counts in a rank is known when all have come. So all are kept until then.
+The weight of a reply in a rank is known only after the last reply, so the server keeps all replies
+of a round.
 """
 
 from collections.abc import Mapping
@@ -22,22 +24,22 @@ from ravan_flwr.methods.flexlora import FlexLora, MeanOfProducts
 
 
 class RaFLora(FlexLora):
-    """Let a client train the leading directions of a LoRA, and average each over its clients."""
+    """State and upload: {"B", "A"}; each rank is averaged over the clients that trained it."""
 
     def open_round(self, state: Tensors) -> "MeanOfRanks":
         return MeanOfRanks(self, state)
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
-        # The ranks from each client's r_c on are one mean; there are no more means than ranks.
+        # The next product is a sum of at most `rank` means, one for each partition.
         made = super().norms_made(state, alone)
-        norm = self.longest_row(state) * float(state["B"].double().norm())
+        norm = self.max_row_norm(state) * float(state["B"].double().norm())
         return made | {"B": self.rank * max(made["B"], norm)}
 
-    def product_size(self, B: Tensor, A: Tensor) -> float:
-        """Compute the largest norm of B[:, m:] A[m:] over all m.
+    def product_bound(self, B: Tensor, A: Tensor) -> float:
+        """Return the largest norm of B[:, m:] A[m:] over all m.
 
-        A client's share in a rank grows with the rank, from round to round differently. So what it
-        adds is a mean of such tails, whatever the others hold.
+        A client's weight in a rank, w_c / N_j, does not decrease with j. So its contribution is a
+        weighted sum of such tails with weights of at most 1 in all, whatever the others train.
         """
         B, A = B.double(), A.double()
         products = (B.mT @ B) * (A @ A.mT)
@@ -46,7 +48,7 @@ class RaFLora(FlexLora):
 
 
 class MeanOfRanks(MeanOfProducts):
-    """Keep the replies, and sum up their ranks, each with its share among those that hold it."""
+    """The replies of a round; each rank is averaged over its clients at the end."""
 
     def __init__(self, method: RaFLora, state: Tensors) -> None:
         super().__init__(method, state)
@@ -57,7 +59,7 @@ class MeanOfRanks(MeanOfProducts):
         self.replies.append((upload, weight))
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         rank_of = [len(self.method.split(upload)[1][0]) for upload, _ in self.replies]
         totals = torch.zeros(self.method.rank, dtype=torch.float64)
         for rank, (_, weight) in zip(rank_of, self.replies, strict=True):

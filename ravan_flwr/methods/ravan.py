@@ -2,18 +2,24 @@
 
     y = W x + b + sum_i s_i B_i H_i A_i x
 
-B_i and A_i are frozen, made from the seed on both sides, and never travel. The global
-state is one array H of shape (layers, heads, r, r), zero at first. In a round a client with
-a budget fraction picks floor(fraction * heads) heads in each layer, trains their H_i and
-s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of those heads
-and a bit for each head that says which. The server's new H_i is the plain mean over the
-clients that trained head i of that layer, and the old H_i where nobody did (equation 8):
-the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
-With `head-mean = all` it is the mean over all clients of the round, of which those that did
-not train the head have left it at the old H_i.
+B_i (out, r) and A_i (r, in) are frozen and derived from the seed on both sides, so they never
+travel. The global state is one tensor H (layers, heads, r, r), zero at first.
 
-With `init = data-aware` or `first-round` the bases come from one calibration round instead
-(calibrated_bases.py), and travel, once to each client.
+In a round a client with a budget fraction chooses floor(fraction * heads) heads in each layer, at
+least one. It trains their H_i and s_i, with s_i = 1 at the start of every round. It uploads the
+products s_i H_i of these heads, and one bit for each head that marks them. For each layer the
+server computes (equation 8)
+
+    H_i <- mean over the clients that trained head i of s_i H_i;    unchanged if none did
+
+Over these clients the mean is exact: B_i and A_i are the same for all, so the delta-weight of the
+aggregate is the mean of the clients' delta-weights. With `head-mean = all` the mean is over all
+clients of the round; a client that did not train the head counts with the old H_i. With whole
+budgets both means are the same.
+
+With one head and s = 1 RAVAN is Fed-SB (fed_sb.py) up to the initialisation. With `init =
+data-aware` or `first-round` the bases result from a calibration round instead of the seed
+(calibrated_bases.py), and travel to each client once.
 """
 
 import logging
@@ -28,7 +34,12 @@ from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Settings, Tensors, check_rank
 from ravan_flwr.methods.calibrated_bases import DataAwareBases, FirstRound
 from ravan_flwr.methods.extensions import NormLimits, SumsChanges
-from ravan_flwr.methods.multihead import MultiHeadMethod, best_heads, chances, score_heads
+from ravan_flwr.methods.multihead import (
+    MultiHeadMethod,
+    best_heads,
+    score_heads,
+    selection_probabilities,
+)
 from ravan_flwr.methods.tensors import (
     HeadMeans,
     check_form,
@@ -52,7 +63,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         self.mean_over_cohort = settings.head_mean == "all"
         check_rank(self.rank, self.side)
         if settings.init == "data-aware":
-            self.init = "gram-schmidt"  # until the calibration: there must be some
+            self.init = "gram-schmidt"  # placeholder bases until the calibration
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)
         elif settings.init == "first-round":
             self.init = "gram-schmidt"
@@ -65,7 +76,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
             )
 
     def _largest_rank(self) -> int:
-        """Find the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
+        """Return the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
         per_head = (self.budget - self._extra_parameters()) / (len(self.layers) * self.heads)
         rank = math.isqrt(max(0, math.floor(per_head) - int(self.trains_scales)))
         if rank < 1:
@@ -80,12 +91,12 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         return len(self.layers), self.heads, self.rank, self.rank
 
     def _extra_parameters(self) -> int:
-        """Count what is trained beside the heads."""
+        """Return the number of trained parameters beside the heads."""
         return 0
 
     def trainable_parameters(self) -> int:
-        a_head = self.rank**2 + int(self.trains_scales)
-        return len(self.layers) * self.heads * a_head + self._extra_parameters()
+        per_head = self.rank**2 + int(self.trains_scales)
+        return len(self.layers) * self.heads * per_head + self._extra_parameters()
 
     def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
         return {"H": (len(self.layers) * affordable(fraction, self.heads), self.rank, self.rank)}
@@ -132,8 +143,8 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         number = affordable(fraction, self.heads)
         norms = state["H"].double().norm(dim=(2, 3))
         if self.settings.scoring == "random":
-            norms.zero_()  # no head comes before another
-        return {"H": chances(norms, number)[:, :, None, None]}
+            norms.zero_()  # all heads tie
+        return {"H": selection_probabilities(norms, number)[:, :, None, None]}
 
     def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         return {"H": len(self.layers) * self.heads}
@@ -147,7 +158,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         if self.settings.scoring == "random":
             scores = torch.rand(len(self.layers), self.heads, generator=random)
         else:
-            # In double precision: client and server must agree on what is larger.
+            # In double precision: client and server must rank the heads alike.
             scores = state["H"].double().norm(dim=(2, 3))
         chosen = best_heads(scores, number, self.settings.selection, random)
         rows = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
@@ -168,7 +179,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         for adapter, heads in zip(adapters, self.heads_of(rows), strict=True):
             if len(heads) < self.heads:
                 adapter.train_heads(heads)
-        self._hold_scales(adapters)
+        self._freeze_scales(adapters)
 
     def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
         chosen = rows["H"].view(len(self.layers), self.heads)
@@ -197,9 +208,9 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
             chosen = best_heads(scores, number, self.settings.selection, random)
             for adapter, heads in zip(adapters, chosen, strict=True):
                 adapter.train_heads(heads)
-        self._hold_scales(adapters)
+        self._freeze_scales(adapters)
 
-    def _hold_scales(self, adapters: Sequence[MultiHeadLinear]) -> None:
+    def _freeze_scales(self, adapters: Sequence[MultiHeadLinear]) -> None:
         if not self.trains_scales:
             for adapter in adapters:
                 (adapter.subset or adapter).s.requires_grad_(False)
@@ -211,7 +222,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         products = torch.cat([adapter.products() for adapter in adapters])
         return {"H": products.cpu(), "heads": pack_bits(chosen.flatten())}
 
-    # What has been learned.
+    # The learned update.
 
     def head_norms(self, adapters: Sequence[MultiHeadLinear]) -> list[list[float]]:
         norms = []

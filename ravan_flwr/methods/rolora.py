@@ -1,11 +1,12 @@
-"""Train RoLoRA: B and A in turn, a round each (Chen et al., 2025).
+"""Train RoLoRA: B and A in alternating rounds (Chen et al., 2025).
 
-    odd rounds     B <- mean_c B_c,    A as it is
-    even rounds    A <- mean_c A_c,    B as it is
+    odd rounds     B <- mean_c B_c,    A fixed
+    even rounds    A <- mean_c A_c,    B fixed
 
-Clients train one of the two and send it; with the other alike for all, the mean is exact in every
-round, mean(B_c) A = mean(B_c A), and both are learned. B comes first: while it is zero, A has no
-gradient. A client may have missed any round, so it is sent both.
+Clients train one of the two factors and send it. The other factor is the same for all, so the mean
+is exact in every round, mean(B_c) A = mean(B_c A), although both factors are learned. B is trained
+first: while it is zero, A has no gradient. A client may have missed any round, so the server sends
+both.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ravan_flwr.methods.lora import LoraMethod
 
 
 class RoLora(LoraMethod):
-    """Keep the state {"B", "A"}; an upload is {"B"} or {"A"}."""
+    """State: {"B", "A"}; upload: {"B"} in odd rounds, {"A"} in even ones."""
 
     sent, frozen_tensors = ("B",), ("A",)
     rounds = (

@@ -1,16 +1,18 @@
-"""Train SLoRA: a LoRA that begins with what a sparse round found (Babakniya et al., 2023).
+"""Train SLoRA: a LoRA initialised by a sparse first round (Babakniya et al., 2023).
 
-In round 0 the sampled clients fine-tune the adapted matrices themselves, each at the same few
-places, drawn from the seed without regard to data, and send what changed there. The mean change
-of a matrix, zero elsewhere, is decomposed, U S V^T, and a LoRA begins with
+In round 0 the sampled clients fine-tune the adapted matrices themselves, at a few entries, and send
+the change of these. The entries are the same for all clients, and drawn from the seed independently
+of the data. The server decomposes the mean change of each matrix, which is zero elsewhere, as
+U S V^T, and the LoRA starts with
 
     scale B = U[:, :r] S[:r],    A = V^T[:r]
 
-From then on it is FedIT (fedit.py), on the pretrained weights. There are as many places as the LoRA
-has numbers, matrix by matrix, so that round 0 costs a client the bytes up of any other.
+The later rounds are FedIT (fedit.py) on the pretrained weights. A matrix has as many trained
+entries as its LoRA has parameters. So the upload of round 0 has as many bytes as that of any other
+round.
 
-Of the paper only summaries, and code of others (FedLLM-Factory), were at hand. Its first stage has
-several rounds, of a density that is set; here it is one round, as Fed-SB's.
+Only summaries of the paper, and the code of others (FedLLM-Factory), were available. The paper's
+first stage has several rounds, and its density is a setting; here it is one round, as in Fed-SB.
 """
 
 import math
@@ -31,7 +33,7 @@ from ravan_flwr.seeding import generator
 
 
 class SLoRA(LoraMethod):
-    """Keep the state {"B", "A"}; an upload has the same."""
+    """State and upload: {"B", "A"}."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -39,7 +41,7 @@ class SLoRA(LoraMethod):
 
 
 class SparseRound(FirstRound):
-    """Fine-tune some numbers of the adapted matrices, on a sample of the clients."""
+    """The first round: local steps on some entries of the adapted matrices."""
 
     def __init__(self, method: LoraMethod) -> None:
         super().__init__(method.settings, method.layers, 1, method.rank, ())
@@ -48,38 +50,40 @@ class SparseRound(FirstRound):
         self.sizes = [min(method.rank * sum(pair), math.prod(pair)) for pair in sides]
         self.bytes_up, self.bytes_down = 4 * sum(self.sizes), 0
 
-    def places(self) -> list[Tensor]:
-        """Draw the places of each flat matrix at which clients train it, in ascending order."""
-        places = []
+    def positions(self) -> list[Tensor]:
+        """Draw the positions of each flat matrix's trained entries, in ascending order."""
+        positions = []
         for layer, size in zip(self.layers, self.sizes, strict=True):
             random = generator(self.settings.seed, "sparse", layer.name)
             order = torch.randperm(layer.out_features * layer.in_features, generator=random)
-            places.append(order[:size].sort().values)
-        return places
+            positions.append(order[:size].sort().values)
+        return positions
 
     def run(self, adapters: Sequence[Any], work: LocalWork) -> Tensors:
         weights = [adapter.base.weight.requires_grad_(True) for adapter in adapters]
-        hooks, places = [], self.places()
-        for weight, chosen in zip(weights, places, strict=True):
+        hooks, positions = [], self.positions()
+        for weight, chosen in zip(weights, positions, strict=True):
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[chosen] = True
             factor = mask.view_as(weight).to(weight.device)
-            # Adam moves no number whose gradients are all zero.
+            # Adam does not change a number whose gradients are all zero.
             hooks.append(weight.register_hook(lambda gradient, factor=factor: gradient * factor))
         try:
             change = super().run(adapters, work)["change"].split([w.numel() for w in weights])
         finally:
             for hook in hooks:
                 hook.remove()
-        return {"change": torch.cat([c[chosen] for c, chosen in zip(change, places, strict=True)])}
+        return {
+            "change": torch.cat([c[chosen] for c, chosen in zip(change, positions, strict=True)])
+        }
 
     def load(self, adapters: Sequence[Any], fixed: Mapping[str, Tensor]) -> None:
-        check_names(fixed, [])  # all that it makes is in the state
+        check_names(fixed, [])  # the results are all in the state
 
     def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         check_moved(means)
         Bs, As, rank = [], [], self.rank
-        for layer, mean, chosen in zip(self.layers, means, self.places(), strict=True):
+        for layer, mean, chosen in zip(self.layers, means, self.positions(), strict=True):
             change = torch.zeros(layer.out_features * layer.in_features, dtype=torch.float64)
             change[chosen] = mean.double()
             U, S, Vh = svd(change.view(layer.out_features, layer.in_features))

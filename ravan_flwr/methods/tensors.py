@@ -1,9 +1,9 @@
-"""Flatten, probe, check, hash and sum up the tensors that travel.
+"""Flatten, fingerprint, check, hash and sum the tensors that travel.
 
-Whatever comes from outside is checked here before it is used: exactly the names, shapes and dtypes
-that are expected, and finite numbers.
+Received tensors are checked here before use: they must have exactly the expected names, shapes and
+dtypes, and finite numbers.
 
-Weighted float32 tensors are summed in float64: their order hardly leaves a trace.
+Weighted float32 tensors are summed in float64, so that their order hardly affects the sum.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ Tensors = dict[str, Tensor]
 
 
 def checksum(tensors: Mapping[str, Tensor], digits: int = 16) -> str:
-    """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter.
+    """Return a SHA-256 hash of the names, dtypes, shapes and bytes of tensors, in any order.
 
-    Of 64 digits nobody finds other tensors with the same.
+    All 64 hexadecimal digits make it collision-resistant.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -34,16 +34,16 @@ def checksum(tensors: Mapping[str, Tensor], digits: int = 16) -> str:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors one after the other, in float32 on the CPU."""
+    """Concatenate tensors into one flat tensor, in float32 on the CPU."""
     return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
 
 
 def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Sum the bases of each layer up to numbers to which every entry of every layer counts."""
+    """Return a fingerprint of the layers' bases: weighted sums over all entries of all layers."""
     sums = []
     for position, bases in enumerate(layers, start=1):
         numbers = []
-        for basis in bases:  # two sums each, with weights that no shift keeps
+        for basis in bases:  # two sums each, whose weights depend on the entry's position
             flat = basis.detach().cpu().double().flatten()
             angles = torch.arange(len(flat), dtype=torch.float64)
             numbers += [flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)]
@@ -54,9 +54,9 @@ def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
 def check_tensor(
     upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Take the upload's tensor of that name, of exactly that shape and dtype, and finite."""
+    """Return the upload's tensor of that name; ValueError on a wrong shape, dtype or value."""
     tensor = check_form(upload, name, shape, dtype)
-    if not tensor.is_meta:  # a plan has shapes only
+    if not tensor.is_meta:  # the command `plan` has shapes only
         sum_of_squares(tensor, name)
     return tensor
 
@@ -64,7 +64,7 @@ def check_tensor(
 def check_form(
     upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Take the upload's tensor of that name, of exactly that shape and dtype."""
+    """Return the upload's tensor of that name; ValueError on a wrong shape or dtype."""
     if name not in upload:
         raise ValueError(f"got tensors {sorted(upload)}, expected {name!r} among them")
     tensor = upload[name]
@@ -76,9 +76,9 @@ def check_form(
 
 
 def sum_of_squares(tensor: Tensor, name: str) -> float:
-    """Sum up the squares, zero for integers; ValueError if a number is not finite.
+    """Return the sum of squares, zero for integers; ValueError if a number is not finite.
 
-    In float32, unless that overflows: one reading of the tensor, and no copy of it.
+    The sum is in float32 unless that overflows: one pass over the tensor, without a copy.
     """
     if not tensor.is_floating_point():
         return 0.0
@@ -101,19 +101,19 @@ _BLOCK = 2**17
 
 
 class Sums(Protocol):
-    """Sum up one round's uploads on the server; their order does not matter."""
+    """Sum one round's uploads on the server, in any order."""
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one checked upload to the sums."""
 
     def close(self) -> Tensors:
-        """Make the next global state, where an upload was added."""
+        """Return the next global state, after at least one upload."""
 
 
 def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
-    """Add weight * tensor, in float32, to a total in float64; both are contiguous.
+    """Add weight * tensor (float32) to a total (float64), both contiguous.
 
-    PyTorch makes a float64 copy of the tensor first: block by block, that stays in the processor.
+    PyTorch first copies the tensor to float64. A block's copy stays in the processor's cache.
     """
     parts = zip(total.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True)
     for of_total, part in parts:
@@ -121,7 +121,7 @@ def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
 
 
 class Mean:
-    """Keep a running weighted mean of tensors of one shape."""
+    """A running weighted mean of tensors of one shape."""
 
     def __init__(self, old: Tensor) -> None:
         self.old = old
@@ -134,53 +134,53 @@ class Mean:
         self.weight += weight
 
     def close(self) -> Tensor:
-        """Compute the mean, or what was there before if nothing came."""
+        """Return the mean, or the old tensor if none was added."""
         return (self.sum / self.weight).float() if self.weight else self.old.clone()
 
 
 class Means:
-    """Keep the mean of every tensor of the state."""
+    """The running mean of every tensor of the state."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.means = {name: Mean(tensor) for name, tensor in state.items()}
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add an upload's tensors; one of the state that no upload has stays as it was."""
+        """Add an upload's tensors; a tensor of the state that no upload has does not change."""
         for name, mean in self.means.items():
             if name in upload:
                 mean.add(upload[name], weight)
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         return {name: mean.close() for name, mean in self.means.items()}
 
 
-FAR = 8.0  # times the median norm, and the next power of two
+MAX_NORM_RATIO = 8.0  # to the median norm, rounded up to the next power of two
 
 
-class MeansBySize:
-    """Leave uploads whose norm is far above the median of all out of the means.
+class MeansByNorm:
+    """Running means without the uploads whose norm is far above the median norm.
 
-    That is known when all have come. Until then there is one sum for each power of two that a
-    norm has: honest ones share a few, and one that is far away has its own, which is dropped.
+    The median is known only after the last upload. Until then, uploads are summed by the power of
+    two of their norm. Honest uploads share a few sums; the sums of far larger norms are dropped.
     """
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = dict(state)
-        self.classes: dict[int, Means] = {}  # by the norms' exponents
+        self.classes: dict[int, Means] = {}  # by the exponent of the norm
         self.norms: list[float] = []
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add an upload, with the names of the state."""
+        """Add an upload that has all names of the state."""
         norm = math.hypot(*(float(upload[name].double().norm()) for name in self.state))
         self.norms.append(norm)
         means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
         means.add(upload, weight)
 
     def close(self) -> Tensors:
-        """Make the next state."""
+        """Return the next state."""
         total = Means(self.state)
-        most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
+        most = math.frexp(MAX_NORM_RATIO * statistics.median(self.norms))[1] if self.norms else 0
         for exponent in sorted(key for key in self.classes if key <= most):
             for name, mean in self.classes[exponent].means.items():
                 total.means[name].sum += mean.sum
@@ -189,24 +189,25 @@ class MeansBySize:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack booleans into bytes, the first in the lowest bit."""
+    """Pack booleans into bytes, the first into the lowest bit."""
     return torch.from_numpy(np.packbits(bits.bool().numpy(), bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
-    """Unpack that many booleans, or all that the bytes have room for."""
+    """Unpack `number` booleans, or all bits of the bytes."""
     bits = np.unpackbits(packed.numpy(), count=number, bitorder="little")
     return torch.from_numpy(bits).bool()
 
 
 class HeadMeans:
-    """Keep a sum and a weight for each (layer, head): not every client uploads every head.
+    """Running means of RAVAN's heads, with a sum and a weight for each (layer, head).
 
-    An upload is {"H": (selected, r, r), "heads": packed bits}: one bit for each (layer, head), the
-    first in the lowest bit of the first byte, says whether it is among the selected, which follow
-    in that order.
+    An upload is {"H": (selected, r, r), "heads": packed bits}. `heads` has one bit for each (layer,
+    head), the first in the lowest bit of the first byte. The set bits mark the selected heads, and
+    `H` has their products in that order.
 
-    `mean_over_cohort`: a client that did not upload a head counts for it as well, with the old one.
+    With `mean_over_cohort` a head's mean is over all clients of the round: a client that did not
+    upload the head counts with its old value.
     """
 
     def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
@@ -216,15 +217,15 @@ class HeadMeans:
         self.total = 0.0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add products of some heads, where the bits say."""
+        """Add one client's products to the sums of the heads that its bits mark."""
         chosen = unpack_bits(upload["heads"], len(self.weight))
-        where = chosen.nonzero().flatten()
-        self.sum.index_add_(0, where, upload["H"].double(), alpha=weight)
+        indices = chosen.nonzero().flatten()
+        self.sum.index_add_(0, indices, upload["H"].double(), alpha=weight)
         self.weight[chosen] += weight
         self.total += weight
 
     def close(self) -> Tensors:
-        """Make H, with the mean of every head that a client trained."""
+        """Return the next H: the mean where a client trained the head, else the old value."""
         trained = self.weight > 0
         H = self.old.flatten(0, 1).clone()
         mean = self.sum[trained] / self.weight[trained, None, None]

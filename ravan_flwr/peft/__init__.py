@@ -1,4 +1,4 @@
-"""RAVAN as a tuner of PEFT: `get_peft_model(model, RavanConfig(...))`.
+"""Provide RAVAN as a tuner of PEFT: `get_peft_model(model, RavanConfig(...))`.
 
 Importing this package registers the tuner with PEFT, so that `PeftModel.from_pretrained` finds it.
 """
@@ -24,10 +24,10 @@ NAME = "RAVAN"
 
 
 def _register() -> None:
-    """Add RAVAN to PEFT's registry, and to the enum that lists what may be in it.
+    """Add RAVAN to PEFT's registry and to its enum `PeftType`.
 
-    PEFT lets others register a tuner, but only under a name that is a member of `PeftType`. Python
-    has no public way to add a member to an enum: what is private here is all in this function.
+    PEFT registers external tuners, but only under a name that is a member of `PeftType`. Python has
+    no public way to add a member to an enum. Only this function uses the enum's private attributes.
     """
     try:
         if NAME not in PeftType.__members__:

@@ -28,22 +28,22 @@ class RavanConfig(PeftConfig):
         target_modules (list[str] | str | None, default None): layers to adapt: a list of names or
             of their ends, a regular expression of whole names, or "all-linear"; None takes the
             usual ones of the architecture.
-        exclude_modules (list[str] | str | None, default None): layers to leave out, as a list or a
+        exclude_modules (list[str] | str | None, default None): layers not to adapt, as a list or a
             regular expression.
         layers_to_transform (list[int] | int | None, default None): numbers of the blocks to adapt;
             needs `target_modules` as a list.
         layers_pattern (list[str] | str | None, default None): name of the list of blocks, such as
-            "layer", where PEFT does not know it.
+            "layer", for architectures that PEFT does not know.
         modules_to_save (list[str] | None, default None): other modules to train and save whole,
             such as a new classifier.
         bias (str, default 'none'): biases to train: none, all, or ravan_only, those of the adapted
             layers.
-        fan_in_fan_out (bool, default False): all targets keep their weight as (in, out), as GPT-2's
-            Conv1D; a Conv1D is recognised without it.
+        fan_in_fan_out (bool, default False): all targets store their weight as (in, out), as
+            GPT-2's Conv1D; a Conv1D is recognised without it.
         save_bases (bool, default False): save B and A in the adapter's folder, instead of making
             them when it is loaded.
-        base_layers (dict[str, Any] | None, default None): what the adapter was made for; written
-            when it is saved, checked when it is loaded.
+        base_layers (dict[str, Any] | None, default None): sizes of the layers that the adapter was
+            made for, and sums of bases; written when it is saved, checked when it is loaded.
     """
 
     r: int = 32
@@ -90,7 +90,7 @@ class RavanConfig(PeftConfig):
                 )
         for name in ("target_modules", "exclude_modules"):
             if isinstance(names := getattr(self, name), list):
-                setattr(self, name, set(names))  # as PEFT has it
+                setattr(self, name, set(names))  # as in PEFT's other configurations
             elif isinstance(names, str):
                 _check_expression(name, names)
             elif not isinstance(names, set | tuple | None):
@@ -98,10 +98,10 @@ class RavanConfig(PeftConfig):
                     f"{name} = {names!r}: expected a list of names of layers, or a regular "
                     "expression; set it to ['query'], say"
                 )
-        self.adapted: dict[str, Any] | None = None  # what it has been put onto
+        self.adapted: dict[str, Any] | None = None  # `base_layers` of the model it is attached to
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON takes them, with what the adapter was made for."""
+        """Return the fields in a form for JSON, with `base_layers` of the adapted model."""
         fields = asdict(self)
         if self.adapted is not None:
             fields["base_layers"] = self.adapted

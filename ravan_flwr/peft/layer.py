@@ -1,7 +1,7 @@
 """Add RAVAN's heads to a linear layer, under PEFT's conventions.
 
-The arithmetic, and the choice between its two forms, is that of `MultiHeadLinear`
-(adapters/multihead.py). Here is what PEFT wants around it: adapters by name, merging, state dicts.
+`MultiHeadLinear` and this layer share the computation and the choice between its two forms
+(adapters/multihead.py). This module adds PEFT's interface: named adapters, merging, state dicts.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ravan_flwr.adapters.multihead import Heads, multihead_linear, side_by_side
 from ravan_flwr.adapters.stored import StoredLinear, dense_weight, requantize
 from ravan_flwr.peft.config import RavanConfig
 
-PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute W x + b, and nothing else
+PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute only W x + b
 
 
 class RavanLinear(nn.Module, BaseTunerLayer):
@@ -28,13 +28,12 @@ class RavanLinear(nn.Module, BaseTunerLayer):
     Args:
         base_layer: a `Linear`, quantised by bitsandbytes or not, or a `Conv1D`, of `out` x `in`.
         adapter_name: the first adapter's name.
-        layer_name: the layer's name in the model, by which its bases are made.
+        layer_name: the layer's name in the model, from which its bases are derived.
         config: the first adapter's configuration.
 
     Attributes:
-        ravan_H: the cores (heads, r, r) by adapter, zero at first; trained.
-        ravan_s: the scales (heads,) by adapter, one at first; trained unless the configuration says
-            otherwise.
+        ravan_H: the cores (heads, r, r) by adapter, initially zero; trained.
+        ravan_s: the scales (heads,) by adapter, initially one; trained if `trainable_scales`.
         ravan_B: the frozen bases B_i (heads, out, r) by adapter.
         ravan_A: the frozen bases A_i (heads, r, in) by adapter.
     """
@@ -73,7 +72,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, layer_name, config)
 
     def update_layer(self, adapter_name: str, layer_name: str, config: RavanConfig) -> None:
-        """Add an adapter that changes nothing yet.
+        """Add an adapter whose delta-weight is zero.
 
         Args:
             adapter_name: the adapter's name.
@@ -105,8 +104,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         )
         device = self._weight().device
         if device.type == "meta":
-            device = B.device  # they are no part of what is loaded later
-        # B_i side by side, as the forward pass takes them, seen as (heads, out, r).
+            device = B.device  # a checkpoint loaded later need not contain the bases
+        # B_i are stored side by side, as the forward pass needs them; this is a view.
         B = side_by_side(B).to(device).view(-1, heads, rank).transpose(0, 1)
         for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
             bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
@@ -117,7 +116,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's output.
+        """Return the layer's output.
 
         Args:
             x: the input, (..., in).
@@ -136,7 +135,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         return multihead_linear(x, self.base_layer, self._weight(), adapters, form)
 
     def heads(self, adapter: str) -> Heads:
-        """Collect what an adapter's heads compute with.
+        """Return the tensors of an adapter's heads.
 
         Args:
             adapter: the adapter's name.
@@ -152,25 +151,26 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         )
 
     def _weight(self) -> Tensor:
-        """View the frozen weight as (out, in)."""
+        """Return a view of the frozen weight, (out, in)."""
         base: Any = self.get_base_layer()
         weight: Tensor = base.weight
         return weight.T if isinstance(base, Conv1D) else weight
 
     def _is_plain(self) -> bool:
-        """Tell whether the frozen layer's weight may be used without calling the layer."""
+        """Return whether the frozen layer's weight may be used without calling the layer."""
         base = self.base_layer
         hooked = base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base)
         return type(base) in PLAIN and not hooked
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Compute what an adapter adds to the frozen weight.
+        """Return the delta-weight of an adapter.
 
         Args:
             adapter: the adapter's name.
 
         Returns:
-            sum_i s_i B_i H_i A_i in the form of the weight: (out, in), or (in, out) of a `Conv1D`.
+            sum_i s_i B_i H_i A_i in the shape of the weight: (out, in), or (in, out) for a
+            `Conv1D`.
         """
         if adapter not in self.ravan_H:
             raise ValueError(
@@ -182,7 +182,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the frozen weight, which is kept until `unmerge`.
+        """Add the adapters' delta-weights to the frozen weight, which is kept for `unmerge`.
 
         Args:
             safe_merge: raise ValueError, and merge nothing, if the sum is not finite.
@@ -201,7 +201,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 "finite, expected finite ones; load an adapter that is not broken"
             )
         if not self.merged:
-            # Of a quantised layer, bitsandbytes keeps a part in `state`.
+            # bitsandbytes keeps a part of a quantised layer in `state`.
             state = copy.copy(getattr(base, "state", None))
             self._unmerged = [base.weight, base.weight.data, state]
         if base.weight.is_floating_point():
@@ -211,7 +211,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
-        """Give the layer its frozen weight back, to the bit."""
+        """Restore the layer's frozen weight, bit for bit."""
         if not self.merged:
             warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
             return
@@ -225,22 +225,22 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.merged_adapters = []
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Choose the active adapters, and train them alone; see PEFT's `BaseTunerLayer`."""
+        """Set the active adapters, and train only them; see PEFT's `BaseTunerLayer`."""
         super().set_adapter(adapter_names, inference_mode)
-        self._hold_scales()
+        self._freeze_scales()
 
     def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
-        """Train some adapters or not; see PEFT's `BaseTunerLayer`."""
+        """Make some adapters trainable or not; see PEFT's `BaseTunerLayer`."""
         super().set_requires_grad(adapter_names, requires_grad)
-        self._hold_scales()
+        self._freeze_scales()
 
-    def _hold_scales(self) -> None:
+    def _freeze_scales(self) -> None:
         for name, constant in self.constant_scales.items():
             if constant and name in self.ravan_s:
                 self.ravan_s[name].requires_grad_(False)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:  # noqa: ARG002
-        """Tell PEFT that an adapter adds to the weight, as LoRA does."""
+        """Return True: an adapter adds a delta-weight, as LoRA does."""
         return True
 
     def __repr__(self) -> str:
@@ -248,9 +248,9 @@ class RavanLinear(nn.Module, BaseTunerLayer):
 
 
 class _Frozen(nn.Module):
-    """Hold frozen tensors by adapter, saved with it or not.
+    """Frozen tensors by adapter, saved with the adapter or not.
 
-    PEFT's own `BufferDict` would be rounded to the dtype of the frozen weight.
+    PEFT would cast its own `BufferDict` to the dtype of the frozen weight.
     """
 
     def keys(self) -> Iterator[str]:
@@ -269,4 +269,4 @@ class _Frozen(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._buffers:
             if (key := prefix + name) in destination:
-                destination[key] = destination[key].contiguous()  # as safetensors wants it
+                destination[key] = destination[key].contiguous()  # as safetensors requires

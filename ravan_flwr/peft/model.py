@@ -1,4 +1,4 @@
-"""Put RAVAN's heads into a model, for PEFT."""
+"""Add RAVAN's heads to a model, for PEFT."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from ravan_flwr.peft.layer import RavanLinear
 
 
 class RavanModel(BaseTuner):
-    """Adapt a model by RAVAN's heads; `get_peft_model(model, RavanConfig(...))` makes one.
+    """A model with RAVAN's heads; `get_peft_model(model, RavanConfig(...))` creates it.
 
     Args:
         model: the model to adapt.
-        config: the configuration, or a dict of them by adapter.
+        config: the configuration, or a dict of configurations by adapter.
         adapter_name: the adapter's name, "default" from `get_peft_model`.
 
     Attributes:
@@ -44,10 +44,10 @@ class RavanModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *_: Any, **kwargs: Any) -> Iterator[None]:
-        """Refuse a batch for several adapters, which PEFT would run through the active one."""
+        """Raise ValueError on a batch for several adapters; PEFT would run it through one."""
         if kwargs.get("adapter_names") is not None:
             raise ValueError(
-                "adapter_names: got a batch for several adapters, which RAVAN does not mix, "
+                "adapter_names: got a batch for several adapters, which RAVAN does not support, "
                 "expected none; leave it out, and call set_adapter before each part of the batch"
             )
         yield
@@ -60,9 +60,9 @@ class RavanModel(BaseTuner):
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        parameter_name: str | None = None,  # noqa: ARG002 (of tuners that adapt single parameters)
+        parameter_name: str | None = None,  # noqa: ARG002 (for tuners that adapt single parameters)
     ) -> None:
-        layer_name = current_key.removeprefix("_orig_mod.")  # of a compiled model
+        layer_name = current_key.removeprefix("_orig_mod.")  # the prefix of a compiled model
         if isinstance(target, RavanLinear):
             target.update_layer(adapter_name, layer_name, peft_config)
             return
@@ -73,7 +73,7 @@ class RavanModel(BaseTuner):
 
 
 def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
-    """Raise ValueError if a loaded adapter was made for other layers, or with other bases."""
+    """Raise ValueError if a loaded adapter was made for other layers or with other bases."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -85,7 +85,7 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
     if (made_for := config.base_layers) is None:
         return
     try:
-        other_layers = any(bases[what] != made_for[what] for what in ("first", "sizes"))
+        other_layers = any(bases[key] != made_for[key] for key in ("first", "sizes"))
         pairs = list(zip(bases["sums"], map(float, made_for["sums"]), strict=True))
     except (LookupError, TypeError, ValueError):
         raise ValueError(
@@ -94,11 +94,11 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
         ) from None
     if other_layers:
         raise ValueError(
-            f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_words(bases)}, "
-            f"expected {_words(made_for)}; load the model that the adapter was trained on, "
-            f"{config.base_model_name_or_path or 'of which the adapter has no name'}"
+            f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_sizes(bases)}, "
+            f"expected {_sizes(made_for)}; load the model that the adapter was trained on, "
+            f"{config.base_model_name_or_path or 'whose name is not saved with the adapter'}"
         )
-    same = all(math.isclose(total, then, rel_tol=1e-4, abs_tol=1e-4) for total, then in pairs)
+    same = all(math.isclose(total, saved, rel_tol=1e-4, abs_tol=1e-4) for total, saved in pairs)
     if not same and not config.save_bases:
         raise ValueError(
             f"adapter {adapter!r}: torch {torch.__version__} makes bases that sum up to "
@@ -107,7 +107,7 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
         )
 
 
-def _words(layers: dict[str, Any]) -> str:
+def _sizes(layers: dict[str, Any]) -> str:
     counts = " and ".join(
         f"{number} layers of {sides}" for sides, number in layers["sizes"].items()
     )

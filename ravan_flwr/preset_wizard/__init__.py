@@ -1,1 +1,1 @@
-"""Draft a preset: look at data and at a model, and write what follows from them."""
+"""Create a preset for the user's data and model."""

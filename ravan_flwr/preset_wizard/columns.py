@@ -1,4 +1,4 @@
-"""Find out what the columns of a data set are for: image, text, label, or a conversation."""
+"""Find the roles of a data set's columns: image, text, label or conversation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from ravan_flwr.tasks import TASKS
 
 MESSAGES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
 QUESTIONS = ("prompt", "question", "query")
-PAIR = TASKS["preference"].answers  # of which the first is preferred
+PAIR = TASKS["preference"].answers  # the first is preferred
 ANSWERS = ("completion", "answer", "response", "output")
-# What Alpaca's authors wrote around an instruction, with and without an input.
+# Alpaca's prompts, with and without an input.
 ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
@@ -22,7 +22,7 @@ ALPACA = (
 
 
 def language_columns(examples: datasets.Dataset) -> dict[str, str]:
-    """Give each role its column; none where these are no examples of a language model."""
+    """Return the column of each role; empty if the examples are not for a language model."""
     names = [n for n, f in examples.features.items() if _keys(f) >= {"role", "content"}]
     if set(PAIR) <= set(examples.column_names):
         return _preferences(examples, names)
@@ -43,38 +43,38 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
         context = next((name for name in ("input", "context") if name in texts), "")
         columns = {"instruction": "instruction", "completion": answer}
         return columns | ({"input": context} if context else {})
-    # A question with an answer may as well be a pair to classify: no other column, no doubt.
+    # With other columns, a question with an answer may also be a pair of texts to classify.
     if answer and question and (question == "prompt" or len(examples.column_names) == 2):
         return {"prompt": question, "completion": answer}
     return {}
 
 
-def _preferences(examples: datasets.Dataset, talks: Sequence[str]) -> dict[str, str]:
-    """Give the roles of preferences their columns: with a prompt where answers stand alone."""
+def _preferences(examples: datasets.Dataset, conversations: Sequence[str]) -> dict[str, str]:
+    """Return the columns of preferences by role, with a prompt if the answers do not contain it."""
     pair = {role: role for role in PAIR}
     named = (*QUESTIONS, "instruction")
     prompt = next((name for name in named if name in examples.column_names), "")
-    first = next(iter(examples["chosen"][:1]), None) if "chosen" in talks else None
-    if first and len(first) > 1:  # with what was asked
+    first = next(iter(examples["chosen"][:1]), None) if "chosen" in conversations else None
+    if first and len(first) > 1:  # it contains the prompt
         return pair
     if not prompt:
         raise ValueError(
-            f"data.columns: chosen and rejected have answers alone, and there is none of "
-            f"{', '.join(named)}, expected one with what is asked, or whole conversations in "
+            f"data.columns: chosen and rejected have only answers, and there is no column "
+            f"{', '.join(named)}, expected one of them with the prompt, or whole conversations in "
             "both; rename a column, or correct the data"
         )
     return {"prompt": prompt} | pair
 
 
 def _refuse_other_conversations(examples: datasets.Dataset) -> None:
-    """Refuse a column that is called as one of conversations, and holds something else."""
+    """Raise ValueError for a column with a name of conversations and another content."""
     for name in MESSAGES:
         feature = examples.features.get(name)
         first = next(iter(examples[name][:1]), None) if is_text(feature) else None
         in_quotes = isinstance(first, str) and first.lstrip().startswith(("[", "{"))
-        plain = feature is None or isinstance(feature, datasets.Value | datasets.ClassLabel)
-        if in_quotes or not plain:
-            content = "JSON in quotes" if in_quotes else "something else in some row, at least"
+        simple = feature is None or isinstance(feature, datasets.Value | datasets.ClassLabel)
+        if in_quotes or not simple:
+            content = "JSON in quotes" if in_quotes else "another content, at least in some row"
             raise ValueError(
                 f"data.columns: column {name!r} has {content}, expected a list of messages in each "
                 'row, such as [{"role": "user", "content": "..."}, {"role": "assistant", '
@@ -83,7 +83,7 @@ def _refuse_other_conversations(examples: datasets.Dataset) -> None:
 
 
 def prompts_for(columns: dict[str, str]) -> tuple[str, ...]:
-    """Choose what is written before an answer."""
+    """Return the prompts before an answer."""
     if "instruction" in columns:
         return ALPACA if "input" in columns else ALPACA[1:]
     return ("{prompt}",) if "prompt" in columns else ()
@@ -95,7 +95,7 @@ def is_text(feature: object) -> bool:
 
 
 def _keys(feature: object) -> set[str]:
-    """List the keys of what a column has lists of; none where these are no objects."""
+    """Return the keys of the objects in a column of lists; empty for other columns."""
     inner = getattr(feature, "feature", None)
     return set(inner) if isinstance(inner, dict) else set()
 
@@ -109,12 +109,12 @@ PAIRS = (
     ("question1", "question2"), ("question", "sentence"), ("text1", "text2"), ("text_a", "text_b"),
 )  # fmt: skip
 
-_LOOK_AT = 10_000  # rows from which the values of a column are judged
+_SAMPLE = 10_000  # rows by which a column's values are judged
 
 
 @dataclass(frozen=True)
 class NamedColumns:
-    """Hold the columns that a person names; "" where the data are to tell."""
+    """The columns that the user names; "" for a column to find."""
 
     text: str = ""
     text_pair: str = ""
@@ -123,9 +123,9 @@ class NamedColumns:
 
 
 def find_columns(examples: datasets.Dataset, names: NamedColumns, where: str) -> dict[str, str]:
-    """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`.
+    """Return the column of each role: `image`, or `text` and perhaps `text-pair`; and `label`.
 
-    Examples of a language model are recognised by themselves, unless a column is named.
+    Examples for a language model are recognised, unless the user names a column.
     """
     if names == NamedColumns() and (columns := language_columns(examples)):
         return columns
@@ -160,7 +160,7 @@ def find_columns(examples: datasets.Dataset, names: NamedColumns, where: str) ->
 
 
 def _texts(examples: datasets.Dataset, names: NamedColumns, where: str) -> dict[str, str]:
-    """Find the column of texts, or the two of pairs."""
+    """Return the column of texts, or the two columns of pairs, by role."""
     if names.text:
         pair = {"text-pair": names.text_pair} if names.text_pair else {}
         return {"text": names.text, **pair}
@@ -175,7 +175,7 @@ def _texts(examples: datasets.Dataset, names: NamedColumns, where: str) -> dict[
 
 
 def _label(examples: datasets.Dataset, inputs: Sequence[str], where: str) -> str:
-    """Find the column of classes: a ClassLabel, one that is called so, the one with few values."""
+    """Return the column of classes: a ClassLabel, a usual name, or the only one with few values."""
     features = {name: f for name, f in examples.features.items() if name not in inputs}
     classes = [name for name, f in features.items() if isinstance(f, datasets.ClassLabel)]
     named = [name for name in LABELS if name in features]
@@ -190,23 +190,23 @@ def _label(examples: datasets.Dataset, inputs: Sequence[str], where: str) -> str
 
 
 def _few_values(examples: datasets.Dataset, name: str) -> bool:
-    """Return whether a column may hold classes: texts, whole or truth values that repeat."""
+    """Return whether a column may hold classes: texts, integers or truth values that repeat."""
     feature = examples.features[name]
     if not isinstance(feature, datasets.Value) or feature.dtype.startswith(("float", "double")):
         return False
-    values = examples[name][:_LOOK_AT]
+    values = examples[name][:_SAMPLE]
     return 1 < len(set(values)) <= max(2, len(values) // 5)
 
 
 def _only(
-    names: Sequence[str], what: str, option: str, where: str, among: Iterable[str] = ()
+    names: Sequence[str], role: str, option: str, where: str, among: Iterable[str] = ()
 ) -> str:
-    """Return the only one found; else raise ValueError with the option that names one."""
+    """Return the only candidate; otherwise raise ValueError with the option that names a column."""
     if len(names) == 1:
         return names[0]
     text = f"several columns could be it: {', '.join(names)}" if names else "none of the columns is"
     listed = f" (of {', '.join(among)})" if among and not names else ""
     raise ValueError(
-        f"{where}: {text}{'' if names else f' plainly a column of {what}s'}{listed}; name the "
-        f"{what} column with {option} COLUMN"
+        f"{where}: {text}{'' if names else f' plainly a column of {role}s'}{listed}; name the "
+        f"{role} column with {option} COLUMN"
     )

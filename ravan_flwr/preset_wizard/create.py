@@ -1,4 +1,4 @@
-"""Create a preset for a task of one's own, and report what was found."""
+"""Create a preset for the user's own task, and report what was found."""
 
 import os
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from ravan_flwr.config.preset import LORA_RANK, run_defaults
 from ravan_flwr.config.presets import (
     PresetPath,
     conf_folder,
-    new_file,
+    new_preset_path,
     read_preset,
-    refuse_if_there,
+    refuse_existing,
 )
-from ravan_flwr.data.hub import NotHereError
+from ravan_flwr.data.hub import NotAvailableError
 from ravan_flwr.preset_wizard.columns import NamedColumns
-from ravan_flwr.preset_wizard.data_summary import DataSummary, look_at_data
-from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, look_at_model
+from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
+from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
 from ravan_flwr.tasks import TASKS
-from ravan_flwr.templates import filled
+from ravan_flwr.templates import fill_template
 
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
@@ -29,9 +29,9 @@ _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 def preset_text(
     name: str, data: DataSummary, model: ModelSummary, preset: str, clients: int = 0
 ) -> str:
-    """Write the file; `preset` is how commands name it, 0 clients as many as the data feed."""
+    """Return the file's text; commands call it `preset`. With 0 clients the data set the number."""
     task = TASKS[model.task]
-    return filled(
+    return fill_template(
         Path(__file__).with_name("preset.yaml.jinja"),
         {"text": _text},
         name=name,
@@ -47,23 +47,23 @@ def preset_text(
 
 
 def run_of(data: DataSummary, requested_clients: int = 0) -> dict[str, int]:
-    """Choose how many clients share the examples, unless asked, and how long each trains."""
+    """Return the numbers of clients, unless requested, of clients a round and of local steps."""
     train = data.number("train")
     most, chosen, steps, batch = (
         int(RUN[key]) for key in ("num-clients", "clients-per-round", "local-steps", "batch-size")
     )
     clients = requested_clients or max(2, min(most, train // _EXAMPLES_A_CLIENT))
-    twice = -(-2 * train // (clients * batch))  # through all its examples
+    two_passes = -(-2 * train // (clients * batch))  # steps over a client's examples
     return {
         "num-clients": clients,
-        # Devices that are there train in every round; simulated ones take turns.
+        # Real devices train in every round; simulated clients take turns.
         "clients-per-round": min((requested_clients and most) or chosen, clients),
-        "local-steps": max(5, min(steps, twice)),
+        "local-steps": max(5, min(steps, two_passes)),
     }
 
 
 def _text(value: str) -> str:
-    """Write a text so that YAML reads it as the same text, whatever is in it."""
+    """Return a text quoted for YAML, whatever its characters."""
     return str(yaml.safe_dump(value, default_style='"', width=10**9)).strip()
 
 
@@ -71,13 +71,13 @@ def new_preset(
     name: str, data: str, model: str, *, names: NamedColumns | None = None, subset: str = "",
     targets: str = "", chat_template: str = "", clients: int = 0,
 ) -> Iterator[str]:  # fmt: skip
-    """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
-    path = new_file(name)
-    with _telling_of("--data", data):
-        data_summary = look_at_data(data, subset, names or NamedColumns(), chat_template)
+    """Write `conf/NAME.yaml`, and yield lines with what was found and what to do next."""
+    path = new_preset_path(name)
+    with _explaining("--data", data):
+        data_summary = summarise_data(data, subset, names or NamedColumns(), chat_template)
     yield from _about_data(data_summary, clients)
-    with _telling_of("--model", model):
-        model_summary = look_at_model(model, data_summary, targets)
+    with _explaining("--model", model):
+        model_summary = summarise_model(model, data_summary, targets)
     yield from _about_model(model_summary)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
     _write(name, path, preset_text(name, data_summary, model_summary, short, clients))
@@ -85,24 +85,24 @@ def new_preset(
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
     yield f"       ravan-flwr simulate preset={short}"
-    if clients and data_summary.held_back:
-        yield "devices without a test part on the server: add evaluate-on=clients to the run"
+    if clients and data_summary.test_from_train:
+        yield "for devices without a test split on the server, add evaluate-on=clients to the run"
 
 
 @contextmanager
-def _telling_of(option: str, place: str) -> Iterator[None]:
-    """Say of what is neither a folder nor at hand what to do, as long as there is no preset."""
+def _explaining(option: str, location: str) -> Iterator[None]:
+    """Raise ValueError with advice if a location is no folder and not available from the hub."""
     try:
         yield
-    except NotHereError as error:
+    except NotAvailableError as error:
         raise ValueError(
-            f"{error.problem}; expected a folder, of which there is none of that name here, or an "
-            f"id of the hub and a connection; correct {option} {place}"
+            f"{error.problem}; expected an existing folder, or an id of the hub and a connection; "
+            f"correct {option} {location}"
         ) from None
 
 
 def _write(name: str, path: Path, text: str) -> None:
-    """Write a new file, whole or not at all, and read it as a run will."""
+    """Write a new file, whole or not at all, and check it as a run does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp.yaml")
     try:
@@ -110,8 +110,8 @@ def _write(name: str, path: Path, text: str) -> None:
         read_preset(PresetPath(draft))
         try:
             os.link(draft, path)  # unlike a rename, it replaces nothing
-        except OSError:  # there is a file now, or no link on this file system
-            refuse_if_there(name, path)
+        except OSError:  # the file exists now, or the file system has no links
+            refuse_existing(name, path)
             draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -120,8 +120,8 @@ def _write(name: str, path: Path, text: str) -> None:
 def _about_data(data: DataSummary, requested_clients: int) -> Iterator[str]:
     spec, train, test = data.spec, data.number("train"), data.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
-    part = "more to test: there is no test part" if data.held_back else "to test"
-    yield f"data   {where}: {data.kind}, {train:,} examples to train, {test:,} {part}"
+    use = "more to test: there is no test split" if data.test_from_train else "to test"
+    yield f"data   {where}: {data.kind}, {train:,} examples to train, {test:,} {use}"
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
     unused = sorted(set(data.train.column_names) - {column for _, column in spec.columns})
     yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
@@ -146,7 +146,7 @@ def _about_model(model: ModelSummary) -> Iterator[str]:
     yield f"       {model.layers[0]} ... {model.layers[-1]}"
     if Path(model.spec.name).is_relative_to(Path.home()):
         yield (
-            "       WARNING: it lies in a home folder, which services on devices cannot read; for "
+            "       WARNING: it is in a home folder, which services on devices cannot read; for "
             "a deployment put it elsewhere, under one path on every machine"
         )
     if model.lengths is None:

@@ -1,4 +1,4 @@
-"""Look at a data set: its files, columns, classes and how its examples are split."""
+"""Summarise a data set: its files, columns, classes and splits."""
 
 import logging
 from collections import Counter
@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from ravan_flwr.config.presets import place_of
-from ravan_flwr.data.examples import labels_of, mask_of_test, some_of
+from ravan_flwr.config.presets import parse_location
+from ravan_flwr.data.examples import labels_of, some_of, test_mask
 from ravan_flwr.data.hub import check_encoding, every_split, visible_files
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.preset_wizard.columns import PAIR, NamedColumns, find_columns, prompts_for
@@ -18,18 +18,23 @@ from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
 
-TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
+TESTS = (
+    "test",
+    "validation",
+    "dev",
+    "valid",
+)  # names of a test split; the first that exists is used
 _KINDS = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Hold what a look at the data showed."""
+    """A data set's specification, files, classes and splits."""
 
     spec: DataSpec
     kind: str  # of the files
     counts: Mapping[str, Mapping[str, int]]  # split -> class -> examples
-    held_back: bool  # there is no test part, so that one is taken from `train`
+    test_from_train: bool  # there is no test split, so a part of `train` is the test
     unused: Sequence[str]  # splits that are not used
     train: datasets.Dataset
 
@@ -39,20 +44,20 @@ class DataSummary:
 
     @property
     def is_preference(self) -> bool:
-        """Tell whether each example has an answer that is preferred to another."""
+        """Return whether each example has an answer that is preferred to another."""
         return bool(self.spec.column("rejected"))
 
     @property
     def is_language(self) -> bool:
-        """Tell whether a language model is to go on with them: they have no labels."""
+        """Return whether the examples are for a language model: they have no labels."""
         return not self.spec.column("label")
 
     def number(self, split: str) -> int:
-        """Count the examples of a split."""
+        """Return the number of examples of a split."""
         return sum(self.counts[split].values())
 
     def warnings(self) -> list[str]:
-        """Say what of the classes will not be learned well."""
+        """Return warnings of classes without examples to train or test on."""
         train, test = self.counts["train"], self.counts["test"]
         warnings = []
         if empty := [name for name in self.spec.labels if not train.get(name)]:
@@ -67,14 +72,14 @@ class DataSummary:
         return warnings
 
 
-def look_at_data(
-    place: str, subset: str, names: NamedColumns, chat_template: str = ""
+def summarise_data(
+    location: str, subset: str, names: NamedColumns, chat_template: str = ""
 ) -> DataSummary:
-    """Load a data set and see what it is."""
-    name, revision = place_of("data", place)
+    """Load a data set and return its summary."""
+    name, revision = parse_location("data", location)
     if Path(name).is_dir():  # the preset is used from other folders, too
         name = str(Path(name).resolve())
-    where = f"data {place}"
+    where = f"data {location}"
     if not Path(name).exists():
         log.info("%s: there is no such folder here; asking the Hugging Face Hub", where)
     _check_names(Path(name), where)
@@ -97,12 +102,12 @@ def look_at_data(
         )
     test_name = _test_split(splits, train_name, label, where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
-    _check_whole(used, columns, where)
+    _check_complete(used, columns, where)
     labels: tuple[str, ...] = ()
     if label:
         renamed = {label: "label"} if label != "label" else {}
-        only = {n: s.select_columns([label]).rename_columns(renamed) for n, s in used.items()}
-        labels = labels_of(datasets.DatasetDict(only), where)
+        column = {n: s.select_columns([label]).rename_columns(renamed) for n, s in used.items()}
+        labels = labels_of(datasets.DatasetDict(column), where)
     spec = DataSpec(
         "hub",
         name,
@@ -121,14 +126,14 @@ def look_at_data(
         if Path(name).is_dir()
         else "of the hub",
         counts=_counts(used, label, spec, where),
-        held_back=not test_name,
+        test_from_train=not test_name,
         unused=[split for split in splits if split not in (train_name, test_name)],
         train=train,
     )
 
 
 def _check_names(folder: Path, where: str) -> None:
-    """Refuse what has no names of columns or classes."""
+    """Raise ValueError for files without names of columns or classes."""
     if is_idx(folder):
         raise ValueError(
             f"{where}: got IDX files, whose classes have numbers and no names, expected images in "
@@ -146,7 +151,7 @@ def _check_names(folder: Path, where: str) -> None:
 
 
 def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str) -> str:
-    """Choose the server's test: the first of the usual names whose labels are not kept secret."""
+    """Return the server's test split, the first usual name with published labels; "" for none."""
     for name in TESTS:
         if not label and name in splits and name != train:
             return name
@@ -157,43 +162,43 @@ def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str
     if label and "test" in splits and train != "test":
         raise ValueError(
             f"{where}: the examples of its split test have no labels, and it has no split "
-            "validation, expected one with labels; take test away, and a part of train is the test"
+            "validation, expected one with labels; remove test, and a part of train is the test"
         )
     return ""
 
 
-def _check_whole(
+def _check_complete(
     splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
 ) -> None:
-    """Refuse examples without a text or a label, by their rows."""
+    """Raise ValueError, with the rows, for examples without a text or a label."""
     nouns = {"text": "text", "text-pair": "text", "label": "label"}
     for name, split in splits.items():
         for role, noun in nouns.items():
             column = columns.get(role)
             values = split[column] if column else []
             numbered = column and isinstance(split.features[column], datasets.ClassLabel)
-            nothing = (None, -1) if numbered else (None, "")
-            if missing := [row for row, value in enumerate(values, 1) if value in nothing]:
+            empty = (None, -1) if numbered else (None, "")
+            if missing := [row for row, value in enumerate(values, 1) if value in empty]:
                 raise ValueError(
                     f"{where}, {name}: {len(missing)} of {len(split)} examples have nothing in "
-                    f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; take "
-                    "them out"
+                    f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; "
+                    "remove them"
                 )
 
 
 def _counts(
     splits: Mapping[str, datasets.Dataset], column: str, spec: DataSpec, where: str
 ) -> dict[str, Counter[str]]:
-    """Count the examples of each class and split, those that are held back as `test`."""
+    """Return the numbers of examples by split and class; without a test, `train` is split."""
     texts = {name: _names(split, column) for name, split in splits.items()}
     if "test" not in texts:
-        test = mask_of_test(np.asarray(texts["train"]), spec.test_share, where)
+        test = test_mask(np.asarray(texts["train"]), spec.test_share, where)
         texts = {"train": texts["train"][~test], "test": texts["train"][test]}
     return {name: Counter(values.tolist()) for name, values in texts.items()}
 
 
 def _names(split: datasets.Dataset, column: str) -> np.ndarray:
-    """List the class of each example by its name; without classes all are of one."""
+    """Return the name of each example's class; without classes all have the same name."""
     if not column:
         return np.zeros(len(split)).astype(str)
     feature, values = split.features[column], split[column][:]

@@ -1,4 +1,4 @@
-"""Look at a model: what it is, which of its layers would be adapted, how it reads the examples."""
+"""Summarise a model: its architecture, its layers to adapt, and the tokens of the examples."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ravan_flwr.config.keys import RUN
 from ravan_flwr.config.preset import LORA_RANK
 from ravan_flwr.config.presets import chosen_model
 from ravan_flwr.data.examples import by_role
-from ravan_flwr.data.model_folder import lacks, model_folder
+from ravan_flwr.data.model_folder import missing_file, model_folder
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.preset_wizard.data_summary import DataSummary
 from ravan_flwr.specs import ModelSpec
@@ -25,23 +25,23 @@ from ravan_flwr.training.network import CONFIGS, build_skeleton
 from ravan_flwr.training.plan import suggested_heads
 
 _EXAMPLES = 1_000  # whose tokens are counted
-COVERED = 99  # percent of the texts that are read whole
+COVERED = 99  # percent of the texts that are not shortened
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Count the tokens of texts."""
+    """Statistics of the texts' numbers of tokens."""
 
     median: int
-    covered: int  # so many tokens read COVERED percent whole
+    covered: int  # COVERED percent of the texts have at most so many
     longest: int
-    limit: int  # of the model; 0: none is known
-    warning: str = ""  # of examples that a language model cannot learn
+    limit: int  # of the model; 0: unknown
+    warning: str = ""  # about examples that a language model cannot learn
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Hold what a look at the model showed, with the examples that it is to learn."""
+    """A model's architecture and layers to adapt, and how it reads the examples."""
 
     spec: ModelSpec
     task: str
@@ -52,27 +52,27 @@ class ModelSummary:
     lengths: Lengths | None  # None: it reads images
     image_size: str
     target_length: int  # of the longest label's name, for a model that writes it
-    heads: int  # of RAVAN, as many as help (`plan` says why)
+    heads: int  # of RAVAN, at most as many as help (`plan` explains it)
 
     @property
     def max_length(self) -> int:
-        """Return the tokens to read of each text, a multiple of eight; 0 where there are none."""
+        """Return the tokens to read of each text, a multiple of eight; 0 without texts."""
         if self.lengths is None:
             return 0
         length = max(16, -(-self.lengths.covered // 8) * 8)
         return min(length, self.lengths.limit or length)
 
 
-def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
-    """Read a model's files, without its weights, and see what of it would be adapted."""
-    path = Path(place).expanduser()
-    folder = str(path.resolve()) if path.is_dir() else place
+def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSummary:
+    """Read a model's files, without its weights, and return its summary."""
+    path = Path(location).expanduser()
+    folder = str(path.resolve()) if path.is_dir() else location
     spec = chosen_model(ModelSpec("hub", ""), folder, targets or "auto")
-    if not path.is_dir() and place in bundled_names():
+    if not path.is_dir() and location in bundled_names():
         spec = replace(spec, source="bundled")
-    if Path(spec.name).is_dir() and (missing := lacks(Path(spec.name))):
+    if Path(spec.name).is_dir() and (missing := missing_file(Path(spec.name))):
         raise ValueError(
-            f"model {place}: the folder has no {missing}, expected config.json and weights as "
+            f"model {location}: the folder has no {missing}, expected config.json and weights as "
             "safetensors; save it with save_pretrained of transformers 5"
         )
     settings = CONFIGS[spec.source](spec)
@@ -84,15 +84,15 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
     layers = find_layers(backbone.network, backbone.targets)
     shapes = dict.fromkeys(f"{layer.out_features} x {layer.in_features}" for layer in layers)
     config: Any = backbone.network.config
-    # RAVAN's heads within the parameter budget of a preset that says none.
+    # RAVAN's heads within the default parameter budget.
     budget = LORA_RANK["lower"] * sum(layer.out_features + layer.in_features for layer in layers)
     shortest = min(min(layer.out_features, layer.in_features) for layer in layers)
     side = settings.get("image_size", "?")
     side = " x ".join(map(str, side)) if isinstance(side, list | tuple) else f"{side} x {side}"
     image_size = ""
     if data.is_image:
-        own = task.reader is not None
-        image_size = f"{side}, {'by its own processor' if own else 'pixels from -1 to 1'}"
+        has_reader = task.reader is not None
+        image_size = f"{side}, {'by its own processor' if has_reader else 'pixels from -1 to 1'}"
     summary = ModelSummary(
         spec=spec,
         task=task_name,
@@ -112,14 +112,14 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
 
 
 def _plain_task(name: str, data: DataSummary, model: ModelSpec) -> Task:
-    """Make the task, with as many tokens as there may be: they are counted with it."""
+    """Return the task with the largest limit on tokens, to count tokens with it."""
     kind = TASKS[name]
     spec = replace(data.spec, prompt=kind.prompt, target_length=kind.target_length)
 
     def folder() -> Path | None:
         return None if model.source == "bundled" else model_folder(model)
 
-    most = sys.maxsize if kind.is_causal_lm else kind.max_length  # its examples are read whole
+    most = sys.maxsize if kind.is_causal_lm else kind.max_length  # read its whole examples
     return get_task(name)(spec, most, folder, lambda: CONFIGS[model.source](model))
 
 
@@ -138,15 +138,15 @@ def _task_of(settings: dict[str, Any], data: DataSummary) -> str:
 
 
 def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths:
-    """Count the tokens of a sample of the texts, as the task reads them."""
+    """Return statistics of the tokens in a sample of the texts, as the task reads them."""
     problems: list[str] = []
     counts = np.asarray([len(ids) for ids in _tokens(task, data, problems)])
     number, warning = len(counts) + len(problems), ""
     if not len(counts):
-        why = f": {problems[0]} (the first)" if problems else ""
+        reason = f": {problems[0]} (the first)" if problems else ""
         raise ValueError(
             f"data {data.spec.name}: none of the {number} examples that were read can be "
-            f"learned{why}; expected a question and an answer in each, and a chat template that "
+            f"learned{reason}; expected a question and an answer in each, and a chat template that "
             "writes them; correct the examples, or take a model with another chat template"
         )
     if problems:
@@ -164,10 +164,10 @@ def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths
 
 
 def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list[int]]:
-    """Read a sample of the texts; note what is wrong with examples that cannot be learned."""
+    """Yield the tokens of a sample of the texts; add to `problems` why others cannot be read."""
     train = data.train
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
-    if isinstance(task, Decoder):  # questions with their answers, as far as they can be read
+    if isinstance(task, Decoder):  # questions with their answers
         for row in by_role(train.select(rows), task.data, f"data {task.data.name}"):
             try:
                 example = task.read(row)

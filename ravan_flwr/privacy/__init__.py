@@ -1,5 +1,4 @@
-"""Make what a round releases private: clip, sum, add noise, and account for it.
+"""Compute differentially private releases of a round: clip, sum, add noise, account for privacy.
 
-Pure mathematics: no file here knows of Flower, of messages or of files. docs/privacy.md has the
-proof.
+Pure mathematics: no module here uses Flower, messages or files. docs/privacy.md has the proof.
 """

@@ -1,8 +1,8 @@
-"""Account for what all releases of a run tell together, by Google's `dp-accounting`.
+"""Compute the epsilon of all releases of a run together, with Google's `dp-accounting`.
 
-A release is a Gaussian mechanism on the clients that a Poisson draw chose, each with the same rate.
-Its privacy loss is composed as a distribution (PLD; Koskela et al., Doroshenko et al.), on a grid
-and rounded up: what comes out is an upper bound, and tighter than Renyi's.
+A release is a Gaussian mechanism on a Poisson sample of the clients, all with the same sampling
+rate. Privacy losses are composed as distributions (PLD; Koskela et al., Doroshenko et al.) on a
+grid and rounded up. The result is an upper bound, and tighter than Renyi's.
 """
 
 from dataclasses import dataclass
@@ -10,28 +10,28 @@ from functools import lru_cache
 from typing import NamedTuple
 
 INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and takes ten times as long
-LEAST, MOST = 0.1, 1000.0  # noise multipliers
-CLOSE = 1e-4  # of a multiplier that is looked for
+LEAST_MULTIPLIER, MOST_MULTIPLIER = 0.1, 1000.0  # of the noise
+TOLERANCE = 1e-4  # of `multiplier_for`
 
 
 @dataclass(frozen=True)
 class StepNoise:
-    """Say to what the gradients of a client's examples are clipped, and how much noise they get."""
+    """The noise multiplier and the clip norm of private steps."""
 
     multiplier: float
     norm: float
 
 
 class Releases(NamedTuple):
-    """Count releases of one kind."""
+    """A number of releases with the same noise and sampling rate."""
 
     multiplier: float  # of the noise
-    rate: float  # of the draw
+    rate: float  # of the Poisson sample
     number: int
 
 
 def epsilon_of(multiplier: float, rate: float, delta: float, releases: int) -> float:
-    """Return the epsilon of so many releases at that delta; 0 of none."""
+    """Return the epsilon of a number of equal releases at that delta; 0 without releases."""
     return epsilon_of_all((Releases(multiplier, rate, releases),), delta)
 
 
@@ -39,29 +39,29 @@ def epsilon_of(multiplier: float, rate: float, delta: float, releases: int) -> f
 def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
     """Return the epsilon of releases of several kinds together.
 
-    ValueError that names the library if it is not there: it is in an extra.
+    Raise ValueError if dp-accounting, which an extra installs, is missing.
     """
-    made = [release for release in releases if release.number]
-    if not made:
+    nonempty = [release for release in releases if release.number]
+    if not nonempty:
         return 0.0
     try:
         import dp_accounting  # noqa: PLC0415 (two seconds, and only private runs need it)
         import dp_accounting.pld  # noqa: PLC0415
     except ImportError:
         raise ValueError(
-            "privacy: the library dp-accounting is not installed, which accounts for "
-            "what a run reveals; pip install 'ravan-flwr[privacy]'"
+            "privacy: the library dp-accounting, which computes epsilon, is not installed; "
+            "pip install 'ravan-flwr[privacy]'"
         ) from None
     account = dp_accounting.pld.PLDAccountant(value_discretization_interval=INTERVAL)
-    for release in made:
+    for release in nonempty:
         gaussian = dp_accounting.GaussianDpEvent(release.multiplier)
         account.compose(dp_accounting.PoissonSampledDpEvent(release.rate, gaussian), release.number)
     return float(account.get_epsilon(delta))
 
 
 def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> float:
-    """Find the least noise multiplier with which so many releases stay within epsilon."""
-    low, high = LEAST, MOST
+    """Return the smallest noise multiplier with which all releases stay within epsilon."""
+    low, high = LEAST_MULTIPLIER, MOST_MULTIPLIER
     most = epsilon_of(high, rate, delta, releases)
     if most > epsilon:
         raise ValueError(
@@ -69,11 +69,15 @@ def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> 
             f"even with a noise multiplier of {high:g}; raise epsilon or delta, or train fewer "
             "rounds"
         )
-    while high / low > 1 + CLOSE:
+    while high / low > 1 + TOLERANCE:
         middle = (low * high) ** 0.5
         if epsilon_of(middle, rate, delta, releases) <= epsilon:
             high = middle
         else:
             low = middle
-    # The least is tried last: far below the answer, an evaluation takes seconds.
-    return low if low == LEAST and epsilon_of(low, rate, delta, releases) <= epsilon else high
+    # The least multiplier is tried last: far below the result, computing epsilon takes seconds.
+    return (
+        low
+        if low == LEAST_MULTIPLIER and epsilon_of(low, rate, delta, releases) <= epsilon
+        else high
+    )

@@ -1,14 +1,13 @@
-"""Collect the gradients of each example's own loss from one backward pass; clip, sum, noise them.
+"""Compute the gradients of each example's own loss in one backward pass; clip, sum, noise them.
 
-The layers that are trained are tapped: each keeps its input in the forward pass, and when the
-gradient of its output comes in the backward pass, its rule (adapters/by_example.py) makes of both
-the gradients of every example. The parameters themselves get none, so that nothing is computed
-twice.
+The trained layers have hooks. A layer's hook keeps its input in the forward pass. When the backward
+pass has the gradient of its output, its rule (adapters/by_example.py) computes every example's
+gradients from both. The parameters themselves get no gradients, so nothing is computed twice.
 
-This is right only where an example's outputs follow from that example alone, and where the first
-dimension of what a layer reads runs over the examples, one after the other. `check_trained` refuses
-layers without a rule and normalisations over a batch; `check_apart` compares an example that has
-company with the same example by itself.
+This is correct only if an example's outputs depend on that example alone, and if the first
+dimension of a layer's input runs over the examples in order. `check_trained` rejects layers without
+a rule and normalisations over a batch. `check_independent` compares the gradients of an example in
+a batch with those of the same example alone.
 """
 
 import math
@@ -19,41 +18,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ravan_flwr.adapters.by_example import RULES, Rule, rule_of, ruled
+from ravan_flwr.adapters.by_example import RULES, Rule, gradient_rule, ruled_parameters
 from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.mechanism import BELOW, gaussian
+from ravan_flwr.privacy.mechanism import ROUNDING_MARGIN, gaussian
 
-Take = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # with input and gradient of a layer
+OnGradient = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # of a layer's input and gradient
 
-_CLOSE = 1e-3  # of an example's gradient by itself, how far off it may be in company
+_TOLERANCE = 1e-3  # relative difference between an example's gradients alone and in a batch
 
 
 class ExampleGradients:
-    """Compute the gradients of each example's own loss by these parameters of a network."""
+    """Compute the gradients of each example's own loss for these parameters of a network."""
 
     def __init__(self, network: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.network, self.parameters = network, list(parameters)
-        self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._layers: list[tuple[nn.Module, Rule]] = []
         covered: set[int] = set()
         for module in network.modules():
-            rule = rule_of(module)
-            own = [] if rule is None else [p for p in ruled(module) if self._is_trained(p)]
-            if rule is not None and own:
+            rule = gradient_rule(module)
+            trained_here = (
+                [] if rule is None else [p for p in ruled_parameters(module) if self._is_trained(p)]
+            )
+            if rule is not None and trained_here:
                 self._layers.append((module, rule))
-                covered.update(map(id, own))
+                covered.update(map(id, trained_here))
         self.without_rule = [p for p in self.parameters if id(p) not in covered]
         self._gradients: list[Tensor | None] = []
 
     def of(self, loss: Callable[[], Tensor], sizes: Tensor) -> list[Tensor]:
-        """Compute them, (examples, *shape) each, in the order of the parameters.
+        """Return the gradients, (examples, *shape) each, in the order of the parameters.
 
-        `loss` computes a mean over all things, tokens or examples, of which each example has as
-        many as `sizes` says. What is found is the gradient of the mean over an example's own.
+        `loss` computes a mean over items, tokens or examples; `sizes` is the number of items of
+        each example. The result is the gradient of the mean over an example's own items.
         """
         self._gradients = [None] * len(self.parameters)
         weights = torch.where(sizes > 0, sizes.sum() / sizes.clamp(min=1), 0.0)
-        with self.tapped(self._collector(weights)):
+        with self.hooked(self._collector(weights)):
             loss().backward()
         results, self._gradients = self._gradients, []
         return [
@@ -62,42 +63,49 @@ class ExampleGradients:
         ]
 
     @contextmanager
-    def tapped(
-        self, take: Take | None = None, read: Callable[[Tensor], object] | None = None
+    def hooked(
+        self,
+        on_gradient: OnGradient | None = None,
+        on_input: Callable[[Tensor], object] | None = None,
     ) -> Iterator[None]:
-        """Let each layer hand over what it reads, and that with the gradient of its output."""
+        """Register hooks for a `with` block.
+
+        `on_input` gets each trained layer's input, `on_gradient` also the gradient of its output.
+        """
         before = [parameter.requires_grad for parameter in self.parameters]
-        taps = [self._tap(layer, rule, take, read) for layer, rule in self._layers]
+        handles = [
+            self._register_hook(layer, rule, on_gradient, on_input) for layer, rule in self._layers
+        ]
         try:
             for parameter in self.parameters:
                 parameter.requires_grad_(False)
             yield
         finally:
-            for tap in taps:
-                tap.remove()
+            for handle in handles:
+                handle.remove()
             for parameter, trained in zip(self.parameters, before, strict=True):
                 parameter.requires_grad_(trained)
 
-    def _tap(
+    def _register_hook(
         self,
         layer: nn.Module,
         rule: Rule,
-        take: Take | None,
-        read: Callable[[Tensor], object] | None,
+        on_gradient: OnGradient | None,
+        on_input: Callable[[Tensor], object] | None,
     ) -> torch.utils.hooks.RemovableHandle:
-        def tap(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not output.requires_grad:  # nothing before it is trained, and nothing in it now
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not output.requires_grad:  # no earlier layer is trained, and its weights not now
                 output.requires_grad_()
             x = inputs[0].detach()
-            if read is not None:
-                read(x)
-            if take is not None:
-                # Of what gradient checkpointing computes again this is never called.
-                output.register_hook(lambda g: take(layer, rule, x, g))
+            if on_input is not None:
+                on_input(x)
+            if on_gradient is not None:
+                # Never called on outputs that gradient checkpointing recomputes.
+                output.register_hook(lambda g: on_gradient(layer, rule, x, g))
 
-        return layer.register_forward_hook(tap)
+        return layer.register_forward_hook(hook)
 
-    def _collector(self, weights: Tensor) -> Take:
+    def _collector(self, weights: Tensor) -> OnGradient:
         def collect(layer: nn.Module, rule: Rule, x: Tensor, g: Tensor) -> None:
             number = len(weights)
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -109,24 +117,24 @@ class ExampleGradients:
         return collect
 
     def _add(self, parameter: Tensor, gradients: Tensor) -> None:
-        """Keep gradients; of a layer that is used twice both count."""
-        place = self._place[id(parameter)]
-        total = self._gradients[place]
-        self._gradients[place] = gradients if total is None else total + gradients
+        """Add to a parameter's gradients; a layer that is used twice adds twice."""
+        index = self._index[id(parameter)]
+        total = self._gradients[index]
+        self._gradients[index] = gradients if total is None else total + gradients
 
     def _is_trained(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._place
+        return id(parameter) in self._index
 
 
 def check_trained(network: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise ValueError for what gradients by example are not known of, or do not exist of."""
+    """Raise ValueError for trained layers without a rule, and for layers that mix examples."""
     missing = {id(p) for p in ExampleGradients(network, parameters).without_rule}
     for name, module in network.named_modules():
         if any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
             names = ", ".join(kind.__name__ for kind in RULES)
             raise ValueError(
-                f"privacy = 'example': what is trained has a {type(module).__name__}, {name}, of "
-                "which no rule for the gradients of single examples is known, expected "
+                f"privacy = 'example': a trained layer is a {type(module).__name__}, {name}, "
+                "without a rule for the gradients of single examples, expected "
                 f"{names}; set classifier=frozen, or choose another model or method"
             )
         if isinstance(module, _NormBase) and module.track_running_stats:
@@ -137,68 +145,68 @@ def check_trained(network: nn.Module, parameters: Sequence[nn.Parameter]) -> Non
             )
 
 
-def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
-    """Raise ValueError unless an example's gradients are the same by itself and in a batch.
+def check_independent(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
+    """Raise ValueError unless an example's gradients are the same alone and in a batch.
 
-    Both are what `ExampleGradients.of` returned; the example is the first of the batch, and one
-    that nobody has: the server hears the error.
+    Both arguments are results of `ExampleGradients.of`. The example is the first of the batch. It
+    must be made up, because the server receives the error.
     """
-    single = [a[0].cpu().double() for a in alone]  # MPS knows no float64
+    single = [a[0].cpu().double() for a in alone]  # MPS has no float64
     batch = [b[0].cpu().double() for b in together]
     if not any(all(bool(grad.isfinite().all()) for grad in side) for side in (single, batch)):
         raise ValueError(
-            "privacy = 'example': got gradients that are not numbers from the untrained model, so "
-            "that it cannot be seen whether examples depend on each other, expected finite ones; "
+            "privacy = 'example': got gradients from the untrained model that are not finite, so "
+            "that the independence of examples cannot be checked, expected finite ones; "
             "choose another model"
         )
     size = math.hypot(*(float(a.norm()) for a in single))
-    off = math.hypot(*(float((a - b).norm()) for a, b in zip(single, batch, strict=True)))
-    # Where one side alone is finite, `off` is not.
-    if not off <= _CLOSE * size + torch.finfo(torch.float32).eps:
+    difference = math.hypot(*(float((a - b).norm()) for a, b in zip(single, batch, strict=True)))
+    # If only one of the two is finite, `difference` is not.
+    if not difference <= _TOLERANCE * size + torch.finfo(torch.float32).eps:
         raise ValueError(
             "privacy = 'example': the gradient of an example depends on the other examples of its "
             "batch, expected a model that works on each by itself; choose another model"
         )
 
 
-# The gradient of a step. With g_j the gradient of example j's own loss by all that the client
-# trains, in one vector, S the examples that a Poisson draw of rate q chose of the client's n, C the
-# clip norm and z the noise multiplier, a step has in its place (DP-SGD; Abadi et al., 2016)
+# The gradient of a step. Let g_j be the gradient of example j's own loss for all parameters that
+# the client trains, as one vector. S is a Poisson sample, with rate q, of the client's n examples,
+# C the clip norm and z the noise multiplier. A step's gradient is (DP-SGD; Abadi et al., 2016)
 #
 #     (sum over j in S of g_j min(1, C / |g_j|)  +  N(0, z^2 C^2 I)) / (q n)
 #
-# q n is how many examples are *expected*. Divided by how many were drawn, the sum of the others
-# would depend on whether one was. A draw that is empty releases noise alone. What comes after, the
-# client's optimiser, its decay and its pull, works on what was released.
+# q n is the *expected* number of examples. A division by the number in the sample would let each
+# example change the weight of all others. An empty sample releases noise only. The optimiser,
+# weight decay and proximal term work on the released gradient.
 #
-# An example whose gradient is not finite counts as zero: it would be the only one that is seen.
+# An example whose gradient is not finite counts as zero: else the sum would show that one only.
 
 
 class ClippedExamples:
-    """Keep the sum of clipped gradients; no example moves it by more than the norm."""
+    """The sum of clipped gradients; each example's part has at most the clip norm."""
 
     def __init__(self, parameters: Sequence[Tensor], noise: StepNoise) -> None:
         self.noise = noise
         self.sums = [
-            torch.zeros(p.shape, dtype=torch.float64, device=_exact(p)) for p in parameters
+            torch.zeros(p.shape, dtype=torch.float64, device=_float64_device(p)) for p in parameters
         ]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add those of some examples, (examples, *shape) for each parameter."""
+        """Add the gradients of some examples, (examples, *shape) for each parameter."""
         norms = joint_norms(gradients)
-        sound = norms.isfinite()
-        factors = (BELOW * self.noise.norm / norms).clamp(max=1.0)
-        factors = torch.where(sound & (norms > 0), factors, sound.double())
+        finite = norms.isfinite()
+        factors = (ROUNDING_MARGIN * self.noise.norm / norms).clamp(max=1.0)
+        factors = torch.where(finite & (norms > 0), factors, finite.double())
         clipped = []
         for total, grad in zip(self.sums, gradients, strict=True):
-            rows = torch.where(sound[:, None].to(grad.device), grad.flatten(1), 0.0)
+            rows = torch.where(finite[:, None].to(grad.device), grad.flatten(1), 0.0)
             rows = rows.to(total.device)
             clipped.append((factors.to(total.device) @ rows.double()).view_as(total))
         for total, part in zip(self.sums, clipped, strict=True):  # all, or none after an error
             total.add_(part)
 
     def release(self, expected: float) -> list[Tensor]:
-        """Return the gradient of the step, noise included, in float32; the sum begins anew."""
+        """Return the step's gradient with noise in float32, and reset the sum."""
         scale = self.noise.multiplier * self.noise.norm
         released = []
         for total in self.sums:
@@ -209,16 +217,18 @@ class ClippedExamples:
 
 
 def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Compute each example's norm over all parameters, in float64."""
-    squares = [grad.flatten(1).to(_exact(grad)).double().square().sum(1) for grad in gradients]
+    """Return the norm of each example's gradient over all parameters, in float64."""
+    squares = [
+        grad.flatten(1).to(_float64_device(grad)).double().square().sum(1) for grad in gradients
+    ]
     return torch.stack(squares).sum(0).sqrt()
 
 
 def step_noise_norm(numbers: int, noise: StepNoise, expected: float) -> float:
-    """Return the norm of the noise in a step's gradient of so many numbers."""
+    """Return the norm of the noise in a step's gradient of that many numbers."""
     return noise.multiplier * noise.norm * math.sqrt(numbers) / expected
 
 
-def _exact(tensor: Tensor) -> torch.device:
-    """Choose where to sum up: on the tensor's device, unless that knows no float64."""
+def _float64_device(tensor: Tensor) -> torch.device:
+    """Return the tensor's device, or the CPU if that device has no float64."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device

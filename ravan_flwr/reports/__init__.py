@@ -1,3 +1,3 @@
-"""One page for a run under way, a finished run and several runs; what a run made, put to use."""
+"""Reports and the dashboard of runs; evaluation, prediction and export with a run's result."""
 
 PORT = 8642  # of the dashboard: neither Flower's nor TensorBoard's

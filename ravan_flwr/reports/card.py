@@ -1,4 +1,4 @@
-"""Write a model card: what a folder holds, where it comes from, how good it is, how to load it."""
+"""Write a model card: what a folder contains, its origin, its metrics, and how to load it."""
 
 import json
 import re
@@ -13,22 +13,22 @@ from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
-from ravan_flwr.templates import filled
+from ravan_flwr.templates import fill_template
 
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     """Write the card of a run's result as `README.md`."""
     summary = directory.read_summary()
-    fill_card(folder, form, directory.read_config(), summary, measured(summary, directory))
+    fill_card(folder, form, directory.read_config(), summary, result_metrics(summary, directory))
 
 
 def fill_card(
     folder: Path, form: str, config: dict[str, Any], summary: Summary, final: Metrics
 ) -> None:
-    """Write a card of these settings, this summary and these metrics of the result."""
-    text = filled(
+    """Write a card from a run's settings, its summary, and the metrics of its result."""
+    text = fill_template(
         Path(__file__).with_name("card.md"),
-        {"cell": _cell, "literal": _literal, "place": _place},
+        {"cell": _cell, "literal": _literal, "source": _source},
         form=form,
         config=config,
         summary=summary,
@@ -43,22 +43,22 @@ def fill_card(
 
 
 def privacy_of(spent: Mapping[str, Any]) -> str:
-    """Say what a private run promises, and whom: its clients, their examples, or a larger run's."""
-    whom = "each client"
+    """Describe a run's privacy guarantee, for its clients, examples, or a larger federation."""
+    unit = "each client"
     if spent.get("unit") == "example":
-        whom = "each example of a client, the largest of all clients'"
-    text = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
+        unit = "each example of a client, the largest of all clients'"
+    text = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {unit}, "
     text += f"noise multiplier {spent['noise-multiplier']:.4g}"
     if "noise-cohort" in spent:
         text += (
-            f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "
-            "and those of this run are not protected by it"
+            f"; a study: this holds for a federation with {spent['noise-cohort']} clients a "
+            "round, and does not protect the clients of this run"
         )
     return text
 
 
-def measured(summary: Summary, directory: RunDirectory) -> Metrics:
-    """Collect the metrics of the result, with the macro-F1 where classes are known."""
+def result_metrics(summary: Summary, directory: RunDirectory) -> Metrics:
+    """Return the metrics of the result, with the macro-F1 if there are counts by class."""
     final = dict(summary["metrics"]["final"])
     if classes := classes_of(directory.path, directory.read_rounds()):
         final["macro-F1"] = classes["macro-f1"]
@@ -66,13 +66,13 @@ def measured(summary: Summary, directory: RunDirectory) -> Metrics:
 
 
 def _channels(folder: Path) -> int:
-    """Count the channels of the images that the model of a folder takes; 0 if it takes none."""
+    """Return the number of image channels of the model in a folder; 0 if it takes no images."""
     path = folder / PROCESSOR
     return len(read_json(path, str(folder)).get("image_mean", "RGB")) if path.is_file() else 0
 
 
-def _place(spec: Mapping[str, Any]) -> str:
-    """Say where a backbone or data come from; of a folder its last name is enough for others."""
+def _source(spec: Mapping[str, Any]) -> str:
+    """Describe the source of a backbone or data; a folder is given without its parents."""
     path = Path(spec.get("name", ""))  # bundled data has none
     if spec["source"] == "hub" and (path.is_absolute() or path.is_dir()):
         return f"{path.name} (a folder)"
@@ -80,10 +80,10 @@ def _place(spec: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Write a value such as a path so that Markdown takes it for one cell of plain text."""
+    """Escape a value, such as a path, so that Markdown shows it as plain text in one cell."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(str(value).split()))
 
 
 def _literal(value: object) -> str:
-    """Write a text as one of Python, which a JSON text is."""
+    """Return a text as a literal of Python, which a JSON string is."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The kinds of picture that reports, studies and plans are made of: lines, bars, points, maps.
+"""The charts of reports and studies: lines, panels, bars, boxes, points, heat maps.
 
 Lines differ in their dashes as well as in their colours, and points in their shapes.
 """
@@ -33,39 +33,39 @@ STYLE: dict[Any, Any] = dict.fromkeys((*_INKED, "grid.color"), INK) | {
     "axes.axisbelow": True, "legend.frameon": False, "figure.constrained_layout.use": True,
     "savefig.transparent": True,
 }  # fmt: skip
-# A figure is laid out by itself when it is made, and by `Chart` before it is drawn.
+# A new figure gets a layout engine; `Chart` runs it once, before the figure is first saved.
 _DRAWN = STYLE | {"figure.constrained_layout.use": False}
 _DPI = 150
 
 
 class Caption(NamedTuple):
-    """Hold the name of a picture's file, its heading, and a sentence on what it shows."""
+    """The name of a picture's file, its heading, and a sentence on what it shows."""
 
     name: str
     title: str
-    about: str  # below the heading, and for those who do not see the picture
+    about: str  # below the heading, and the alternative text
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Hold a figure with its caption."""
+    """A figure with its caption."""
 
     name: str
     title: str
     about: str
     figure: Figure
-    broad: bool = False  # needs a page's whole width, and its text its full size
-    numbers: bytes = b""  # the same as CSV
+    broad: bool = False  # needs a page's whole width, unscaled
+    numbers: bytes = b""  # the data of the chart as CSV
 
     def svg(self) -> Markup:
-        """Draw it for a page, in the page's own colour, without styles that its policy refuses."""
+        """Return an SVG in the page's colour, without styles that the page's policy forbids."""
         buffer = io.StringIO()
         with mpl.rc_context(_DRAWN | {"svg.hashsalt": self.name}):
             self._save(self.figure, buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(INK, "currentColor")
         text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-        # Groups are numbered in each picture anew, and nothing refers to them.
+        # Ids of groups repeat in each picture, and nothing refers to them.
         text = re.sub(r'<g id="[^"]*"', "<g", text)
         text = re.sub(r' style="([^"]*)"', _as_attributes, text)
         label = Markup('<svg role="img" aria-label="{}" stroke-linejoin="round"')
@@ -73,14 +73,14 @@ class Chart:
         return Markup(text.replace("<svg", label.format(self.about), 1))  # noqa: S704
 
     def png(self) -> bytes:
-        """Draw it for everywhere else, on white."""
+        """Return the PNG, on white."""
         buffer = io.BytesIO()
         with mpl.rc_context(_DRAWN | {"savefig.transparent": False}):
             self._save(self.figure, buffer, format="png", dpi=_DPI, facecolor="white")
         return buffer.getvalue()
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the picture, and its numbers where it has some; return the paths."""
+        """Write the PNG, and the CSV if the chart has numbers; return the paths."""
         written = {folder / f"{self.name}.png": self.png()}
         if self.numbers:
             written[folder / f"{self.name}.csv"] = self.numbers
@@ -89,47 +89,48 @@ class Chart:
         return list(written)
 
     @staticmethod
-    def _save(figure: Figure, buffer: Any, **how: Any) -> None:
-        """Give everything its place, once for all formats, and draw."""
-        with warnings.catch_warnings():  # a page's font has the letters that matplotlib's lacks
+    def _save(figure: Figure, buffer: Any, **options: Any) -> None:
+        """Lay the figure out, once for all formats, and save it."""
+        with warnings.catch_warnings():  # a page's font has glyphs that matplotlib's lacks
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             if (engine := figure.get_layout_engine()) is not None:
                 engine.execute(figure)
                 figure.set_layout_engine(None)
-            figure.savefig(buffer, **how)
+            figure.savefig(buffer, **options)
 
 
 def _as_attributes(style: re.Match[str]) -> str:
-    """Write an SVG element's style as attributes, which a page's policy need not allow."""
+    """Rewrite an SVG element's style as attributes, which the page's policy does not forbid."""
     pairs = (part.partition(":") for part in style[1].split("; "))
     return "".join(f' {name.strip()}="{value.strip()}"' for name, _, value in pairs)
 
 
 def plain(text: str) -> str:
-    """Make a text, such as a path, one that can be drawn.
+    """Escape a text, such as a path, so that matplotlib can draw it.
 
-    Dollars are escaped, since between two of them stands a formula, and what cannot be printed:
-    halves of characters, ends of lines, and what turns the direction of writing.
+    Dollars are escaped, since matplotlib parses a formula between two of them. So are unprintable
+    characters: lone surrogates, ends of lines, and those that change the direction of writing.
     """
     return plain_text.plain(text).replace("$", r"\$")
 
 
 _WIDTH, _HEIGHT = 5.2, 3.2  # inches
-_WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
-_FAR = 20  # times the shortest line: beyond it a logarithmic axis shows both
-_MOST_COUNTED = 12  # bars that have room for their numbers
-_ROOM = 56  # letters beside each other in a legend within the axes
-_LONGEST = 84  # letters of a line's name above them
-_LETTERS = 32  # of a name beside a map
-_MOST_NAMES = 40  # beside a map, and below it
-_MOST_IN_CELLS = 20  # columns of a map whose cells have numbers
+_WIDE = 30  # ratio of bars beyond which the axis is logarithmic
+_FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
+_MOST_COUNTED = 12  # bars with their numbers above them
+_LEGEND_LETTERS = 56  # in a row of a legend within the axes
+_LABEL_LETTERS = 84  # of a name in a legend above the axes
+_NAME_LETTERS = 32  # of a name beside a heat map
+_MOST_NAMES = 40  # beside a heat map, and below it
+_MOST_IN_CELLS = 20  # columns of a heat map with numbers in its cells
 _COLUMNS = 4  # of panels, at most
-_LARGEST = 1e30  # number that is drawn
+_LARGEST = 1e30  # larger numbers are not drawn
 _GREY = "#7F7F7F"
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X"
 
-Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # of a band; runs by points
+# (runs, points) -> lower and upper end of a band at each point
+Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,16 @@ class Series:
     runs: Sequence[tuple[Sequence[float], Sequence[float]]]  # x and y of each
 
 
-def least_and_greatest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Let a band reach over all runs."""
+def min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of a band over all runs."""
     return values.min(0), values.max(0)
 
 
 def lines(
     caption: Caption, series: Sequence[Series], x: str, y: str, *, integers: bool = True,
-    ends: Ends = least_and_greatest, top: float | None = None,
+    ends: Ends = min_and_max, top: float | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw means over runs as lines, each with a band; the vertical axis ends at `top` at most."""
+    """Draw means over runs as lines with bands; the vertical axis ends at `top` at most."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, line in enumerate(series):
@@ -168,20 +169,20 @@ def lines(
 
 
 def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
-    """Name the lines within the axes, or above them where names are long."""
+    """Draw the legend within the axes, or above them if names are long."""
     columns = 1 if len(labels) < 5 else 2
-    if columns * max(map(len, labels)) <= _ROOM:
+    if columns * max(map(len, labels)) <= _LEGEND_LETTERS:
         axes.legend(fontsize=10, ncols=columns)
         return
     figure.set_figheight(figure.get_figheight() + 0.19 * len(labels))
     for text in figure.legend(fontsize=8, loc="outside upper left").get_texts():
-        text.set_text(_shortened(text.get_text(), _LONGEST))
+        text.set_text(_shortened(text.get_text(), _LABEL_LETTERS))
 
 
 def _end_far_apart(series: Sequence[Series]) -> bool:
-    """Tell whether some lines end so much further to the right that the others would vanish.
+    """Return whether some lines end so far to the right that a linear axis hides the others.
 
-    Where one ends at 0 no logarithmic axis can show it.
+    The result is False if a line ends at 0, which no logarithmic axis can show.
     """
     ends = [x[-1] for line in series for x, _ in line.runs if len(x)]
     return bool(ends) and 0 < min(ends) < max(ends) / _FAR
@@ -194,23 +195,23 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, en
     runs = [(x[mask], y[mask]) for (x, y), mask in zip(runs, masks, strict=True) if mask.any()]
     if not runs:
         return
-    # Runs may have points at other places (bytes): compare them where the shortest has some.
+    # Runs may have points at different x (bytes): interpolate them at those of the shortest run.
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
-    look: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
-    axes.plot(grid, values.mean(0), dash, color=colour, label=plain(series.label), **look)
+    style: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
+    axes.plot(grid, values.mean(0), dash, color=colour, label=plain(series.label), **style)
     if len(runs) > 1:
         axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
 
 
 def panels(
     caption: Caption, series: Sequence[Series], against: str, x: str, y: str, *,
-    ends: Ends = least_and_greatest, logarithmic: bool | None = None,
+    ends: Ends = min_and_max, logarithmic: bool | None = None,
     mark: Callable[[Axes, Series], None] | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw a panel for each series, with its band; that named `against` is in grey in each.
+    """Draw a panel for each series, with its band; the series `against` is in grey in each.
 
-    `mark` adds what is particular to a panel. `logarithmic` None: where lines end far apart.
+    `mark` draws on a panel. With `logarithmic` None, the x axis is so if lines end far apart.
     """
     columns = min(_COLUMNS, len(series))
     rows = -(-len(series) // columns)
@@ -225,9 +226,9 @@ def panels(
             axes.set_title(plain(line.label), color=INK, pad=3)
             if mark is not None:
                 mark(axes, line)
-            below = number + columns >= len(series)  # there is no panel
-            _name(axes, x if below else "", "" if number % columns else y)
-            axes.tick_params(labelbottom=below)
+            lowest = number + columns >= len(series)  # of its column
+            _name(axes, x if lowest else "", "" if number % columns else y)
+            axes.tick_params(labelbottom=lowest)
         for axes in grid[len(series) :]:
             axes.set_visible(False)
         if _end_far_apart(series) if logarithmic is None else logarithmic:
@@ -246,7 +247,7 @@ def panels(
 def bars(
     caption: Caption, values: Mapping[str, float], x: str, y: str, *, counted: bool = False
 ) -> Chart:
-    """Draw one bar for each name; `counted` ones have their numbers, and may differ widely."""
+    """Draw a bar for each name; `counted` bars show their numbers, on a log axis if needed."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         container = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
@@ -269,7 +270,7 @@ def bars(
 
 
 def boxes(caption: Caption, values: Mapping[str, Sequence[float]], y: str) -> Chart:
-    """Draw how values are spread, a box for each name."""
+    """Draw a box plot of the values of each name."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         artists = axes.boxplot(
@@ -288,9 +289,9 @@ def points(
     caption: Caption, places: Sequence[str],
     values: Mapping[str, Sequence[tuple[float, float | None] | None]], y: str,
 ) -> Chart:  # fmt: skip
-    """Draw for each name a point with a bar at each place: what it is there, how far that reaches.
+    """Draw for each name its value at each place, with an error bar of the given half width.
 
-    The points of a place stand side by side, in the order of the names; None leaves one out.
+    The points of a place are side by side, in the order of the names; None omits a point.
     """
     spacing = 0.8 / len(values)
     with mpl.rc_context(STYLE):
@@ -299,17 +300,17 @@ def points(
             shift = (number - (len(values) - 1) / 2) * spacing
             marks = [(place + shift, *cell) for place, cell in enumerate(cells) if cell is not None]
             at, means, halves = zip(*marks, strict=True)
-            look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "ms": 5, "lw": 1.2}
+            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "ms": 5, "lw": 1.2}
             shape = MARKERS[number % len(MARKERS)]
-            reach = [half or 0.0 for half in halves]
-            axes.errorbar(at, means, reach, fmt=shape, label=plain(label), **look)
+            errors = [half or 0.0 for half in halves]
+            axes.errorbar(at, means, errors, fmt=shape, label=plain(label), **style)
         wrapped = [textwrap.fill(plain(place), 12) for place in places]
         axes.set_xticks(range(len(places)), wrapped, fontsize=9)
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(plain(y))
-        room = _ROOM * figure.get_figwidth() / _WIDTH
-        columns = max(1, int(room / (max(map(len, values)) + 4)))
+        letters = _LEGEND_LETTERS * figure.get_figwidth() / _WIDTH
+        columns = max(1, int(letters / (max(map(len, values)) + 4)))
         figure.legend(fontsize=9, ncols=min(columns, len(values)), loc="outside upper center")
     return Chart(*caption, figure, broad=figure.get_figwidth() > _WIDTH)
 
@@ -318,11 +319,11 @@ def differences(
     caption: Caption, intervals: Mapping[str, tuple[float, float]],
     ends: Mapping[str, tuple[float, float, float]], x: str, cost: str, y: str,
 ) -> Chart:  # fmt: skip
-    """Draw how far rows are from another one, and beside it where each ends, by what it costs.
+    """Draw the differences of rows to a reference, and beside them the final values by cost.
 
     `intervals`: a difference and half its interval; `ends`: a cost, a value and half its interval.
     """
-    looks = {
+    styles = {
         name: {"color": COLOURS[number % len(COLOURS)], "fmt": MARKERS[number % len(MARKERS)]}
         for number, name in enumerate(ends)
     }
@@ -331,12 +332,12 @@ def differences(
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         left.axvline(0, color=_GREY, ls=":", lw=1.5)
         for place, (name, (middle, half)) in enumerate(intervals.items()):
-            left.errorbar(middle, place, xerr=half, capsize=3, **looks[name])
+            left.errorbar(middle, place, xerr=half, capsize=3, **styles[name])
         left.set_yticks(range(len(intervals)), [plain(name) for name in intervals])
         left.set_ylim(len(intervals) - 0.5, -0.5)
         left.grid(visible=False, axis="y")
         for name, (at, middle, half) in ends.items():
-            right.errorbar(at, middle, half, label=plain(name), **looks[name])
+            right.errorbar(at, middle, half, label=plain(name), **styles[name])
         right.set_xscale("log")
         right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         right.xaxis.set_major_formatter("{x:g}")
@@ -347,13 +348,13 @@ def differences(
     return Chart(*caption, figure, broad=True)
 
 
-def heat(
+def heatmap(
     caption: Caption, values: ArrayLike, rows: Sequence[str], columns: Sequence[str], x: str,
     label: str, y: str = "", *, counts: Sequence[Sequence[int]] | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw a map of numbers by named rows and columns; of many names some are written.
+    """Draw a heat map with named rows and columns; of many names only some are written.
 
-    Where there is room, each cell has its number, or its count if there are counts.
+    In a small map each cell shows its number, or its count if there are `counts`.
     """
     table = np.asarray(values, float)
     top = float(table.max()) or 1.0
@@ -390,7 +391,7 @@ def heat(
     return Chart(*caption, figure, broad=width > _WIDTH)
 
 
-def _shortened(name: str, most: int = _LETTERS) -> str:
+def _shortened(name: str, most: int = _NAME_LETTERS) -> str:
     name, half = " ".join(name.split()), most // 2  # names of layers differ at their ends
     return plain(name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}")
 

@@ -1,4 +1,4 @@
-"""Keep the last evaluation on the server class by class: `classes.json` of a classification run.
+"""Write and read `classes.json`: a classification run's last evaluation on the server, by class.
 
     {"round": 20, "examples": 359, "accuracy": 0.95, "macro-f1": 0.94,
      "classes": [{"label": "0", "examples": 36, "predicted": 37, "right": 35,
@@ -6,7 +6,7 @@
      "confusion": [[35, 0, ...], ...],   rows: the right class, columns: the predicted one
      "no-label": [0, ...]}               answers that are no label, of a text-to-text model
 
-Of more than `MOST_IN_MATRIX` classes there is no `confusion`.
+With more than `MOST_IN_MATRIX` classes there is no `confusion`.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ _ClassesFile = TypedDict(
 )
 
 
-def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
-    """Describe an evaluation class by class, in JSON's terms."""
+def class_report(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
+    """Return an evaluation class by class, as JSON content."""
     scores = tally.by_class(labels)
     content: dict[str, Any] = {
         "examples": len(tally),
@@ -58,16 +58,16 @@ def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
 def write_classes(
     directory: RunDirectory, number: int, tally: Tally, labels: Sequence[str]
 ) -> None:
-    """Write the file of a round's evaluation in the place of the one before."""
-    text = json.dumps({"round": number, **described(tally, labels)}, allow_nan=False)
+    """Write the file of a round's evaluation, which replaces the previous one."""
+    text = json.dumps({"round": number, **class_report(tally, labels)}, allow_nan=False)
     directory.write(CLASSES, text + "\n")
 
 
 def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
-    """Read a run's file; None where there is none of the last evaluated round.
+    """Read a run's file; None unless it is of the last evaluated round.
 
-    Runs of earlier versions have none, nor those whose clients evaluate; a run that goes back has
-    one of a later round until its next evaluation.
+    Runs of earlier versions have no file, nor do runs whose clients evaluate. After a run goes
+    back, the file is of a later round until the next evaluation.
     """
     path = run / CLASSES
     if not path.is_file():
@@ -80,16 +80,16 @@ def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | Non
         if len(content.get("confusion", [])) not in (0, number) or {*map(len, rows)} - {number}:
             raise ValueError(f"its confusion or no-label is not one of {number} classes")
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; restore it, or take it away") from None
+        raise ValueError(f"{path} is damaged: {error}; restore or remove it") from None
     evaluated = [record["round"] for record in rounds if record["metrics"]]
     return content if evaluated and content["round"] == evaluated[-1] else None
 
 
-HEADS = ("class", "examples", "precision", "recall", "F1", "most often taken for")
+HEADS = ("class", "examples", "precision", "recall", "F1", "most often mistaken for")
 
 
 def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a table with a row for each class, and a sentence above it."""
+    """Return a table with a row for each class, and a note about it."""
     matrix = content.get("confusion", [])
     heads = HEADS if matrix else HEADS[:-1]
     labels = [entry["label"] for entry in content["classes"]]
@@ -98,23 +98,23 @@ def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
             entry["label"],
             entry["examples"],
             *(f"{entry[score]:.4f}" for score in ("precision", "recall", "f1")),
-            *([_mistaken(number, matrix[number], labels)] if matrix else []),
+            *([_most_confused_with(number, matrix[number], labels)] if matrix else []),
         )
         for number, entry in enumerate(content["classes"])
     ]
     about = (
-        f"Of {content['examples']} examples that no client trains on: accuracy "
+        f"On {content['examples']} examples that no client trains on: accuracy "
         f"{content['accuracy']:.4f}, macro-F1 {content['macro-f1']:.4f} (the mean of F1 over the "
-        "classes that occur). Precision: of what was taken for the class, the share that is of "
-        "it. Recall: of the class, the share that was found."
+        "classes that occur). Precision: the fraction of a class's predictions that are right. "
+        "Recall: the fraction of a class's examples that are predicted."
     )
     if none := sum(content.get("no-label", [])):
         about += f" {none} answers are no label."
     return {"about": about, "heads": heads, "rows": rows}
 
 
-def _mistaken(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
-    """Name the class that this one was taken for most often, and say how often."""
+def _most_confused_with(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
+    """Return the wrong class that was predicted most often for this one, with the count."""
     wrong = [(number, column) for column, number in enumerate(row) if column != right and number]
     if not wrong:
         return ""

@@ -1,8 +1,8 @@
-"""Serve the page of a run under way on this machine's loopback, and nothing else.
+"""Serve the dashboard: the page of one run, on this machine's loopback interface.
 
-A browser's other pages could ask this server, too: it answers only who calls it by a name of
-loopback (else any site could lead its own name here and read the answers), to GET and HEAD alone,
-and tells browsers to show the page nowhere else.
+Other pages in the user's browser can send requests to this server, too. It therefore answers only
+GET and HEAD requests whose Host is a name of loopback; else any site could resolve its own name to
+this machine and read the answers (DNS rebinding). Its headers forbid other pages to embed it.
 """
 
 import errno
@@ -20,13 +20,13 @@ from ravan_flwr.reports import PORT
 from ravan_flwr.reports.report import POLICY, render
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.reports.run_view import FollowedRun, picture_of, view_of
-from ravan_flwr.runs.console import say
+from ravan_flwr.runs.console import write_stdout
 from ravan_flwr.runs.history import RecordedRun, group_runs
 
 HOST = "127.0.0.1"
-SLOWEST = 10.0  # seconds for a request to come
+REQUEST_TIMEOUT = 10.0  # seconds to wait for a request
 
-# How a request may name this machine, at whatever port a tunnel has.
+# Host headers that name this machine, with any port, such as that of a tunnel.
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -39,24 +39,24 @@ _HEADERS = {
 }
 
 
-class LivePage:
-    """Keep the page of a run as it is now; it is made anew when something has changed.
+class DashboardPage:
+    """The page of a run, which is rendered again when something has changed.
 
-    Pictures cost more than all else: they are drawn during a tenth of the time at most, so that a
-    training beside them keeps its cores.
+    Drawing pictures is the largest cost. It takes a tenth of the time at most, so that a training
+    on the same machine keeps its cores.
     """
 
     def __init__(self, path: Path) -> None:
         self._run = FollowedRun(path)
-        self._one_at_a_time = threading.Lock()
-        self._version, self._made, self._page = "", 0.0, b""
+        self._lock = threading.Lock()
+        self._version, self._rendered_at, self._page = "", 0.0, b""
         self._pictures: list[dict[str, Any]] = []
-        self._content: object = None  # what is in the pictures
-        self._stale, self._rest_until = False, 0.0
+        self._content: object = None  # the data of the pictures
+        self._stale, self._draw_after = False, 0.0
 
     def version(self) -> str:
-        """Return a text that is another one as soon as the page would be."""
-        due = self._stale and time.time() >= self._rest_until
+        """Return a text that changes whenever the page would change."""
+        due = self._stale and time.time() >= self._draw_after
         return self._version_of(self._run.version() + " due" * due)
 
     @staticmethod
@@ -65,11 +65,11 @@ class LivePage:
 
     def get(self) -> bytes:
         """Return the page as it is now."""
-        with self._one_at_a_time:
+        with self._lock:
             files, now = self._run.version(), time.time()
-            # Without the script, times on the page are those of the moment at which it was made.
-            if self.version() != self._version or now - self._made > 1:
-                self._version, self._made = self._version_of(files), now
+            # Without the script, the page shows times as of its rendering.
+            if self.version() != self._version or now - self._rendered_at > 1:
+                self._version, self._rendered_at = self._version_of(files), now
                 self._page = self._write(now)
             return self._page
 
@@ -78,32 +78,32 @@ class LivePage:
             snapshot = self._run.read()
             self._draw(snapshot.run, now)
             view = view_of(snapshot, self._pictures)
-        except Exception as error:  # noqa: BLE001 (a damaged file ends no page: it may be mended)
+        except Exception as error:  # noqa: BLE001 (a damaged file may be repaired)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             problem = f"{kind}{error}" or "its files are damaged"
             return render([], self._run.path.name, version=self._version, problem=problem)
         return render([view], view["title"], version=self._version, now=now)
 
     def _draw(self, run: RecordedRun, now: float) -> None:
-        """Draw the pictures anew, if there is something new in them and it is time."""
+        """Draw the pictures again if their data has changed and the pause is over."""
         content = (run.rounds[-1:], run.summary)
         self._stale = content != self._content
-        if not self._stale or now < self._rest_until:
+        if not self._stale or now < self._draw_after:
             return
         began, charts = time.monotonic(), []
         if run.rounds and run.config:
             charts = [*comparison_charts(group_runs([run])), *run_charts(run)]
         self._pictures = [picture_of(chart) for chart in charts]
         self._content, self._stale = content, False
-        self._rest_until = now + 10 * (time.monotonic() - began)
+        self._draw_after = now + 10 * (time.monotonic() - began)
 
 
 class _Server(ThreadingHTTPServer):
-    """Serve one page; a second server on the same port is an error, as on every system."""
+    """Serve one page; each request is answered in a thread."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, page: LivePage) -> None:
+    def __init__(self, port: int, page: DashboardPage) -> None:
         self.page = page
         super().__init__((HOST, port), _Handler)
 
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     server_version, sys_version = "ravan-flwr", ""
-    timeout = SLOWEST
+    timeout = REQUEST_TIMEOUT
 
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host") or []
@@ -133,9 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no GET or HEAD, or no request at all."""
+        """Answer a malformed request, or one that is not GET or HEAD, with an error."""
         del explain
-        if code == HTTPStatus.NOT_IMPLEMENTED:  # how the library answers every other method
+        if code == HTTPStatus.NOT_IMPLEMENTED:  # the library's code for other methods
             code, message = HTTPStatus.METHOD_NOT_ALLOWED, "GET or HEAD."
         self.close_connection = True
         self._answer(HTTPStatus(code), f"{message or HTTPStatus(code).phrase}\n")
@@ -157,31 +157,31 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: a browser asks every two seconds."""
+        """Log nothing: a browser sends a request every two seconds."""
 
 
 def make_server(run: Path | str, port: int = PORT) -> _Server:
-    """Make the server of a run's page; ValueError if it is no run, or the port is not free."""
+    """Return the server of a run's page; raise ValueError for no run, or a port that is taken."""
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port}: expected a number from 0 (any free port) to 65535")
-    page = LivePage(Path(run).absolute())
+    page = DashboardPage(Path(run).absolute())
     try:
         return _Server(port, page)
     except OSError as error:
-        why = {
+        reason = {
             errno.EADDRINUSE: "another program has it, perhaps another dashboard",
-            errno.EACCES: "the system does not let you have it",
+            errno.EACCES: "the system does not permit it",
         }.get(error.errno or 0)
-        if why is None:
+        if reason is None:
             raise
         raise ValueError(
-            f"--port {port}: {why}; expected a free one; give another, or --port 0 for any that "
+            f"--port {port}: {reason}; expected a free one; give another, or --port 0 for any that "
             "is free"
         ) from None
 
 
 def watch_run(run: Path | str, port: int = PORT) -> None:
-    """Serve a run's page until Ctrl-C; a run under way, or one that has ended."""
+    """Serve the page of a run, under way or ended, until Ctrl-C."""
     with make_server(run, port) as server:
-        say(f"dashboard: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)\n")
+        write_stdout(f"dashboard: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)\n")
         server.serve_forever(poll_interval=0.2)

@@ -1,11 +1,11 @@
-"""Keep a run's result on a device: the folder that the server has, next to those of other runs.
+"""Write a run's result on a device: the folder that the server has, beside those of other runs.
 
-    RESULT-PATH/RUN/adapter/        or merged/: what the exports write, with a model card
-    RESULT-PATH/RUN/delivered.json  which run it is of, and a checksum of every file
+    RESULT-PATH/RUN/adapter/        or merged/: an export, with a model card
+    RESULT-PATH/RUN/delivered.json  the run that it belongs to, and a checksum of every file
 
-It is written beside and flushed to disk before it gets its name, so that a folder RUN is always
-whole. What the same run delivered before is replaced, or left as it is where it is the same. What
-anybody else made there is never touched, neither a folder RUN nor a file in it.
+The result is written to a temporary folder and flushed to disk before that is renamed to RUN, so
+that a folder RUN is always complete. An earlier result of the same run is replaced, or kept if it
+is identical. A folder RUN, or a file in it, that this run did not write is never changed.
 """
 
 import hashlib
@@ -31,24 +31,24 @@ from ravan_flwr.training.model_and_data import ModelAndData
 MARK = "delivered.json"
 
 
-def keep_result(
-    place: Path,
+def save_result(
+    result_path: Path,
     parcel: Parcel,
     state: Mapping[str, Tensor],
     loaded: ModelAndData,
     folder: str | None,
     writer: str,
-    own: Tensors | None = None,
+    personal_state: Tensors | None = None,
 ) -> str:
-    """Write the result in `state` below `place`; return the name of the folder that holds it.
+    """Write the result `state` below `result_path`; return the name of the folder with it.
 
-    `own` is the device's part of the model, where each has one, and then the result is the model of
-    this device alone. `folder` is that which the device wants, None for that of the server.
-    `writer` tells apart those who write to one place at the same time.
+    `personal_state` has the device's personal parameters, if the method has such; the result is
+    then the model of this device. `folder` is the device's choice, None for that of the server.
+    `writer` distinguishes devices that write to one result path at the same time.
     """
     check_state(state, loaded.model.initial_state(), parcel.checksum)
     form = _form_of(folder, loaded)
-    target = place / parcel.run
+    target = result_path / parcel.run
     mark = {
         "run": parcel.run,
         "run-id": parcel.run_id,
@@ -56,25 +56,25 @@ def keep_result(
         "checksum": parcel.checksum,
         "folder": RESULT_FOLDERS[form],
     }
-    if own is not None:
-        mark["own-part"] = checksum(own)
-    if not place.is_dir():
-        place.mkdir()  # with more that is missing the path is a mistake
-    if _is_there(target, mark):
+    if personal_state is not None:
+        mark["own-part"] = checksum(personal_state)
+    if not result_path.is_dir():
+        result_path.mkdir()  # not its parents: if they are missing, the path is a mistake
+    if _is_delivered(target, mark):
         return RESULT_FOLDERS[form]
-    draft = place / f".{parcel.run}.{writer}.tmp"
-    _remove(draft)  # of a process that was ended
+    temporary = result_path / f".{parcel.run}.{writer}.tmp"
+    _remove(temporary)  # of a process that was ended
     try:
-        _write(draft / RESULT_FOLDERS[form], form, parcel, state, loaded, own)
-        _seal(draft, mark)
-        _put(draft, target, place / f".{parcel.run}.{writer}.old")
+        _write(temporary / RESULT_FOLDERS[form], form, parcel, state, loaded, personal_state)
+        _write_mark(temporary, mark)
+        _replace(temporary, target, result_path / f".{parcel.run}.{writer}.old")
     finally:
-        _remove(draft)
+        _remove(temporary)
     return RESULT_FOLDERS[form]
 
 
 def _form_of(folder: str | None, loaded: ModelAndData) -> str:
-    """Choose the form of the folder that the device wants; ValueError if there is none."""
+    """Return the form of the device's folder; raise ValueError if the method has no such form."""
     natural = natural_form(loaded)
     form = {name: form for form, name in RESULT_FOLDERS.items()}[folder] if folder else natural
     if form == "peft" and natural != "peft":
@@ -85,14 +85,14 @@ def _form_of(folder: str | None, loaded: ModelAndData) -> str:
     return form
 
 
-def _is_there(target: Path, mark: Mapping[str, Any]) -> bool:
-    """Tell whether the result is there already; ValueError if what somebody else made is."""
+def _is_delivered(target: Path, mark: Mapping[str, Any]) -> bool:
+    """Return whether the same result is there; raise ValueError for files of other origin."""
     if not os.path.lexists(target):
         return False
-    old_mark, stays = _mark_of(target), "and which stays as it is; move it away, and deliver again"
+    old_mark, hint = _read_mark(target), "and which stays as it is; move it away, and deliver again"
     if old_mark is None or old_mark.get("run-id") != mark["run-id"]:
         raise ValueError(
-            f"its result-path has {target.name!r} already, which this run did not write, {stays}"
+            f"its result-path has {target.name!r} already, which this run did not write, {hint}"
         )
     ours, digests = old_mark.pop("files", None), _digests(target)
     if old_mark == mark and isinstance(ours, dict) and ours and ours.items() <= digests.items():
@@ -101,13 +101,13 @@ def _is_there(target: Path, mark: Mapping[str, Any]) -> bool:
     if files:
         raise ValueError(
             f"its result-path has {files[0]!r} in {target.name!r}, which this run did not write, "
-            f"{stays}"
+            f"{hint}"
         )
     return False
 
 
-def _mark_of(target: Path) -> dict[str, Any] | None:
-    """Read what lies there says of itself; None if it is nothing that was delivered."""
+def _read_mark(target: Path) -> dict[str, Any] | None:
+    """Read the mark of a folder; None if the folder was not delivered."""
     path = target / MARK
     if target.is_symlink() or path.is_symlink():
         return None
@@ -123,25 +123,25 @@ def _write(
     parcel: Parcel,
     state: Mapping[str, Tensor],
     loaded: ModelAndData,
-    own: Tensors | None,
+    personal_state: Tensors | None,
 ) -> None:
     folder.mkdir(parents=True)
-    with loaded.model.holding(state, own):
+    with loaded.model.holding(state, personal_state):
         write_result(form, folder, loaded)
     summary = cast(Summary, parcel.run_summary)
     fill_card(folder, form, loaded.config.as_dict(), summary, summary["metrics"]["final"])
 
 
-def _seal(draft: Path, mark: Mapping[str, Any]) -> None:
+def _write_mark(folder: Path, mark: Mapping[str, Any]) -> None:
     """Write the mark, and flush all files and folders to disk."""
-    content = json.dumps({**mark, "files": _digests(draft)}, indent=2) + "\n"
-    (draft / MARK).write_text(content, encoding="utf-8")
-    for path in [*draft.rglob("*"), draft]:
+    content = json.dumps({**mark, "files": _digests(folder)}, indent=2) + "\n"
+    (folder / MARK).write_text(content, encoding="utf-8")
+    for path in [*folder.rglob("*"), folder]:
         _flush(path)
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Hash every file but the mark, by its path in the folder."""
+    """Return the hash of every file but the mark, by its path in the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
     digests = {}
     for path in paths:
@@ -159,19 +159,19 @@ def _flush(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _put(draft: Path, target: Path, former: Path) -> None:
-    """Give the folder its name; what has the name is moved aside first, and comes back on error."""
-    _remove(former)
+def _replace(folder: Path, target: Path, previous: Path) -> None:
+    """Rename the folder to `target`; move an existing target aside first, and back on error."""
+    _remove(previous)
     with suppress(FileNotFoundError):
-        target.rename(former)
+        target.rename(previous)
     try:
-        draft.rename(target)
+        folder.rename(target)
     except OSError:
         with suppress(OSError):
-            former.rename(target)
+            previous.rename(target)
         raise
     _flush(target.parent)
-    _remove(former)
+    _remove(previous)
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Evaluate a run's result on examples that it has not seen."""
+"""Evaluate a run's result on other examples."""
 
 import dataclasses
 import logging
@@ -15,7 +15,7 @@ from ravan_flwr.data.examples import other_examples
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.reports.classes import class_table, described
+from ravan_flwr.reports.classes import class_report, class_table
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> dict[str, Any]:
-    """Measure a run's result on other examples, and count them class by class.
+    """Return the metrics of a run's result on other examples, with counts by class.
 
-    `data` is a folder, a file, or an id of the hub, with the columns of the run's preset, and
-    `client` as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`; of
-    classes also `classes` and `confusion`.
+    `data` is a folder, a file, or an id of the hub, with the columns of the run's preset; `client`
+    is as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`; for a
+    classification also `classes` and `confusion`.
     """
     with result_of(run, client) as loaded:
         task = loaded.task
         spec = _spec_of(str(data), task.data)
         examples, split = other_examples(spec)
         if split == "all examples" and _is_trained_on(spec.name, task.data):
-            log.warning("%s: the run trained on most of these; the result is too good", data)
+            log.warning("%s: the run trained on most of these; the metrics are optimistic", data)
         tally = Tally() if task.classifies else None
         encoded = task.encode(examples)
         measured = loaded.evaluate(tally, {"data": encoded})
@@ -49,7 +49,7 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
         "metrics": dict(measured),
     }
     if tally is not None:
-        counted = described(tally, task.data.labels)
+        counted = class_report(tally, task.data.labels)
         content["metrics"]["macro-f1"] = counted["macro-f1"]
         content |= {key: counted[key] for key in _COUNTED if key in counted}
     return content
@@ -59,13 +59,13 @@ _COUNTED = ("classes", "confusion", "no-label")
 
 
 def _is_trained_on(name: str, spec: DataSpec) -> bool:
-    """Tell whether data are those of a run, or the file of them that clients share."""
-    here, own = (Path(text).expanduser().resolve() for text in (name, spec.name))
-    return bool(spec.name) and (here == own or (here.parent, here.stem) == (own, spec.train))
+    """Return whether data are those of a run, or the file of its training split."""
+    here, of_run = (Path(text).expanduser().resolve() for text in (name, spec.name))
+    return bool(spec.name) and (here == of_run or (here.parent, here.stem) == (of_run, spec.train))
 
 
 def _spec_of(data: str, spec: DataSpec) -> DataSpec:
-    """Name other data with the same columns, wherever the run's own came from."""
+    """Return the spec of other data, with the columns of the run's data."""
     file = Path(data).expanduser()
     if file.is_file():
         return dataclasses.replace(spec, source="hub", name=str(file), revision="")
@@ -73,12 +73,12 @@ def _spec_of(data: str, spec: DataSpec) -> DataSpec:
 
 
 def as_text(content: dict[str, Any]) -> str:
-    """Lay an evaluation out for a terminal."""
+    """Format an evaluation for a terminal."""
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in content["metrics"].items())
     lines = [f"{content['examples']} examples ({content['split']} of {content['data']})", metrics]
     if "classes" in content:
         table = class_table(content | content["metrics"])
-        # Names are the data's.
+        # Names of classes come from the data, so they are escaped.
         rows = [[plain(str(cell), 60) for cell in row] for row in table["rows"]]
         lines += ["", pd.DataFrame(rows, columns=table["heads"]).to_string(index=False)]
     return "\n".join(lines) + "\n"
@@ -88,30 +88,30 @@ def as_text(content: dict[str, Any]) -> str:
 def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndData]:
     """Build the model and data of a run; within the block its model holds the last round's state.
 
-    Where each client has a model of its own (`fedsa-lora`, `local`), `client` says whose it is, by
-    its partition.
+    Where each client has a model of its own (`fedsa-lora`, `local`), `client` is the partition of
+    the client.
     """
     directory = RunDirectory.open(Path(run), "result")
     config = recorded_config(directory.read_config(), str(directory.path))
     _check_client(client, config.method)
     loaded = ModelAndData(config)
     checkpoint = load_checkpoint(directory.checkpoints)
-    own = None if client is None else _personal_state(directory, checkpoint.round, client)
+    personal = None if client is None else _personal_state(directory, checkpoint.round, client)
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
         loaded.model.load_fixed(fixed)
     loaded.model.check_fingerprint(checkpoint.memory, str(directory.path))
-    with loaded.model.holding(checkpoint.state, own):
+    with loaded.model.holding(checkpoint.state, personal):
         yield loaded
 
 
 def _check_client(client: int | None, method: str) -> None:
-    """Raise ValueError where a client must be named and is not, or the other way round."""
+    """Raise ValueError if a client is missing, or given without need, for this method."""
     personalised = method in METHODS and METHODS[method].personalised
     if personalised and client is None:
         raise ValueError(
             f"method {method!r} has a model for each client, and none of the server's: got no "
-            "client, expected the number of one; name it with --client N"
+            "client, expected the number of a client; name it with --client N"
         )
     if not personalised and client is not None:
         raise ValueError(
@@ -121,19 +121,19 @@ def _check_client(client: int | None, method: str) -> None:
 
 
 def _personal_state(directory: RunDirectory, last_round: int, client: int) -> Tensors:
-    """Read a client's own part of the model, as a run in one process has kept it."""
-    parts = load_personal_states(directory.checkpoints, last_round)
-    if parts is None:
+    """Load a client's personal parameters, which only runs in one process keep."""
+    states = load_personal_states(directory.checkpoints, last_round)
+    if states is None:
         raise ValueError(
             f"client = {client}: {directory.checkpoints} has no clients-{last_round:06d}"
-            ".safetensors, expected the clients' parts of the model, which runs in one process "
-            "have alone; elsewhere they are on their devices, which deliver=true tells to keep "
-            "their models"
+            ".safetensors, expected the clients' personal parameters, which only runs in one "
+            "process have; in other runs they are on the devices, and deliver=true makes each "
+            "device keep its model"
         )
-    if client not in parts:
-        clients = ", ".join(map(str, sorted(parts))) or "none"
+    if client not in states:
+        clients = ", ".join(map(str, sorted(states))) or "none"
         raise ValueError(
-            f"client = {client}: it has no part of the model, since it has not trained; expected "
+            f"client = {client}: it has no personal parameters, since it has not trained; expected "
             f"one of {clients}"
         )
-    return parts[client]
+    return states[client]

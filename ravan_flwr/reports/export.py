@@ -2,20 +2,19 @@
 
 - `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
   heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
-- `ravan`: a folder for `PeftModel.from_pretrained` as well, with the heads themselves, which go on
-  training there (peft/). Bases that the seed does not make are in it, too.
+- `ravan`: a folder for `PeftModel.from_pretrained` as well, with the heads themselves, which can be
+  trained further there (peft/). It includes bases that the seed does not reproduce.
 - `merged`: a folder for transformers' `from_pretrained`, with every adapter added to the weight
   that it adapts, in float32, and rounded back to the weight's own type.
 
-A method that changes pretrained weights has no adapter that holds its result, and is exported
-merged only. All folders have a model card, and what turns examples into numbers, so that nobody has
-to guess it:
+A method that changes pretrained weights has no adapter that holds its result, and is exported as
+`merged` only. All folders have a model card and the preprocessing of examples:
 
-- images: `preprocessor_config.json`. That of the model, or, for a model that has none, what the
-  run did instead: the model's size, and pixels from -1 to 1.
-- texts: the tokenizer's files, with the run's `max-length` as the length to cut texts off at (not
-  for a language model, which continues texts of any length).
-- `labels.json`: the names of the classes in the order of their numbers, where there are some.
+- images: `preprocessor_config.json`. It is the model's; for a model without one it describes what
+  the run did: the model's size, and pixels from -1 to 1.
+- texts: the tokenizer's files, with the run's `max-length` as the length of truncation (not for a
+  language model, which continues texts of any length).
+- `labels.json`: the names of the classes, if there are classes, in the order of their numbers.
 """
 
 import copy
@@ -52,14 +51,14 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "is not empty" if folder.is_dir() else "is a file"
         raise ValueError(f"export: {folder} {problem}, expected a new folder; name another")
-    _check_method(directory.read_summary()["method"])  # of a finished run, which the card needs
+    _check_method(directory.read_summary()["method"])  # raises for an unfinished run
     with result_of(directory.path, client) as loaded:
         write_result(form, folder, loaded)
     write_card(folder, form, directory)
 
 
 def _check_method(name: str) -> None:
-    """Raise ValueError if no other software computes as the method's layers do."""
+    """Raise ValueError if no other software can compute the method's layers."""
     if METHODS[name].mixes:
         raise ValueError(
             f"export: method {name!r} has no such form, since {MIXES}; expected another method; "
@@ -68,13 +67,13 @@ def _check_method(name: str) -> None:
 
 
 def natural_form(loaded: ModelAndData) -> str:
-    """Choose `peft` where an adapter holds the whole result, `merged` elsewhere."""
+    """Return `peft` if an adapter holds the whole result, else `merged`."""
     model = loaded.model
     return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
 
 
 def write_result(form: str, folder: Path, loaded: ModelAndData) -> None:
-    """Write the model as it is now in one of the forms; ValueError if it has no such form."""
+    """Write the model's present state in a form; raise ValueError if it has no such form."""
     if form == "peft" and natural_form(loaded) != "peft":
         raise ValueError(
             f"export --as peft: method {loaded.config.method!r} changes pretrained weights, which "
@@ -90,7 +89,7 @@ def write_result(form: str, folder: Path, loaded: ModelAndData) -> None:
 def write_adapter(
     folder: Path, loaded: ModelAndData, settings: Mapping[str, Any], parts: Sequence[Tensors]
 ) -> None:
-    """Write a PEFT folder: settings of a kind of adapter, its tensors by layer, the classifier."""
+    """Write a PEFT folder: the adapter's settings, its tensors by layer, and the classifier."""
     model, spec = loaded.model, loaded.config.model
     tensors = {
         f"base_model.model.{layer.name}.{part}": tensor
@@ -116,7 +115,7 @@ def write_adapter(
 
 
 def _as_lora(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
-    """Describe each adapter as a LoRA."""
+    """Return PEFT settings, and each adapter's tensors as a LoRA."""
     factors = [loaded.model.method.lora_factors(adapter) for adapter in loaded.model.adapters]
     parts = [{"lora_A.weight": A, "lora_B.weight": B} for B, A in filter(None, factors)]
     (rank,) = {len(part["lora_A.weight"]) for part in parts}
@@ -124,7 +123,7 @@ def _as_lora(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
 
 
 def _as_heads(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
-    """Describe each adapter by its heads, with its bases if the seed makes others."""
+    """Return PEFT settings, and each adapter's heads, with bases that the seed does not make."""
     model, seed, method = loaded.model, loaded.config.seed, loaded.model.method
     if not isinstance(method, MultiHeadMethod):
         raise ValueError(
@@ -136,14 +135,14 @@ def _as_heads(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
         for layer, adapter in zip(model.layers, model.adapters, strict=True)
     }
     first = model.adapters[0]
-    made = {
+    seeded = {
         layer.name: make_bases(
             method.init, heads=first.heads, rank=first.rank, out_features=layer.out_features,
             in_features=layer.in_features, seed=seed, layer=layer.name,
         )
         for layer in model.layers
     }  # fmt: skip
-    from_seed = all(map(torch.equal, chain(*made.values()), chain(*bases.values())))
+    from_seed = all(map(torch.equal, chain(*seeded.values()), chain(*bases.values())))
     parts = [{"ravan_H": adapter.H, "ravan_s": adapter.s} for adapter in model.adapters]
     if not from_seed:
         for part, (B, A) in zip(parts, bases.values(), strict=True):
@@ -168,24 +167,24 @@ def write_merged(folder: Path, loaded: ModelAndData) -> None:
     try:
         with no_bars():
             network.save_pretrained(folder)
-    except safetensors.SafetensorError as error:  # as it tells of a full disk
+    except safetensors.SafetensorError as error:  # raised on a full disk, too
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
 def merged_network(loaded: ModelAndData) -> PreTrainedModel:
-    """Build a network without adapters that computes what the adapted one does now."""
+    """Build a network without adapters that computes the same as the adapted one."""
     model, config = loaded.model, loaded.config
     network = build_network(config.model, loaded.task, config.seed).network
     if labels := loaded.task.data.labels:
         network.config.id2label = dict(enumerate(labels))
         network.config.label2id = {label: number for number, label in enumerate(labels)}
-    now = dict(model.network.named_parameters())
+    trained = dict(model.network.named_parameters())
     deltas = dict(zip(model.layers, model.method.delta_weights(model.adapters), strict=True))
     adapted = {f"{layer.name}.weight": delta for layer, delta in deltas.items()}
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if name in now and now[name].dtype == parameter.dtype:  # not in few bits
-                parameter.copy_(now[name])
+            if name in trained and trained[name].dtype == parameter.dtype:  # not quantized
+                parameter.copy_(trained[name])
             elif name in adapted:
                 parameter.copy_(parameter.float() + adapted[name].float().cpu())
     return network
@@ -211,7 +210,7 @@ def write_reader(folder: Path, loaded: ModelAndData) -> None:
 
 
 def _processor(channels: int, height: int, width: int) -> dict[str, Any]:
-    """Describe what the run does with the images of a model that has no processor."""
+    """Return the processor settings of a run whose model has no processor."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -226,9 +225,9 @@ def _processor(channels: int, height: int, width: int) -> dict[str, Any]:
 
 
 def _save_tokenizer(folder: Path, reader: Any, max_length: int) -> None:
-    """Save a tokenizer that cuts texts off where the run did, when it is asked to cut."""
+    """Save the tokenizer, which truncates on request only, to the run's length."""
     tokenizer = copy.deepcopy(reader)
-    tokenizer.backend_tokenizer.no_padding()  # as the run's last batch was padded
+    tokenizer.backend_tokenizer.no_padding()  # that of the run's last batch
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.model_max_length = max_length
     with no_bars():

@@ -1,4 +1,4 @@
-"""Partition a run's examples as its clients will have them, and count them by client and class."""
+"""Partition a run's examples among its clients, and count them by client and class."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pandas as pd
 
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.partition import BY_COLUMN, numbered, partition_rows, values_of
@@ -16,43 +16,44 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import column_for, partition_of, settle, validation_size
 
-ROWS = 40  # clients that have a line of their own
-CLASSES = 20  # that have a column of their own
-NAME = 24  # characters of a name
+ROWS = 40  # clients with a line, at most
+CLASSES = 20  # classes with a column, at most
+NAME = 24  # characters of a name, at most
 
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """Hold the numbers of examples of each client, of each class where there are classes."""
+    """The number of examples of each client, by class if there are classes."""
 
     counts: np.ndarray  # (clients, classes); one column where there are no classes
-    classes: tuple[str, ...]  # their names; none where there are none
-    names: tuple[str, ...]  # of the clients, where the data has names for them
-    unassigned: int  # examples that were left over
+    classes: tuple[str, ...]  # their names; empty without classes
+    names: tuple[str, ...]  # of the clients, if the data has names for them
+    unassigned: int  # examples that no client has
 
     @property
     def sizes(self) -> np.ndarray:
-        """Count the examples of each client."""
+        """Return the number of examples of each client, (clients,)."""
         sizes: np.ndarray = self.counts.sum(1)
         return sizes
 
     @property
     def shares(self) -> np.ndarray:
-        """Compute of each client which share of its examples is of which class."""
+        """Return each client's fraction of examples of each class, (clients, classes)."""
         shares: np.ndarray = self.counts / self.sizes[:, None]
         return shares
 
     @property
     def skew(self) -> float:
-        """Compute how far clients are from the whole: 0 alike, towards 1 nothing in common.
+        """Return the mean total variation distance between a client's classes and the overall ones.
 
-        It is the share of a client's examples that would have to be of other classes, in the mean.
+        It is the mean fraction of a client's examples that would have to be of other classes: 0 if
+        clients are alike, towards 1 if they have nothing in common.
         """
         total_shares = self.counts.sum(0) / self.counts.sum()
         return float(np.abs(self.shares - total_shares).sum(1).mean() / 2)
 
     def in_order(self) -> np.ndarray:
-        """List the clients by their largest class, and within it by its share; else by size."""
+        """Return the clients sorted by largest class and its fraction; without classes, by size."""
         if not self.classes:
             return np.argsort(-self.sizes, kind="stable")
         shares = self.shares
@@ -61,37 +62,37 @@ class PartitionReport:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Hold what clients have, under which settings, and how long they train on it."""
+    """A partition report, with the run's settings and the steps of each client."""
 
     config: Config  # with the number of clients
     report: PartitionReport
-    classes: str  # the column that they are counted by; "" if none
+    classes: str  # the column that examples are counted by; "" if none
     steps: np.ndarray  # of each client in a round
 
 
 def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
     """Partition the examples as in a run with these settings.
 
-    Of a language model also those that cannot be learned, which a run drops first.
+    For a language model the counts include examples that cannot be learned, which a run drops.
     """
-    config = settle(read_config(own_preset(settings)))
+    config = settle(read_config(with_preset_path(settings)))
     number = number_of_clients(config, num_clients)
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
     column = column_for(config, train)
     parts = partition_rows(train, partition_of(config, number), column)
-    natural = config.division == "natural"
-    classes = _classes(config, train, column)
+    natural = config.partition_scheme == "natural"
+    classes = _class_column(config, train, column)
     report = report_of(train, parts, classes, config.data.labels, column if natural else "")
     sizes = [size - validation_size(config, size) for size in report.sizes.tolist()]
     return Assignment(config, report, classes, np.array([config.steps_of(size) for size in sizes]))
 
 
-def _classes(config: Config, train: datasets.Dataset, column: str) -> str:
-    """Choose the column to count by: the one that makes clients differ, or the label."""
-    if config.division in BY_COLUMN and config.division != "natural":
+def _class_column(config: Config, train: datasets.Dataset, column: str) -> str:
+    """Return the column to count by: the partition's, or else the label; "" if none."""
+    if config.partition_scheme in BY_COLUMN and config.partition_scheme != "natural":
         return column
-    fallback = column if config.division != "natural" else ""
+    fallback = column if config.partition_scheme != "natural" else ""
     return next((name for name in ("label", fallback) if name in train.column_names), "")
 
 
@@ -108,17 +109,17 @@ def report_of(
     """
     number = sum(map(len, parts))
     owners = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
-    of_class, called = np.zeros(number, np.int64), [""]
+    ids, class_names = np.zeros(number, np.int64), [""]
     if classes:
-        different, places = numbered(values_of(train, classes))
-        called = [_name_of(train, classes, value, labels) for value in different]
-        of_class = places[np.concatenate(parts)]
-    counts = np.bincount(owners * len(called) + of_class, minlength=len(parts) * len(called))
-    who = train[names][:] if names else []
+        values, row_classes = numbered(values_of(train, classes))
+        class_names = [_name_of(train, classes, value, labels) for value in values]
+        ids = row_classes[np.concatenate(parts)]
+    counts = np.bincount(owners * len(class_names) + ids, minlength=len(parts) * len(class_names))
+    clients = train[names][:] if names else []
     return PartitionReport(
-        counts.reshape(len(parts), len(called)),
-        tuple(called) if classes else (),
-        tuple(_name_of(train, names, who[rows[0]], labels) for rows in parts if who),
+        counts.reshape(len(parts), len(class_names)),
+        tuple(class_names) if classes else (),
+        tuple(_name_of(train, names, clients[rows[0]], labels) for rows in parts if clients),
         len(train) - number,
     )
 
@@ -126,7 +127,7 @@ def report_of(
 def _name_of(
     train: datasets.Dataset, column: str, value: str | float, labels: Sequence[str]
 ) -> str:
-    """Name a class or a client, which may be a number."""
+    """Return the name of a class or a client, whose value may be a number."""
     feature = train.features[column]
     if isinstance(feature, datasets.ClassLabel):
         return str(feature.names[int(value)])
@@ -136,30 +137,30 @@ def _name_of(
 
 
 def as_text(assigned: Assignment) -> str:
-    """Write the partition for people."""
+    """Format a partition report for a terminal."""
     report, config = assigned.report, assigned.config
     by = f", counted by {plain(assigned.classes, NAME)!r}" if report.classes else ""
     lines = [
         f"partition       {config.partition}: {len(report.sizes):,} clients, "
         f"{report.sizes.sum():,} examples{by}",
-        f"examples each   {_span(report.sizes)}",
+        f"examples each   {_range(report.sizes)}",
     ]
     if report.unassigned:
         lines.append(f"unassigned      {report.unassigned:,} examples, which were left over")
     if report.classes:
         class_counts = np.count_nonzero(report.counts, axis=1)
         lines += [
-            f"classes each    {_span(class_counts)}, of {len(report.classes):,}",
-            f"label skew      {report.skew:.2f} (0: each client is like the whole, towards 1: it "
-            "has nothing in common)",
+            f"classes each    {_range(class_counts)}, of {len(report.classes):,}",
+            f"label skew      {report.skew:.2f} (0: equal class fractions, towards 1: no class in "
+            "common)",
         ]
-    lines.append(f"steps a round   {_span(assigned.steps)}")
+    lines.append(f"steps a round   {_range(assigned.steps)}")
     if config.validation_share:
         lines.append(f"validation      {config.validation_share:g} of them, to evaluate on")
     return "\n".join([*lines, "", *_table(assigned)])
 
 
-def _span(numbers: np.ndarray) -> str:
+def _range(numbers: np.ndarray) -> str:
     low, middle, high = numbers.min(), np.median(numbers), numbers.max()
     if low == high:
         return f"{low:,}"
@@ -167,12 +168,12 @@ def _span(numbers: np.ndarray) -> str:
 
 
 def _table(assigned: Assignment) -> list[str]:
-    """Write a line for each client, or for some of many, with its examples of each class."""
+    """Return a line for each client, or for a sample of many, with its examples by class."""
     report = assigned.report
     clients, lines = np.arange(len(report.sizes)), list[str]()
     if len(clients) > ROWS:
-        way = "their largest class" if report.classes else "size"
-        lines = [f"{ROWS} of {len(clients):,} clients, in the order of {way}:"]
+        order = "their largest class" if report.classes else "size"
+        lines = [f"{ROWS} of {len(clients):,} clients, in the order of {order}:"]
         clients = report.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
     frame = pd.DataFrame({"client": clients, "all": report.sizes[clients]})
     few = len(report.classes) <= CLASSES

@@ -1,4 +1,4 @@
-"""Predict with a run's result: a row of the output for each row of the input, in the same order.
+"""Predict with a run's result: one output row for each input row, in the same order.
 
 Input and output may be of any length: a batch of rows is in memory at a time.
 """
@@ -30,14 +30,14 @@ Cells = Sequence[str | float | int | None]
 _Item = TypeVar("_Item")
 Kinds = Mapping[str, type]  # of the columns, by name: str, int or float
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a formula begins with
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of a formula
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 _ROWS_AT_ONCE = 8192  # small groups of rows make a parquet file large and slow
 _ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
 class _JsonLines:
-    """Write tables as pyarrow's own writers do, an object a line."""
+    """Write tables as JSON lines, with the interface of pyarrow's writers."""
 
     def __init__(self, file: IO[bytes], _: Any) -> None:
         self.file = file
@@ -47,7 +47,7 @@ class _JsonLines:
             self.file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        """Leave the file to the one who opened it."""
+        """Do nothing: the caller closes the file."""
 
 
 _WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
@@ -59,14 +59,14 @@ _WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
 
 @contextmanager
 def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], None]]:
-    """Open a new file, and yield what writes rows; it has its name once the block ends well."""
-    check_new(path)
+    """Yield a function that writes rows; the file appears if the block raises no error."""
+    check_output(path)
     kind, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
     schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
-    written = (lambda cell: no_formula(_utf8(cell))) if kind == ".csv" else _utf8
+    convert = (lambda cell: escape_formula(_utf8(cell))) if kind == ".csv" else _utf8
 
     def write(rows: Iterable[Cells]) -> None:
-        named = [dict(zip(schema.names, map(written, row), strict=True)) for row in rows]
+        named = [dict(zip(schema.names, map(convert, row), strict=True)) for row in rows]
         writer.write_table(pa.Table.from_pylist(named, schema))
 
     try:
@@ -78,14 +78,14 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], 
         try:
             os.link(temporary, path)  # unlike a rename, it replaces nothing
         except OSError:  # there is a file now, or no link on this file system
-            check_new(path)
+            check_output(path)
             temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def check_new(path: Path) -> None:
-    """Refuse a file that is there, of an unknown kind, or in no folder."""
+def check_output(path: Path) -> None:
+    """Raise ValueError if a file exists, has an unknown suffix, or its folder is missing."""
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(
             f"output = {str(path)!r}: expected a name that ends in {', '.join(_WRITERS)}; change it"
@@ -96,30 +96,30 @@ def check_new(path: Path) -> None:
         raise ValueError(f"output = {str(path)!r}: found no folder {path.parent}; make it first")
 
 
-def no_formula(cell: Any) -> Any:
-    """Put an apostrophe before a text that a spreadsheet would compute; numbers stay."""
+def escape_formula(cell: Any) -> Any:
+    """Return a cell, with an apostrophe before a text that a spreadsheet would evaluate."""
     if not isinstance(cell, str) or not cell.startswith(_FORMULA) or _NUMBER.fullmatch(cell):
         return cell
     return f"'{cell}"
 
 
 def _utf8(cell: Any) -> Any:
-    """Make a text one that UTF-8 can hold: names of files may be none."""
+    """Escape what UTF-8 cannot encode in a text, such as lone surrogates in names of files."""
     if not isinstance(cell, str):
         return cell
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_NAMED = 20  # unreadable rows; the others are in the output alone
+_MOST_PROBLEMS = 20  # unreadable rows with a message; the others are only in the output
 
 
 @dataclass
 class Predicted:
-    """Say how many rows there were, and which of them could not be read."""
+    """The result of `predict`: how many rows there were, and which could not be read."""
 
     output: Path
     rows: int = 0
-    unreadable: int = 0
+    unreadable: int = 0  # number of rows
     problems: list[str] = field(default_factory=list)  # the first few, by row
 
 
@@ -131,7 +131,7 @@ def predict(
     `client` is as for `result_of`.
     """
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
-    check_new(output)
+    check_output(output)
     with result_of(run, client) as loaded:
         task = task_with(Predicts, loaded.task, "predict")
         needed = {role: name for role, name in task.data.columns if role in task.input_roles}
@@ -142,14 +142,14 @@ def predict(
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
         with new_table(output, key | kinds | {"problem": str}) as write:
-            for answered in _batches(_answered(loaded, task, encoded, result), _ROWS_AT_ONCE):
-                write(answered)
-            _check_some(data, result)
+            for cells in _batches(_predicted(loaded, task, encoded, result), _ROWS_AT_ONCE):
+                write(cells)
+            _check_readable(data, result)
     return result
 
 
-def _check_some(data: Path, result: Predicted) -> None:
-    """Refuse data without one row that can be read: nothing is written then."""
+def _check_readable(data: Path, result: Predicted) -> None:
+    """Raise ValueError if no row could be read, so that no output appears."""
     if not result.rows:
         raise ValueError(f"data = {str(data)!r}: it has no rows, expected some; name another file")
     if result.unreadable == result.rows:
@@ -162,7 +162,7 @@ def _check_some(data: Path, result: Predicted) -> None:
 def _encoded(
     rows: Iterable[Row], task: Predicts, data: Path
 ) -> Iterator[tuple[Row, Columns | None]]:
-    """Yield rows with what the network takes of them; None, and a problem, if they have none."""
+    """Yield rows with their network inputs; None, and a problem, for an unreadable row."""
     folder, shapes = data if data.is_dir() else data.parent, dict[str, tuple[int, ...]]()
 
     def value_of(role: str, value: Any) -> Any:
@@ -181,7 +181,7 @@ def _encoded(
             raise
         except UnreadableError as error:
             yield dataclasses.replace(row, problem=str(error)), None
-        except Exception as error:  # noqa: BLE001 (readers raise what they like of a strange row)
+        except Exception as error:  # noqa: BLE001 (readers raise any error for a malformed row)
             yield dataclasses.replace(row, problem=f"{type(error).__name__}: {error}"), None
         else:
             yield row, inputs
@@ -192,13 +192,13 @@ def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _answered(
+def _predicted(
     loaded: ModelAndData,
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
     result: Predicted,
 ) -> Iterator[Cells]:
-    """Predict batch by batch: yield the cells of each row, and note what could not be read."""
+    """Predict in batches: yield the cells of each row, and count unreadable rows in `result`."""
     for batch in _batches(encoded, task.evaluation_batch):
         readable = [inputs for _, inputs in batch if inputs is not None]
         answers: Iterator[Cells] = iter(())
@@ -212,6 +212,6 @@ def _answered(
                 yield [key, *next(answers), None]
                 continue
             result.unreadable += 1
-            if len(result.problems) < _NAMED:
+            if len(result.problems) < _MOST_PROBLEMS:
                 result.problems.append(f"{row.name}: {row.problem}")
             yield [key, *[None] * len(task.prediction_columns), row.problem]

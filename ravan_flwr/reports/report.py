@@ -1,7 +1,7 @@
-"""Write the page of one run, or of several laid over each other, with a PNG of each picture.
+"""Write the report of one run, or of several in the same charts: a page and a PNG of each picture.
 
-It is one file that needs no other, light or dark like its reader. The page of a run under way
-(dashboard.py) is the same, with one script of its own.
+The page is one file that needs no other, light or dark as its reader's browser. The dashboard
+(dashboard.py) serves the same page with a script.
 """
 
 import base64
@@ -25,8 +25,8 @@ from ravan_flwr.runs.lock import NAME as LOCK
 
 log = logging.getLogger(__name__)
 
-# Reasons, devices and versions come from clients, who may lie: all is escaped that is not marked as
-# HTML here.
+# Reasons, devices and versions come from clients, which are not trusted: everything is escaped that
+# is not marked as HTML here.
 _ENVIRONMENT = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -42,7 +42,7 @@ def _hash_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# Nothing from elsewhere, and of what is here the one script and the one style.
+# Load nothing from elsewhere, and allow only this script and this style.
 POLICY = (
     f"default-src 'none'; script-src {_hash_of(_SCRIPT)}; style-src {_hash_of(_STYLE)}; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -53,12 +53,12 @@ def render(
     runs: Sequence[Mapping[str, Any]], title: str, *, comparison: Mapping[str, Any] | None = None,
     version: str = "", problem: str = "", now: float = 0.0,
 ) -> bytes:  # fmt: skip
-    """Fill the page; with a `version` it is one that renews itself."""
+    """Return the HTML page; with a `version` it updates itself."""
     page = _TEMPLATE.render(
         runs=runs, title=title, comparison=comparison, version=version, problem=problem, now=now,
         style=Markup(_STYLE), script=Markup(_SCRIPT),  # noqa: S704 (constants)
     )  # fmt: skip
-    # JSON can hold halves of characters, which are no text in UTF-8.
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return page.lstrip().encode(errors="backslashreplace")
 
 
@@ -67,7 +67,7 @@ def write_report(
 ) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path.
 
-    With `spectrum` the page has the singular values of what the runs added to the weights, too.
+    With `spectrum` the page also has the singular values of the runs' delta-weights.
     """
     folder = Path(folder)
     runs = _runs_with_rounds([Path(path) for path in paths])
@@ -75,7 +75,7 @@ def write_report(
     several = len(runs) > 1
     compared = comparison_charts(groups)
     if spectrum:
-        from ravan_flwr.reports.spectrum import charts_of_runs  # noqa: PLC0415 (it brings torch)
+        from ravan_flwr.reports.spectrum import charts_of_runs  # noqa: PLC0415 (it imports torch)
 
         compared += charts_of_runs([run.path for run in runs])
     charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
@@ -94,7 +94,7 @@ def write_report(
 
 
 def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Read the runs; of several, those that have held no round are skipped, by name."""
+    """Read the runs; of several, skip those without a finished round, and log their names."""
     if len(paths) == 1:
         return [RecordedRun.read(paths[0])]
     runs = []

@@ -1,6 +1,6 @@
-"""Draw runs: what several have in common over each other, and what belongs to one run alone.
+"""Draw the charts of runs: those that compare several runs, and those of a single run.
 
-Runs that differ in nothing but the seed are one line with a band.
+Runs that differ only in the seed are one line with a band.
 """
 
 from collections import Counter, defaultdict
@@ -18,9 +18,9 @@ from ravan_flwr.reports.charts import (
     Ends,
     Series,
     bars,
-    heat,
-    least_and_greatest,
+    heatmap,
     lines,
+    min_and_max,
     panels,
 )
 from ravan_flwr.reports.classes import classes_of
@@ -32,8 +32,8 @@ _MOST_KINDS = 40  # of devices
 _MOST_HEADS = int(KEYS["heads"].high)
 _MOST_TOGETHER = 6  # lines that a reader can distinguish in one picture
 
-# What a metric is drawn against, by its name in a curve: the unit, the end of the picture's name,
-# the heading, the name of the axis, and a sentence.
+# The x axes of a metric, by the name in a curve: the unit, the suffix of the picture's name, the
+# heading, the label of the axis, and a sentence.
 _AGAINST: dict[str, tuple[float, str, str, str, str]] = {
     "round": (1, "", "by round", "round", "after each round"),
     "bytes": (
@@ -51,13 +51,13 @@ _AGAINST: dict[str, tuple[float, str, str, str, str]] = {
 }  # fmt: skip
 
 
-def courses(
+def metric_charts(
     metric: str, curves: Mapping[str, Sequence[Curve]], keys: Sequence[str], *,
-    grey: str = "", ends: Ends = least_and_greatest, bands: str = "",
+    grey: str = "", ends: Ends = min_and_max, bands: str = "",
 ) -> list[Chart]:  # fmt: skip
-    """Draw a metric of the runs of each row, by round and by what it costs.
+    """Draw a metric of the runs of each row, against each of `keys`: rounds, or a cost.
 
-    Many rows have a panel each, with the row `grey` in all of them.
+    With many rows each has a panel, with the row `grey` in all of them.
     """
     charts = []
     for key in keys:
@@ -75,7 +75,7 @@ def courses(
             f"{metric.capitalize()} {heading}",
             f"The {metric} on examples that no client trains on, {about}.{bands}",
         )
-        shown = moving or series  # one point is no course
+        shown = moving or series  # lines of one point only if there are no others
         if len(shown) > _MOST_TOGETHER:
             charts.append(panels(caption, shown, grey, x, metric, ends=ends))
         else:
@@ -86,24 +86,24 @@ def courses(
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
-    """Draw metric and losses by round, and the metric by its cost, as far as it was measured."""
+    """Draw the metric and losses by round, and the metric by cost, as far as they are recorded."""
     runs = [run for members in groups.values() for run in members]
     metric, charts = common_metric(runs), list[Chart]()
     costs = ["bytes", "time"] if all(run.has_time_of_devices for run in runs) else ["bytes"]
     for name in dict.fromkeys((metric, "loss")):
         curves = {row: [run.curve(name) for run in members] for row, members in groups.items()}
         keys = ["round", *costs] if name == metric else ["round"]
-        charts += courses(name, curves, keys, grey=next(iter(groups)))
+        charts += metric_charts(name, curves, keys, grey=next(iter(groups)))
     losses = [Series(row, [run.train_loss() for run in members]) for row, members in groups.items()]
     if any(rounds for line in losses for rounds, _ in line.runs):  # private runs have none
-        about = "The mean loss of the clients' own training steps in each round."
+        about = "The mean loss of the clients' training steps in each round."
         caption = Caption("train-loss", "Training loss by round", about)
         charts.append(lines(caption, losses, "round", "training loss"))
     return charts
 
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
-    """Draw what travelled, who took part, which heads were trained, and where the time went."""
+    """Draw bytes, participation, devices, heads, per-client statistics, times and confusion."""
     charts = [
         _sent(run),
         _participation(run),
@@ -117,11 +117,11 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
 
 
 def _sent(run: RecordedRun) -> Chart:
-    """Draw what travelled so far."""
+    """Draw the cumulative bytes sent."""
     rounds = [record["round"] for record in run.rounds]
     up = list(accumulate(record["bytes-up"] / 1e6 for record in run.rounds))
     down = list(accumulate(record["bytes-down"] / 1e6 for record in run.rounds))
-    about = "Megabytes sent so far, rejected replies and evaluations among them."
+    about = "Megabytes sent so far, with rejected replies and evaluations."
     series = [Series("by clients", [(rounds, up)]), Series("to clients", [(rounds, down)])]
     return lines(Caption("sent", "Megabytes sent", about), series, "round", "MB")
 
@@ -134,7 +134,7 @@ def _participation(run: RecordedRun) -> Chart:
         for client in record["clients"]
     ]
     rounds = Counter(partition for number, partition in replies if number)
-    # As many as nodes said, so that nothing is listed by it; some may be gone since.
+    # Nodes determine this number: no list may have its length. Clients that left count as well.
     total = max(run.config["num-clients"], len({partition for _, partition in replies}))
     clients = Counter(rounds.values()) + Counter({0: total - len(rounds)})
     width = -(-(max(clients, default=0) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
@@ -145,15 +145,15 @@ def _participation(run: RecordedRun) -> Chart:
     caption = Caption(
         "participation",
         "Clients by the rounds in which they took part",
-        f"For each number of rounds: how many of the {total:,} clients had their reply used in so "
-        "many.",
+        f"For each number of rounds: how many of the {total:,} clients had their reply used in "
+        "that many rounds.",
     )
     x = "rounds" if width == 1 else f"rounds, {width} to a bar"
     return bars(caption, values, x, "clients", counted=True)
 
 
 def _devices(run: RecordedRun) -> list[Chart]:
-    """Draw how long devices were idle, and whose updates were used, if it was measured on them."""
+    """Draw used updates and idle time by device, if the run's time is that of devices."""
     clients = [client for r in run.rounds if r["round"] for client in r["clients"]]
     if not (run.has_time_of_devices and clients and all("span" in client for client in clients)):
         return []
@@ -164,9 +164,9 @@ def _devices(run: RecordedRun) -> list[Chart]:
         kinds[partition] = client.get("device", f"client {partition}")
     updates = Counter(kinds[client["partition-id"]] for client in clients)
     shown = sorted(updates)[:: -(-len(updates) // _MOST_KINDS)]
-    parts = {kind: 100 * updates[kind] / updates.total() for kind in shown}
-    about = "For each kind of device: its part of all updates that were used."
-    charts = [bars(Caption("devices", "Updates by device", about), parts, "device", "%")]
+    fractions = {kind: 100 * updates[kind] / updates.total() for kind in shown}
+    about = "For each kind of device: its fraction of all updates that were used."
+    charts = [bars(Caption("devices", "Updates by device", about), fractions, "device", "%")]
     duration = run.rounds[-1].get("time", 0.0)
     if duration > 0:
         idle: dict[str, list[float]] = {kind: [] for kind in shown}
@@ -174,8 +174,8 @@ def _devices(run: RecordedRun) -> list[Chart]:
             if kinds[partition] in idle:
                 idle[kinds[partition]].append(max(0.0, 100 * (1 - seconds / duration)))
         about = (
-            "For each kind of device: the part of the run's time in which a client worked on no "
-            "update that was used, as a mean over the clients that took part."
+            "For each kind of device: the fraction of the run's time in which a client worked on "
+            "no update that was used, as a mean over the clients that took part."
         )
         values = {kind: mean(percentages) for kind, percentages in idle.items()}
         charts.append(bars(Caption("idle", "Idle time by device", about), values, "device", "%"))
@@ -183,7 +183,7 @@ def _devices(run: RecordedRun) -> list[Chart]:
 
 
 def _heads(run: RecordedRun) -> list[Chart]:
-    """Draw how often each head was trained, and how much it adds to its layer."""
+    """Draw how often each head was trained, and the norm of what it adds to its layer."""
     charts, norms = list[Chart](), run.summary.get("head-norms", {}) if run.summary else {}
     num_heads = len(next(iter(norms.values()), []))
     times = run.heads_trained(num_heads) if _has_heads(run) else []
@@ -196,7 +196,7 @@ def _heads(run: RecordedRun) -> list[Chart]:
             "the number of clients' replies with that head.",
         )
         heads = [str(head) for head in range(len(times[0]))]
-        charts.append(heat(caption, times, layers, heads, "head", "replies"))
+        charts.append(heatmap(caption, times, layers, heads, "head", "replies"))
     if norms:
         caption = Caption(
             "norms",
@@ -205,12 +205,12 @@ def _heads(run: RecordedRun) -> list[Chart]:
             "the last round. A LoRA counts as one head.",
         )
         heads = [str(head) for head in range(num_heads)]
-        charts.append(heat(caption, list(norms.values()), layers, heads, "head", "norm"))
+        charts.append(heatmap(caption, list(norms.values()), layers, heads, "head", "norm"))
     return charts
 
 
 def _has_heads(run: RecordedRun) -> bool:
-    """Tell whether all replies list as many layers, and heads that there may be."""
+    """Return whether all replies list equally many layers, and valid numbers of heads."""
     chosen = [client["selected"] for record in run.rounds for client in record["clients"]]
     return len({*map(len, chosen)}) == 1 and all(
         0 <= head < _MOST_HEADS for layers in chosen for layer in layers for head in layer
@@ -218,7 +218,7 @@ def _has_heads(run: RecordedRun) -> bool:
 
 
 def _clients(run: RecordedRun) -> list[Chart]:
-    """Draw how a metric differs from client to client, where they evaluate."""
+    """Draw the per-client statistics of a metric, if clients evaluate."""
     name = common_metric([run])
     statistics = {
         record["round"]: record["per-client"][name]
@@ -227,7 +227,7 @@ def _clients(run: RecordedRun) -> list[Chart]:
     }
     if not statistics:
         return []
-    about = f"The {name} that each client measures on its validation split: over all clients."
+    about = f"The {name} of each client on its validation split: range and quartiles."
     caption = Caption("clients", "How the clients differ", about)
     values = pd.DataFrame(statistics.values())
     ends = ["max", "upper-quartile", "median", "lower-quartile", "min"]
@@ -254,7 +254,7 @@ def _seconds(run: RecordedRun) -> Chart:
 
 
 def _confusion(run: RecordedRun) -> list[Chart]:
-    """Draw which class was taken for which, where that is known."""
+    """Draw the confusion matrix, if there is one."""
     classes = classes_of(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
@@ -263,23 +263,23 @@ def _confusion(run: RecordedRun) -> list[Chart]:
 
 
 def confusion_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> Chart:
-    """Draw how often examples of each class (a row) were taken for each class (a column).
+    """Draw a confusion matrix: a row for each right class, a column for each predicted class.
 
-    The colour is the fraction of the row, so that rare classes are seen as well.
+    The colour is the fraction of the row, so that rare classes are visible as well.
     """
     caption = Caption(
         "confusion",
-        "Which class was taken for which",
-        "For each class (a row), how many of its examples were taken for each class (a column), "
+        "Confusion matrix",
+        "For each class (a row), how many of its examples were predicted as each class (a column), "
         "after the last round that was evaluated. Right predictions are on the diagonal.",
     )
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    fractions = [[count / max(1, sum(row)) for count in row] for row in counts]
     x, label, y = "predicted class", "fraction of the class", "right class"
-    return heat(caption, shares, labels, labels, x, label, y, counts=counts)
+    return heatmap(caption, fractions, labels, labels, x, label, y, counts=counts)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Shorten dotted names by the words at both ends that all of them share."""
+    """Return dotted names without the words at both ends that all of them share."""
     words = [name.split(".") for name in names]
     start = _shared(words)
     end = _shared([name[start:][::-1] for name in words])
@@ -287,6 +287,6 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _shared(words: list[list[str]]) -> int:
-    """Count the words at the beginning that all have."""
-    at_a_place = zip(*words, strict=False)  # as far as the shortest goes
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, at_a_place))
+    """Return the number of leading words that all names share."""
+    columns = zip(*words, strict=False)  # up to the shortest name
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -1,4 +1,4 @@
-"""Say of runs what their page shows: in words and numbers, all of which the page escapes."""
+"""Return the content of a run's page: texts and numbers, all of which the page escapes."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from ravan_flwr.runs.console import (
     last_lines,
     megabytes,
     minutes,
-    remaining,
+    remaining_seconds,
     uploads_seen,
 )
 from ravan_flwr.runs.directory import RoundsFile, RunDirectory
@@ -38,18 +38,18 @@ _WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json")
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """Hold what a run directory had at one moment."""
+    """The content of a run directory at one moment."""
 
     run: RecordedRun  # its config is empty before the run has written it
     failure: str | None
     status: RunStatus | None  # None in runs of earlier versions
     log: list[str]
-    holder: Holder  # who works on it
-    heard: float  # when something was written last, in seconds since 1970
+    holder: Holder  # which process works on it
+    heard: float  # time of the last write, in seconds since 1970
 
     @classmethod
     def of(cls, run: RecordedRun) -> "RunSnapshot":
-        """Read what lies beside a run's records."""
+        """Read the files beside a run's records."""
         has_failure = (run.path / "failure.json").is_file()
         failure = RunDirectory(run.path).read_json("failure.json") if has_failure else None
         stats = filter(None, (_stat(run.path / name) for name in _SIGNS_OF_LIFE))
@@ -64,7 +64,7 @@ class RunSnapshot:
 
     @property
     def rounds(self) -> int:
-        """Return how many rounds there will be; 0 if that is not known yet."""
+        """Return how many rounds there will be; 0 if that is unknown."""
         if self.status and self.status["rounds"]:
             return self.status["rounds"]
         planned = self.run.config.get("num-rounds")
@@ -76,7 +76,7 @@ class RunSnapshot:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a process works on the run, as far as one can tell."""
+        """Return whether a process works on the run, as far as this machine can see."""
         if self.holder == "unknown":
             return self.run.summary is None and self.failure is None
         return self.holder == "a process"
@@ -84,21 +84,21 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class State:
-    """Hold what a run does, in a word and a sentence, which may end in since when."""
+    """A run's state: a word, and a sentence to which the page adds the time since `since`."""
 
     word: str  # running, finished, failed, stopped
     text: str
     since: float | None = None  # in seconds since 1970
     advice: str = ""
-    progress: float = 0.0  # the share of the rounds
+    progress: float = 0.0  # fraction of the rounds
 
 
 def state_of(snapshot: RunSnapshot) -> State:
-    """Say what the run does: it is under way, has ended, has failed, or has gone silent."""
+    """Return the state of a run: running, finished, failed or stopped."""
     last = snapshot.last_round
     progress = min(1.0, last / snapshot.rounds) if snapshot.rounds else 0.0
     if snapshot.under_way:
-        return _under_way(snapshot, progress)
+        return _running(snapshot, progress)
     after = f"after {last} round{'' if last == 1 else 's'}"
     advice = f"To continue: resume={snapshot.run.path} (flwr run needs the same settings beside it)"
     if snapshot.failure is not None:
@@ -108,17 +108,17 @@ def state_of(snapshot: RunSnapshot) -> State:
     if not last:
         advice = "No round has finished, so there is nothing to resume; start a new run."
     how = "Its process is gone" if snapshot.holder == "a dead process" else "It was stopped"
-    text = f"{how} {after}, without a result. Nothing has been heard of it for"
+    text = f"{how} {after}, without a result. Nothing was written for"
     return State("stopped", text, snapshot.heard, advice, progress)
 
 
-def _under_way(snapshot: RunSnapshot, progress: float) -> State:
-    """Say which step of which round it is in, and for how long."""
+def _running(snapshot: RunSnapshot, progress: float) -> State:
+    """Return the state of a run under way: its step, and since when."""
     status, advice = snapshot.status, ""
     if not any(record["round"] for record in snapshot.run.rounds):
         advice = "No round has finished yet; the pictures come with the first."
     if snapshot.holder == "unknown":
-        advice = f"Its process is not of this machine: whether it lives cannot be seen. {advice}"
+        advice = f"Whether its process is alive cannot be seen from this machine. {advice}"
     if status is None:
         text = "It is running" if snapshot.run.rounds else "It is being prepared"
         return State(
@@ -137,22 +137,22 @@ def _under_way(snapshot: RunSnapshot, progress: float) -> State:
 
 
 class FollowedRun:
-    """Follow one run: `version` says whether something changed, `read` reads what is new."""
+    """Read one run repeatedly: `version` changes with its files, `read` reads what is new."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / LOCK).is_file():  # of a run that begins, which writes its settings next
+        if not (path / LOCK).is_file():  # a run takes its lock before it writes its settings
             RunDirectory.open(path, "report")
         self.path = path
         self._rounds = RoundsFile(path)
 
     def version(self) -> str:
-        """Describe the state of the files: another text if one of them has changed."""
+        """Return a text that changes whenever one of the files changes."""
         stats = [_stat(self.path / name) for name in _WATCHED]
         stamps = [f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" if s else "" for s in stats]
         return "-".join([*stamps, holder_of(self.path)])
 
     def read(self) -> RunSnapshot:
-        """Read the run as it is now; ValueError if a file is damaged."""
+        """Read the run as it is now; raise ValueError if a file is damaged."""
         directory = RunDirectory(self.path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is gone, expected the run directory that was there")
@@ -173,14 +173,14 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-MOST = 300  # clients that are listed
+MOST_CLIENTS = 300  # clients that are listed
 MOST_REJECTED = 50  # the last ones, of a run under way
 AT_WORK = "at work"
 
 
 def picture_of(chart: Chart) -> dict[str, Any]:
     """Draw a chart for the page."""
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", chart.svg())  # as HTML has it anyway
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", chart.svg())  # which HTML does not need
     texts = {"title": chart.title, "about": chart.about, "broad": chart.broad}
     return {**texts, "svg": Markup(svg)}  # noqa: S704 (matplotlib has escaped the texts in it)
 
@@ -188,7 +188,7 @@ def picture_of(chart: Chart) -> dict[str, Any]:
 def view_of(
     snapshot: RunSnapshot, pictures: Sequence[Mapping[str, Any]] = (), *, live: bool = True
 ) -> dict[str, Any]:
-    """Collect what the page says of one run, from files that may be damaged."""
+    """Return the page's content for one run, from files that may be damaged."""
     run, config = snapshot.run, snapshot.run.config
     classes = classes_of(run.path, run.rounds)
     rejected = [
@@ -207,7 +207,7 @@ def view_of(
         "facts": facts_of(snapshot, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
-        "people": _participants(snapshot, live),
+        "clients": _clients(snapshot, live),
         "refused": [(refusal["node"], refusal["reason"]) for refusal in snapshot.status["refused"]]
         if snapshot.status
         else [],
@@ -221,12 +221,12 @@ def view_of(
 
 
 def title_of(config: Mapping[str, Any]) -> str:
-    """Name a run by what it trains; empty before its settings are there."""
+    """Return "METHOD on PRESET"; empty before the run has written its settings."""
     return f"{config['method']} on {config['preset']}" if "method" in config else ""
 
 
 def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, str]:
-    """Give a run so far in a few numbers."""
+    """Return the main numbers of a run so far."""
     run, metric = snapshot.run, common_metric([snapshot.run])
     summary: Mapping[str, Any] = run.summary or {}
     curve, losses = run.curve(metric), run.train_loss()[1]
@@ -238,8 +238,8 @@ def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[s
     seconds = [record["seconds"] for record in run.rounds]
     took = minutes(sum(seconds))
     left = (snapshot.rounds or 0) - snapshot.last_round
-    if snapshot.under_way and seconds and left > 0:  # it writes its report when its rounds are held
-        took += f", about {minutes(remaining(seconds, left))} left"
+    if snapshot.under_way and seconds and left > 0:  # not while it writes its report
+        took += f", about {minutes(remaining_seconds(seconds, left))} left"
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
@@ -260,8 +260,8 @@ def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[s
         facts["on the links, about"] = megabytes(link)
     if summary and (until := run.config.get("until-metric")):
         reached = summary.get("reached")
-        how = "not reached" if reached is None else f"reached in round {reached}"
-        facts["until-metric"] = f"{until:g}, {how}"
+        outcome = "not reached" if reached is None else f"reached in round {reached}"
+        facts["until-metric"] = f"{until:g}, {outcome}"
     if spent:
         facts["privacy"] = privacy_of(spent)
     if "trainable-parameters" in summary:
@@ -270,7 +270,7 @@ def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[s
 
 
 def _collapsed(run: RecordedRun) -> str:
-    """Say in which rounds the evaluation had collapsed, and why; empty if in none."""
+    """Describe the rounds in which the evaluation collapsed; empty if there are none."""
     rounds = [record for record in run.rounds if "collapsed" in record]
     if not rounds:
         return ""
@@ -283,28 +283,28 @@ def _collapsed(run: RecordedRun) -> str:
 
 
 def comparison_of(groups: Groups) -> dict[str, Any]:
-    """Make a table with a row for each line of the charts."""
+    """Return a table with a row for each line of the charts."""
     metric = common_metric([run for runs in groups.values() for run in runs])
     heads = ["", "runs", "rounds", f"{metric}, mean", "least to greatest", "sent, up and down"]
     return {"heads": heads, "rows": [_row(name, runs, metric) for name, runs in groups.items()]}
 
 
 def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, ...]:
-    """Sum up runs that differ in the seed alone."""
+    """Return the row of runs that differ only in the seed."""
     values = [value for run in runs for value in run.curve(metric).get(metric, [])[-1:]]
     mean = f"{sum(values) / len(values):.4f}" if values else "not evaluated"
-    spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
+    extremes = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
     sent = sum(r["bytes-up"] + r["bytes-down"] for run in runs for r in run.rounds) / len(runs)
     rounds = ", ".join(map(str, sorted({run.rounds[-1]["round"] for run in runs})))
     if not all(run.summary for run in runs):
         rounds += ", unfinished"
     if number := sum("collapsed" in run.rounds[-1] for run in runs):
         rounds += f", {number} collapsed at the end"
-    return name, len(runs), rounds, mean, spread, f"{sent / 1e6:.2f} MB"
+    return name, len(runs), rounds, mean, extremes, f"{sent / 1e6:.2f} MB"
 
 
-def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
-    """List the clients by partition; where there are too many, those that do or did something."""
+def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
+    """List the clients by partition; of too many, those that are or were active."""
     nodes = (
         {node["partition-id"]: node for node in snapshot.status["nodes"]} if snapshot.status else {}
     )
@@ -315,9 +315,9 @@ def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             replies.setdefault(client["partition-id"], []).append((record["round"], client))
         for reply in record["rejected"]:
             rejected[reply["client"]].append(f"round {record['round']}: {reply['reason']}")
-    now = _now(snapshot) if live and snapshot.under_way else {}
+    now = _activities(snapshot) if live and snapshot.under_way else {}
     blank = dict.fromkeys(("device", "budget", "examples", "heard", "heads", "seconds"), "")
-    people = [
+    rows = [
         {
             **blank,
             "partition": number,
@@ -328,22 +328,22 @@ def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             "last_round": history[-1][0] if history else 0,
             "bytes_up": sum(client["bytes-up"] for _, client in history),
             "bytes_down": sum(client["bytes-down"] for _, client in history),
-            **_of_node(nodes.get(number), simulated=snapshot.run.in_simulated_time),
-            **(_of_reply(history[-1][1], has_node=number in nodes) if history else {}),
+            **_node_cells(nodes.get(number), simulated=snapshot.run.in_simulated_time),
+            **(_reply_cells(history[-1][1], has_node=number in nodes) if history else {}),
         }
         for number, history in replies.items()
     ]
-    # Who is at work first, then who does or has something else, then who was the last.
+    # First clients at work, then those with another state or a rejection, then the latest ones.
     chosen = sorted(
-        people,
+        rows,
         key=lambda client: (
             client["now"] != AT_WORK,
             not (client["now"] or client["rejected"]),
             -client["last_round"],
             client["partition"],
         ),
-    )[:MOST]
-    total = max(len(people), snapshot.status.get("clients", 0) if snapshot.status else 0)
+    )[:MOST_CLIENTS]
+    total = max(len(rows), snapshot.status.get("clients", 0) if snapshot.status else 0)
     partitions = max((record["partitions"] for record in snapshot.run.rounds), default=0)
     if snapshot.status:
         partitions = snapshot.status["partitions"] if nodes else 0
@@ -354,8 +354,8 @@ def _participants(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
     }
 
 
-def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
-    """Give what a node said of itself; in simulated time its processor is that of this machine."""
+def _node_cells(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
+    """Return the cells that a node reported; its device only outside simulated time."""
     if node is None:
         return {}
     return {
@@ -366,13 +366,13 @@ def _of_node(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _of_reply(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
-    """Give what a client's last reply says, without what is known of its node already."""
+def _reply_cells(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
+    """Return the cells of a client's last reply, without those that its node has."""
     cells = {
         "heads": f"{client['heads']:g}",
         "seconds": f"{client['seconds']:.1f}" if "seconds" in client else "",
     }
-    if "device" in client and "span" in client:  # a simulated one, which takes simulated seconds
+    if "device" in client and "span" in client:  # a simulated device, with simulated seconds
         begin, end = client["span"]
         cells |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
     if not has_node:
@@ -380,11 +380,11 @@ def _of_reply(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
     return cells
 
 
-def _now(snapshot: RunSnapshot) -> dict[int, str]:
-    """Find what each client is doing, in a run under way."""
+def _activities(snapshot: RunSnapshot) -> dict[int, str]:
+    """Return what each client is doing, by partition, in a run under way."""
     last: Mapping[str, Any] = snapshot.run.rounds[-1] if snapshot.run.rounds else {}
     now = dict.fromkeys(last.get("skipped", []), "is skipped: it was unresponsive")
-    now |= dict.fromkeys(last.get("not-eligible", []), "cannot afford it")
+    now |= dict.fromkeys(last.get("not-eligible", []), "is not eligible: cannot afford the method")
     if snapshot.status is not None:
         now |= dict.fromkeys(snapshot.status["asked"], AT_WORK)
         now |= dict.fromkeys(snapshot.status["answered"], "has answered")

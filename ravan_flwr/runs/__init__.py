@@ -1,1 +1,1 @@
-"""Keep run directories: records, checkpoints; show a person what happens meanwhile."""
+"""Run directories, with records and checkpoints; console output and tracking of a run."""

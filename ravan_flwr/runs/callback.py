@@ -1,7 +1,7 @@
-"""Call what watches a run: at its beginning, after each round, and at its end.
+"""Call a run's hooks: at its beginning, after each round, on each status, and at its end.
 
-The app's own files are written so: records and checkpoints, and the dashboard's status; and
-devices are delivered their result.
+The app itself uses them to write records, checkpoints and the dashboard's status, and to deliver
+the result to devices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,38 +16,38 @@ HOOKS = ("on_run_begin", "on_round_end", "on_status", "on_run_end")
 
 
 class Callback:
-    """Watch a run on the server; override what is wanted.
+    """Watch a run on the server; a subclass overrides the hooks that it needs.
 
     Pass instances to `simulate(..., callbacks=[...])`, or to `ravan_flwr.server_app.run` from a
-    ServerApp of your own. They are called in their order, after the app's own, in the server's
+    ServerApp of your own. Callbacks are called in their order, after the app's own, in the server's
     process. An error that a callback raises ends the run.
     """
 
     def on_run_begin(self) -> None:
-        """Prepare, before clients are recruited; the run directory exists."""
+        """Prepare: the run directory exists, and no client has been recruited."""
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
-        """Look at a round, whose line and checkpoint are on disk.
+        """Read a finished round, whose record and checkpoint are on disk.
 
         Args:
             record: The round's line of `rounds.jsonl`. Round 0 is a calibration, if there is one.
-            state: The global state after the round, by name; RAVAN's is {"H": (layers, heads, r,
-                r)}, and "classifier" where that is trained. Not to be changed.
+            state: The global state after the round, by name. RAVAN's is {"H": (layers, heads, r,
+                r)}, with "classifier" where that is trained. Do not change it.
         """
 
     def on_status(self, status: RunStatus) -> None:
-        """Look at what the run does now, several times a round: who was asked, who answered.
+        """Read the run's status, several times a round: which clients were asked, which answered.
 
         Args:
-            status: What `status.json` has.
+            status: The content of `status.json`.
         """
 
     def on_run_end(self) -> None:
-        """Finish, when the result and `summary.json` are on disk; not called if the run failed."""
+        """Finish: the result and `summary.json` are on disk. It is not called if the run failed."""
 
 
 class Callbacks(Callback):
-    """Call several callbacks in turn. One may be any object with some of the hooks."""
+    """Call several callbacks in turn. A callback is any object with at least one of the hooks."""
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
         if not isinstance(callbacks, Iterable):
@@ -70,7 +70,7 @@ class Callbacks(Callback):
 
     def _call(self, hook: str, *arguments: object) -> None:
         for callback in self.all:
-            getattr(callback, hook, _nothing)(*arguments)
+            getattr(callback, hook, _do_nothing)(*arguments)
 
     def on_run_begin(self) -> None:
         self._call("on_run_begin")
@@ -85,5 +85,5 @@ class Callbacks(Callback):
         self._call("on_run_end")
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing, where a callback has no such hook."""
+def _do_nothing(*_: object) -> None:
+    """Do nothing, for a callback that lacks the hook."""

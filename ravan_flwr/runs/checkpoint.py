@@ -1,14 +1,14 @@
 """Write and read checkpoints: the global state after a round, in safetensors with a checksum.
 
 `round-000007.safetensors` holds the tensors and, in its metadata, the round that they belong to
-and a SHA-256 over both: one file, which is whole and of its name, or damaged. A damaged one is
-passed over for the one before it. Beside the last few, that of the best round by the server's
-metric is kept. Tensors with a slash in their names are the server's memory: what a run that goes
-on needs beside the state.
+and a SHA-256 over both. A file whose round or checksum does not match is damaged, and the
+checkpoint before it is loaded instead. The last few checkpoints are kept, and that of the best
+round by the server's metric. Tensors with a slash in their names are the server's memory: what a
+resumed run needs beside the state.
 
-`clients-000007.safetensors` lies beside it where a part of the model stays with each client and the
-clients are in this process: their parts after that round, each tensor as PARTITION/NAME. It is
-written first and goes with the round's own file.
+`clients-000007.safetensors` holds the clients' personal parameters after that round, each tensor as
+PARTITION/NAME. It exists where the method has such parameters and the clients are in this process.
+It is written before the round's own file, and removed with it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import torch
 
 from ravan_flwr.files import check_file
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import check_there, write_atomically
+from ravan_flwr.runs.directory import check_run_exists, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold what a run goes on from."""
+    """The state after a round, from which a run is resumed."""
 
     round: int
     state: Tensors
@@ -49,45 +49,45 @@ def save_checkpoint(
     memory: Tensors | None = None,
     best: int | None = None,
 ) -> None:
-    """Write the state after a round, then drop all but the last few and that of round `best`."""
+    """Write the state after a round; remove other rounds but the last few and round `best`."""
     _write(_path(folder, round_number), round_number, state | (memory or {}))
     for number in checkpoint_rounds(folder)[:-KEPT]:
         if number != best:
             _drop(folder, number)
 
 
-def save_personal_states(folder: Path, round_number: int, parts: Mapping[int, Tensors]) -> None:
-    """Write the clients' own parts after a round, by partition; before its checkpoint."""
-    flat = {f"{number}/{name}": x for number, own in parts.items() for name, x in own.items()}
-    _write(_parts_path(folder, round_number), round_number, flat)
+def save_personal_states(folder: Path, round_number: int, states: Mapping[int, Tensors]) -> None:
+    """Write personal parameters by partition, before the round's checkpoint is written."""
+    flat = {f"{number}/{name}": x for number, state in states.items() for name, x in state.items()}
+    _write(_personal_path(folder, round_number), round_number, flat)
 
 
 def load_personal_states(folder: Path, round_number: int) -> dict[int, Tensors] | None:
-    """Load the clients' own parts after a round, by partition; None if they are not there."""
-    path = _parts_path(folder, round_number)
+    """Load the personal parameters after a round, by partition; None if there is no file."""
+    path = _personal_path(folder, round_number)
     if not path.exists():
         return None
-    parts: dict[int, Tensors] = {}
+    states: dict[int, Tensors] = {}
     try:
         for key, tensor in _read(path, round_number).items():
             partition, _, name = key.partition("/")
-            parts.setdefault(int(partition), {})[name] = tensor
+            states.setdefault(int(partition), {})[name] = tensor
     except _DAMAGED as error:
         raise ValueError(
-            f"{path} is damaged ({error}), expected the clients' own parts of the model; restore "
-            "it, go back with resume=RUN@N, or remove it, and every client begins anew"
+            f"{path} is damaged ({error}), expected the clients' personal parameters; restore it, "
+            "go back with resume=RUN@N, or remove it, and every client begins anew"
         ) from None
-    return parts
+    return states
 
 
 def checkpoint_rounds(folder: Path) -> list[int]:
-    """List the rounds of which there is a checkpoint, in order."""
+    """Return the rounds that have a checkpoint, in order."""
     matches = (_NAME.fullmatch(path.name) for path in folder.glob("round-*.safetensors"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def drop_after(folder: Path, round_number: int) -> None:
-    """Drop the checkpoints of later rounds, the last first, and files that were never finished."""
+    """Remove the checkpoints of later rounds, the last first, and files of interrupted writes."""
     for number in reversed(checkpoint_rounds(folder)):
         if number > round_number:
             _drop(folder, number)
@@ -96,7 +96,7 @@ def drop_after(folder: Path, round_number: int) -> None:
 
 
 def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:
-    """Load the checkpoint of a round, or the last one that is whole."""
+    """Load the checkpoint of a round, by default the last one that is not damaged."""
     rounds = checkpoint_rounds(folder)
     advice = f"expected one of {_listed(rounds)}; choose another"
     if round_number not in (None, *rounds):
@@ -116,7 +116,7 @@ def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint
 
 
 def save_fixed(folder: Path, fixed: Tensors) -> None:
-    """Write the fixed tensors, which a calibration round made."""
+    """Write the fixed tensors that a calibration round computed."""
     _write(folder / "fixed.safetensors", 0, fixed)
 
 
@@ -147,22 +147,22 @@ def _path(folder: Path, number: int) -> Path:
 
 def _drop(folder: Path, number: int) -> None:
     _path(folder, number).unlink(missing_ok=True)
-    _parts_path(folder, number).unlink(missing_ok=True)
+    _personal_path(folder, number).unlink(missing_ok=True)
 
 
-def _parts_path(folder: Path, number: int) -> Path:
+def _personal_path(folder: Path, number: int) -> Path:
     return folder / f"clients-{number:06d}.safetensors"
 
 
 def _write(path: Path, number: int, tensors: Tensors) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     meta = {"round": str(number), "sha256": _digest(number, tensors)}
-    check_there(path.parent.parent)
+    check_run_exists(path.parent.parent)
     write_atomically(path, safetensors.torch.save(tensors, meta))
 
 
 def _digest(number: int, tensors: Tensors) -> str:
-    """Hash the number of a round, and names, dtypes, shapes and bytes of its tensors."""
+    """Return a hash of a round's number, and of its tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256(f"round {number}".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -177,15 +177,15 @@ def _read_round(folder: Path, number: int) -> Checkpoint:
 
 
 def _read(path: Path, number: int) -> Tensors:
-    """Read the tensors of a file that is whole and of that round; else raise one of `_DAMAGED`."""
+    """Read a file's tensors; raise one of `_DAMAGED` unless checksum and round match."""
     check_file(path)
     with safetensors.safe_open(path, "pt") as file:
         meta = file.metadata() or {}
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if meta.get("sha256") != (digest := _digest(number, tensors)):
         raise ValueError(
-            f"its checksum is {digest}, expected {meta.get('sha256')}; it says that it is of round "
-            f"{meta.get('round')!r}"
+            f"its checksum is {digest}, expected {meta.get('sha256')}; its metadata names "
+            f"round {meta.get('round')!r}"
         )
     if meta.get("round") != str(number):
         raise ValueError(f"it is of round {meta.get('round')!r}, expected {number}")

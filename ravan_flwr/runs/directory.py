@@ -1,20 +1,20 @@
-"""Keep the run directory: what was asked for, what happened in each round, how it ended.
+"""Read and write the run directory: settings, the record of each round, the result.
 
 config.json        the resolved configuration
-settings.json      the settings that were given, with which it is resumed
+settings.json      the settings that were given, with which the run is resumed
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
-summary.json       the end: method, parameters, metrics, bytes, seconds
+summary.json       the result: method, parameters, metrics, bytes, seconds
 classes.json       the last evaluation on the server, class by class (reports/classes.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)
 tensorboard/       each round's numbers (tracking.py)
-failure.json       why it failed, if it did
-node-keys.json     which node's key holds which partition (server/partitions.py)
-privacy.json       what a private run has spent (server/privacy_budget.py)
-status.json        what it does now, and who takes part (status.py)
-log.txt            what it printed, with times (console.py)
-lock               who writes to it, while somebody does (lock.py)
+failure.json       the error of a failed run
+node-keys.json     the node key that each partition is bound to (server/partitions.py)
+privacy.json       the privacy budget that has been spent (server/privacy_budget.py)
+status.json        the present step of the run, and its clients (status.py)
+log.txt            the log, with times (console.py)
+lock               the process that writes to it, while there is one (lock.py)
 """
 
 import errno
@@ -28,21 +28,21 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.files import LARGE, flush_folder, opened, read_file
-from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parsed
+from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
 from ravan_flwr.specs import Scalar
 
 
 class RunDirectory:
-    """Read and write one run's folder; its files appear whole or not at all."""
+    """One run's folder; files are replaced atomically, and `rounds.jsonl` is appended to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunDirectory":
-        """Make a new folder, named after the time and what runs; never take one that exists."""
+        """Create a new folder, named after the time and `name`; never use an existing one."""
         stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         for number in range(1000):
             path = parent / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
@@ -60,7 +60,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, option: str = "resume") -> "RunDirectory":
-        """Open the folder of an earlier run; `option` is the option or command that names it."""
+        """Open the folder of an earlier run; errors name `option`, the user's option or command."""
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
@@ -74,19 +74,19 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write the file `name`, whole."""
+        """Write JSON to the file `name` atomically."""
         self.write(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a text into the file `name`, whole."""
-        check_there(self.path)
+        """Write a text to the file `name` atomically."""
+        check_run_exists(self.path)
         write_atomically(self.path / name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read the file `name`."""
+        """Read the JSON object in the file `name`."""
         path = self.path / name
         try:
-            content = parsed(read_file(path))
+            content = parse_json(read_file(path))
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is not there, expected the file of a finished run; let the run end, with "
@@ -104,12 +104,12 @@ class RunDirectory:
 
     def write_settings(self, run_config: Mapping[str, Scalar]) -> None:
         """Write the settings that differ from their defaults, without `resume` and `output-dir`."""
-        free = ("resume", "output-dir")
-        settings = {k: v for k, v in run_config.items() if k not in free and v != KEYS[k].default}
+        omit = ("resume", "output-dir")
+        settings = {k: v for k, v in run_config.items() if k not in omit and v != KEYS[k].default}
         self.write_json("settings.json", settings)
 
     def read_settings(self) -> dict[str, Scalar]:
-        """Read `settings.json`, which is checked where every run config is."""
+        """Read `settings.json`; `read_config` checks its values, as those of every run config."""
         if not (path := self.path / "settings.json").exists():
             raise ValueError(
                 f"{path} is not there, expected the settings with which the run was started; "
@@ -117,19 +117,19 @@ class RunDirectory:
             )
         return self.read_json("settings.json")
 
-    def note_clients(self, number: int) -> None:
-        """Write into `config.json` how many clients there are: who starts a run decides that."""
+    def write_num_clients(self, number: int) -> None:
+        """Replace the preset's number of clients in `config.json` by that of the run."""
         config = self.read_json("config.json")
-        if config.get("num-clients") not in (None, number):  # None: the data says it
+        if config.get("num-clients") not in (None, number):  # None: the data determines it
             self.write_json("config.json", config | {"num-clients": number})
 
-    def note_owners(self, owners: Mapping[int, str]) -> None:
-        """Write which key each partition is bound to; a resumed run goes on with them."""
-        if owners and self.read_owners() != owners:
-            self.write_json("node-keys.json", {str(number): owners[number] for number in owners})
+    def write_node_keys(self, keys: Mapping[int, str]) -> None:
+        """Write the node key that each partition is bound to; a resumed run uses them."""
+        if keys and self.read_node_keys() != keys:
+            self.write_json("node-keys.json", {str(number): keys[number] for number in keys})
 
-    def read_owners(self) -> dict[int, str]:
-        """Read which key each partition is bound to; none where no node keeps its key."""
+    def read_node_keys(self) -> dict[int, str]:
+        """Read the node key that each partition is bound to; empty if no node keeps its key."""
         if not (self.path / "node-keys.json").exists():
             return {}
         content = self.read_json("node-keys.json")
@@ -152,24 +152,24 @@ class RunDirectory:
             ) from None
 
     def append_round(self, record: RoundRecord) -> None:
-        """Add a line to `rounds.jsonl`, on disk when this returns."""
+        """Append a line to `rounds.jsonl`; it is on disk when this returns."""
         self.append_lines("rounds.jsonl", [json.dumps(record, allow_nan=False)])
 
     def append_lines(self, name: str, lines: Sequence[str]) -> None:
-        """Add lines to the file `name`, on disk when this returns."""
+        """Append lines to the file `name`; they are on disk when this returns."""
         path = self.path / name
-        check_there(self.path)
-        with _naming(path), path.open("a", encoding="utf-8") as file:
+        check_run_exists(self.path)
+        with _named_errors(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
 
     def read_rounds(self) -> list[RoundRecord]:
-        """Read the rounds so far; a last line that was cut off does not count."""
+        """Read the rounds so far; an incomplete last line is ignored."""
         return RoundsFile(self.path).read()
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
-        """Read the rounds up to `last`, which must be there."""
+        """Read the rounds up to `last`; raise ValueError if that round has no record."""
         records = [record for record in self.read_rounds() if record["round"] <= last]
         if not records or records[-1]["round"] != last:
             number = records[-1]["round"] if records else "none"
@@ -180,13 +180,13 @@ class RunDirectory:
         return records
 
     def write_rounds(self, records: Sequence[RoundRecord]) -> None:
-        """Write `rounds.jsonl` anew, with these rounds alone."""
+        """Replace `rounds.jsonl` by one with only these rounds."""
         lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
         self.write("rounds.jsonl", "".join(lines))
 
 
 class RoundsFile:
-    """Read a run's `rounds.jsonl` again and again, and only what is new in it."""
+    """Read a run's `rounds.jsonl` repeatedly, each time only its new lines."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "rounds.jsonl"
@@ -194,10 +194,10 @@ class RoundsFile:
         self._lines: list[RoundRecord] = []
 
     def read(self) -> list[RoundRecord]:
-        """Return all lines so far; a last one that is still being written does not count."""
+        """Return the records of all lines so far; an incomplete last line is ignored."""
         stat = self._path.stat() if self._path.exists() else None
         inode, size = (stat.st_ino, stat.st_size) if stat else (0, 0)
-        if inode != self._inode or size < self._bytes:  # a run that went back writes it anew
+        if inode != self._inode or size < self._bytes:  # a run that goes back replaces the file
             self._inode, self._bytes, self._lines = inode, 0, []
         if not stat:
             return []
@@ -205,8 +205,8 @@ class RoundsFile:
             file.seek(self._bytes)
             for line in file.read().split(b"\n")[:-1]:
                 try:
-                    before = self._lines[-1] if self._lines else None
-                    self._lines.append(check_line(line, before))
+                    previous = self._lines[-1] if self._lines else None
+                    self._lines.append(check_line(line, previous))
                 except ValueError as error:
                     raise ValueError(
                         f"{self._path}: line {len(self._lines) + 1} is damaged ({error}), "
@@ -217,54 +217,54 @@ class RoundsFile:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
-    # `Path.exists` raises an error where this process may not look.
-    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    """Raise ValueError unless run directories can be made in a folder, which may not exist yet."""
+    # `Path.exists` raises an error where this process lacks permission.
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(
-            f"output-dir = {str(folder)!r}: {place} is no folder that can be written to, expected "
+            f"output-dir = {str(folder)!r}: {existing} is no writable folder, expected "
             "one; set output-dir"
         )
 
 
-def named_by(resume: str) -> tuple[Path, int | None]:
+def parse_resume(resume: str) -> tuple[Path, int | None]:
     """Split RUN@N, or RUN alone, into the run directory and the round to go back to."""
     path = Path(resume).expanduser()
     match = re.fullmatch(r"(.+)@(\d+)", str(path))
     return (Path(match[1]), int(match[2])) if match and not path.is_dir() else (path, None)
 
 
-def with_those_of_the_run(
+def with_recorded_settings(
     settings: Mapping[str, Scalar], num_clients: int | None = None
 ) -> tuple[dict[str, Scalar], int | None]:
-    """Add to what is given the settings of the run to go on with, and the number of its clients.
+    """Complete settings and number of clients from the run to resume; given values win.
 
-    Under Flower who resumes a run gives them all, since clients read them before the server does.
+    Under Flower the user gives all settings of the run, since clients read them before the server.
     """
     if not settings.get("resume"):
         return dict(settings), num_clients
-    directory = RunDirectory.open(named_by(str(settings["resume"]))[0])
+    directory = RunDirectory.open(parse_resume(str(settings["resume"]))[0])
     records = directory.read_rounds()
     if num_clients is None and records:
         num_clients = records[-1].get("partitions")
-    return own_preset(directory.read_settings()) | dict(settings), num_clients
+    return with_preset_path(directory.read_settings()) | dict(settings), num_clients
 
 
-def is_of_writing(error: OSError, run: Path) -> bool:
-    """Tell whether an error of the system came from writing a run's files."""
+def is_write_error(error: OSError, run: Path) -> bool:
+    """Return whether an OSError results from writing a run's files."""
     if isinstance(error.filename, str):
         return Path(error.filename).is_relative_to(run)
-    return error.errno in _OF_A_DISK
+    return error.errno in _DISK_ERRORS
 
 
-def check_there(run: Path) -> None:
-    """Raise FileNotFoundError if a run directory is gone: a file of it would make it anew."""
+def check_run_exists(run: Path) -> None:
+    """Raise FileNotFoundError if a run directory is gone: a write would create it again."""
     if not run.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run))
 
 
-def not_written(error: OSError, run: Path) -> str:
-    """Say which file of a run could not be written, what is safe, and how to go on."""
+def write_error_message(error: OSError, run: Path) -> str:
+    """Return which file could not be written, which round is safe, and how to continue."""
     if not run.is_dir():
         return (
             f"{run} is gone: it was removed or renamed while the run wrote to it, and nothing more "
@@ -275,29 +275,29 @@ def not_written(error: OSError, run: Path) -> str:
     safe = "" if last is None else f"round {last} is safe in the last checkpoint; "
     return (
         f"{error.filename or run} cannot be written: {error.strerror or error}; {safe}"
-        f"free some space, or give the right to write there; {how_to_go_on(run)}"
+        f"free some space, or give the right to write there; {resume_advice(run)}"
     )
 
 
-def how_to_go_on(run: Path) -> str:
-    """Say how a run that was stopped is gone on with, if it can be."""
+def resume_advice(run: Path) -> str:
+    """Return how to resume a stopped run, or that there is nothing to resume."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
         return f"to continue: resume={run} (flwr run needs the same settings beside it)"
     return f"no round has finished, so there is nothing to resume: {run}"
 
 
-# Of a full disk, a quota, one that fails, one that can only be read.
-_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+# A full disk, a quota, a failing disk, a read-only disk, a file that is too large.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write beside, flush to disk, then rename: no reader ever sees half a file.
+    """Write a temporary file, flush it to disk, rename it: no reader ever sees half a file.
 
-    What is not `durable` may be lost if the machine loses its power.
+    A file that is not `durable` is not flushed, and may be lost if the machine loses power.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _naming(path):
+    with _named_errors(path):
         try:
             with temporary.open("wb") as file:
                 file.write(data)
@@ -312,8 +312,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of the system: that of a full disk names none."""
+def _named_errors(path: Path) -> Iterator[None]:
+    """Add the file's name to OSErrors: the error of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Read run directories, and group runs that differ in the seed alone.
+"""Read run directories, and group runs that differ only in the seed.
 
 Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `summary.json`.
 """
@@ -16,17 +16,17 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 
-# Runs that differ in these alone are seeds of one thing.
+# Runs that differ only in these keys are one group.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
-# round, bytes, client-seconds, time, and each metric, by evaluation
+# "round", "bytes", "client-seconds", "time" and each metric: a value for each evaluation
 Curve = dict[str, list[int | float]]
 
 
 def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:
-    """Sum bytes and seconds up to each round in which the metric was measured."""
+    """Return metrics, and cumulative bytes and seconds, of rounds that measured `metric`."""
     curve: Curve = {}
     sent = seconds = 0.0
     for record in rounds:
@@ -45,12 +45,12 @@ def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:
 
 
 def client_seconds(record: RoundRecord) -> float:
-    """Sum the seconds that the clients of a round took, as far as they are told."""
+    """Sum the seconds that the clients of a round report."""
     return sum(client.get("seconds", 0.0) for client in record["clients"])
 
 
 class NoRoundError(ValueError):
-    """Say that a run has held no round, so that there is nothing to report yet."""
+    """Raised for a run without a finished round, which has nothing to report."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, path: Path) -> "RecordedRun":
-        """Read a run directory; ValueError if it is none, or no round has ended."""
+        """Read a run directory; raise ValueError if it is none, or has no finished round."""
         directory = RunDirectory.open(path, "report")
         rounds = directory.read_rounds()
         if not any(record["round"] for record in rounds):
@@ -79,37 +79,37 @@ class RecordedRun:
                 f"report: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
                 "settings of a run; restore it, or use the version that made the run"
             )
-        # There it is the preset's. Devices with their own data may have become fewer.
+        # The largest number, since devices with their own data may have left during the run.
         config["num-clients"] = max(record["partitions"] for record in rounds)
         return cls(path, config, rounds, summary)
 
     @property
     def metrics(self) -> set[str]:
-        """Return the names of all metrics that were measured."""
+        """Return the names of all measured metrics."""
         return {name for record in self.rounds for name in record["metrics"]}
 
     def curve(self, metric: str) -> Curve:
-        """Return the course of a metric, by round and by what it cost."""
+        """Return the curve of a metric, by round and by cost."""
         return curve_of(self.rounds, metric)
 
     @property
     def in_simulated_time(self) -> bool:
-        """Return whether its clients took the time of simulated devices."""
+        """Return whether the run's time is that of simulated devices."""
         return self.config.get("devices") is not None and all("time" in r for r in self.rounds)
 
     @property
     def has_time_of_devices(self) -> bool:
-        """Return whether its time is that of devices: of simulated ones, or of SuperNodes."""
+        """Return whether the run's time is that of devices, simulated ones or SuperNodes."""
         real = all("link-bytes-estimate" in r and "time" in r for r in self.rounds)
         return real or self.in_simulated_time
 
     def train_loss(self) -> tuple[list[float], list[float]]:
-        """Return the rounds and the clients' mean loss in each."""
+        """Return the rounds, and the clients' mean training loss in each."""
         records = [r for r in self.rounds if r["round"] and "train-loss" in r]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
     def heads_trained(self, num_heads: int = 0) -> list[list[int]]:
-        """Count in how many replies each head was: layers by `num_heads` heads at least."""
+        """Count the replies with each head, as (layers, heads); `num_heads` heads at least."""
         replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
         if not replies:
             return []
@@ -122,19 +122,19 @@ Groups = dict[str, list[RecordedRun]]
 
 
 def common_metric(runs: Sequence[RecordedRun]) -> str:
-    """Choose a metric that all evaluated runs have, another than the loss if there is one."""
+    """Return a metric that all evaluated runs have measured, preferably not a loss."""
     evaluated = [run for run in runs if run.metrics]
     common = set.intersection(*(run.metrics for run in evaluated)) if evaluated else set()
     if evaluated and not common:
         raise ValueError(
             f"report: the runs have measured {sorted(set.union(*(r.metrics for r in evaluated)))}, "
-            "and none of it in all of them; expected a metric in common; report them apart"
+            "and none of these in all runs; expected a common metric; report the runs separately"
         )
     return min((x for x in common if x.partition("-")[0] != "loss"), default="loss")
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:
-    """Group runs that differ in the seed alone, each under a name of what sets it apart."""
+    """Group runs that differ only in the seed; a group's name lists its differing settings."""
     all_keys = dict.fromkeys(key for run in runs for key in run.config)
     keys = [
         key
@@ -142,9 +142,9 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
         if key not in _NOT_A_DIFFERENCE
         and len({_text(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
     ]
-    if "preset" in keys:  # what it says goes with it
+    if "preset" in keys:  # it determines these keys
         keys = [key for key in keys if key not in {"task", "model", "data"}]
-    # Where a setting goes with another one, it says nothing more.
+    # A setting that another one determines is left out.
     for key in {"learning-rate", "rank", "validation-share"}.intersection(keys):
         cause = "evaluate-on" if key == "validation-share" else "method"
         pairs = {(_text(run.config.get(cause)), _text(run.config.get(key))) for run in runs}
@@ -153,7 +153,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     groups: Groups = {}
     for run in runs:
         values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
-        named = [  # a setting that is not set sets nothing apart
+        named = [  # without settings that are not set
             value if key == "method" else f"{key} {value}"
             for key, value in values.items()
             if value is not None
@@ -163,7 +163,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
 
 
 def _ignores(run: RecordedRun, key: str) -> bool:
-    """Tell whether the run's method does nothing with a setting."""
+    """Return whether the run's method ignores a setting."""
     method = METHODS.get(run.config["method"])
     return method is not None and key in method.ignored
 

@@ -1,9 +1,9 @@
 """Let one process at a time write to a run directory.
 
-The lock is a lock of the system on the file `lock` in it, which says who holds it. The system gives
-it up with the process, however that ends: a crash leaves the file, and nothing that is in the way.
-Where there can be no lock (some network filesystems) a run goes on without, and says so; a private
-one does not.
+The lock is one of the operating system, on the file `lock`, which names the process that holds it.
+The system releases the lock when the process ends in any way. After a crash the file remains, but
+does not prevent another process. Where files cannot be locked (some network filesystems), a run
+continues without a lock and logs a warning; a private run ends with an error.
 """
 
 import os
@@ -23,70 +23,70 @@ from ravan_flwr.files import read_file
 log = getLogger(__name__)
 
 NAME = "lock"
-_MOST = 1024  # bytes of it
-_SECONDS = 0.2  # for a file that its holder removes while it is opened
+_MAX_BYTES = 1024  # of the file
+_TIMEOUT = 0.2  # seconds: the process that holds the lock may be removing the file
 
 
 @contextmanager
 def locked(folder: Path, key: str = "resume", *, needed: bool = False) -> Iterator[None]:
-    """Hold the lock on a run directory; ValueError if another process has it.
+    """Hold the lock on a run directory; raise ValueError if another process holds it.
 
-    Where there can be none, ValueError if it is `needed`, else a warning.
+    If the directory cannot be locked, raise ValueError if the lock is `needed`, else log a warning.
     """
     path = folder / NAME
-    # Not a lock that is a file's existence, which a crash would leave.
-    lock = FileLock(path, _SECONDS, mode=0o644, thread_local=False, fallback_to_soft=False)
+    # Not a soft lock, which is the existence of a file: it would outlast a crash.
+    lock = FileLock(path, _TIMEOUT, mode=0o644, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
-        who = "another process"
+        process = "another process"
         with suppress(OSError, ValueError):
-            who = read_file(path, _MOST).decode() or who
+            process = read_file(path, _MAX_BYTES).decode() or process
         raise ValueError(
-            f"{key} = {str(folder)!r}: got a run that {who} is writing to, "
+            f"{key} = {str(folder)!r}: got a run that {process} is writing to, "
             "expected one that no process writes to; wait until it ends, or end that process"
         ) from None
     except OSError as error:
         if needed:
             raise ValueError(
-                f"{key} = {str(folder)!r}: it cannot be locked ({error}), expected a place where "
-                "it can: if two processes went on with a private run, each would count what it "
-                "spends alone; copy the run to a local disk, and remove it here"
+                f"{key} = {str(folder)!r}: it cannot be locked ({error}), expected a filesystem "
+                "with locks: two processes that continue a private run would each count only the "
+                "budget that they spend; copy the run to a local disk, and remove it here"
             ) from None
         message = "%s cannot be locked (%s): make sure that no other process continues this run"
         log.warning(message, folder, error)
         yield
         return
     try:
-        with suppress(OSError):  # a full disk, or Windows, where nobody reads it meanwhile
+        with suppress(OSError):  # a full disk, or Windows, where a locked file cannot be read
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is held: nobody else takes this one
+            path.unlink()  # while the lock is held, so that no process has locked this file
         lock.release()
 
 
-Holder = Literal["nobody", "a process", "a dead process", "unknown"]
+Holder = Literal["no process", "a process", "a dead process", "unknown"]
 
 
 def holder_of(folder: Path) -> Holder:
-    """Tell who writes to a run directory, without a lock that would be in the way of another run.
+    """Return which process writes to a run directory, without taking the lock.
 
-    A process on another machine is unknown, and so is one where there can be no lock.
+    The result is "unknown" for a process on another machine, and where files cannot be locked.
     """
     path = folder / NAME
     try:
-        text, written = read_file(path, _MOST).decode(), path.stat().st_mtime
+        text, written = read_file(path, _MAX_BYTES).decode(), path.stat().st_mtime
     except FileNotFoundError:
-        return "nobody"
+        return "no process"
     except (OSError, ValueError):
         return "unknown"
     match = re.fullmatch(r"process (\d{1,9}) on (.+)", text)
     if match is None or match[2] != socket.gethostname():
         return "unknown"
     try:
-        lives = psutil.Process(int(match[1])).create_time() <= written + 1  # not a later namesake
+        alive = psutil.Process(int(match[1])).create_time() <= written + 1  # not a later process
     except psutil.Error:
-        lives = False
-    return "a process" if lives else "a dead process"
+        alive = False
+    return "a process" if alive else "a dead process"

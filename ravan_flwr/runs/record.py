@@ -1,7 +1,7 @@
 """Define a round's record and a run's summary: every key of `rounds.jsonl` and `summary.json`.
 
-The records are plain dictionaries with typed keys, so that what is written is what was read: keys
-of a later version are kept when a run goes on. `check` refuses what no run writes.
+The records are plain dictionaries with typed keys, so that a resumed run keeps keys of a later
+version. `check` rejects content that no run writes.
 """
 
 import json
@@ -11,9 +11,9 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, cast
 
-from typing_extensions import TypedDict  # Pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # Pydantic requires this one before Python 3.12
 
-from ravan_flwr.files import first_wrong
+from ravan_flwr.files import first_error
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -43,46 +43,46 @@ ClientRecord = TypedDict(
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
-        "train-loss": NotRequired[float],  # not told in private and in secure runs
-        "skipped-steps": NotRequired[int],  # in which float16 overflowed, where there are any
-        "seconds": NotRequired[float],  # not told where devices add the noise
+        "train-loss": NotRequired[float],  # not in private and in secure runs
+        "skipped-steps": NotRequired[int],  # in which float16 overflowed, if any
+        "seconds": NotRequired[float],  # not where devices add the noise
         "bytes-up": int,
         "bytes-down": int,
-        "span": NotRequired[list[float]],  # when it was sent its message, and when it had answered
-        "staleness": NotRequired[int],  # versions that its update was old by
+        "span": NotRequired[list[float]],  # times of the message and of the reply
+        "staleness": NotRequired[int],  # versions by which its update was out of date
         "device": NotRequired[str],  # the kind of a simulated device
     },
 )
 
 
 class Rejection(TypedDict):
-    """Name a client whose reply was not used or did not come, and say why."""
+    """A client whose reply was rejected or missing, and the reason."""
 
     client: str
     reason: str
 
 
-Spent = TypedDict(
-    "Spent",
+PrivacyRecord = TypedDict(
+    "PrivacyRecord",
     {
-        "unit": NotRequired[str],  # example: epsilon is that of a client's examples, the largest
+        "unit": NotRequired[str],  # example: epsilon of single examples, the largest over clients
         "epsilon": float,  # of all rounds so far
         "delta": float,
         "noise-multiplier": float,
         "clip-norm": NotRequired[float],  # of this round
-        "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
+        "noise-cohort": NotRequired[int],  # clients a round in the federation that epsilon is for
     },
 )
 
 
-Masked = TypedDict(
-    "Masked",
+MaskedRecord = TypedDict(
+    "MaskedRecord",
     {
-        "clients": int,  # that had keys for the round
-        "threshold": NotRequired[int],  # of them that it takes to unmask
+        "clients": int,  # with keys for the round
+        "threshold": NotRequired[int],  # clients that are needed to unmask
         "dropped": NotRequired[list[int]],  # partitions that shared secrets, but sent no numbers
-        "untrained": NotRequired[int],  # heads, or tensors, that too few trained
-        "cut-off": NotRequired[float],  # share of the numbers that were beyond their bounds
+        "untrained": NotRequired[int],  # heads, or tensors, that too few clients trained
+        "cut-off": NotRequired[float],  # fraction of the numbers beyond their bounds
     },
 )
 
@@ -91,16 +91,16 @@ RoundRecord = TypedDict(
     "RoundRecord",
     {
         "round": int,  # 0 is the calibration round
-        "train-loss": NotRequired[float],  # not told in private and in secure runs
+        "train-loss": NotRequired[float],  # not in private and in secure runs
         "metrics": Metrics,  # empty where nothing was evaluated
         "clients": list[ClientRecord],
         "rejected": list[Rejection],
         "not-eligible": list[int],  # partitions that cannot afford the method
-        "skipped": list[int],  # partitions that were unresponsive, and were not asked
-        "more-not-eligible": NotRequired[int],  # than are listed
+        "skipped": list[int],  # partitions that are not asked, since they were unresponsive
+        "more-not-eligible": NotRequired[int],  # that are not listed
         "more-skipped": NotRequired[int],
         "unused": list[int],  # partitions whose replies were not needed
-        "partitions": int,  # in how many the data is shared
+        "partitions": int,  # number of partitions of the data
         "bytes-up": int,
         "bytes-down": int,
         "link-bytes-estimate": NotRequired[int],  # on the devices' links, the app bundle included
@@ -110,12 +110,12 @@ RoundRecord = TypedDict(
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
         "per-client": NotRequired[dict[str, ClientStatistics]],  # by metric
-        "privacy": NotRequired[Spent],  # of a private run
+        "privacy": NotRequired[PrivacyRecord],  # of a private run
         "out-of-budget": NotRequired[list[int]],  # partitions out of privacy budget
         "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
-        "secure": NotRequired[Masked],  # of a run with secure aggregation
-        "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
-        "reached": NotRequired[float],  # the `until-metric` that its evaluation has reached
+        "secure": NotRequired[MaskedRecord],  # of a run with secure aggregation
+        "began-anew": NotRequired[list[int]],  # partitions that had lost their personal parameters
+        "reached": NotRequired[float],  # the `until-metric` that its evaluation reached
     },
 )
 
@@ -124,13 +124,13 @@ Delivered = TypedDict(
     "Delivered",
     {
         "partition-id": int,
-        "folder": str,  # that the device has of the result: adapter or merged
+        "folder": str,  # of the result on the device: adapter or merged
     },
 )
 
 
 class FinalAndBest(TypedDict):
-    """Hold the metrics of the last evaluation, and those of the best one."""
+    """The metrics of the last evaluation, and those of the best one."""
 
     final: Metrics
     best: Metrics
@@ -155,7 +155,7 @@ Summary = TypedDict(
         "bytes-down": int,
         "link-bytes-estimate": NotRequired[int],  # of all rounds, where there are links
         "rejected": int,
-        "steps": NotRequired[int],  # of all clients in all rounds; an older run has not noted them
+        "steps": NotRequired[int],  # of all clients in all rounds; not in older runs
         "collapsed": list[int],  # rounds
         "without-effect": list[int],  # rounds
         "not-eligible": list[int],
@@ -166,36 +166,36 @@ Summary = TypedDict(
         "per-client": NotRequired[
             dict[str, ClientStatistics]
         ],  # over the clients, of the last evaluation
-        "unit": NotRequired[str],  # that epsilon is of: example, or none of a client's
-        "epsilon": NotRequired[float],  # that a private run has spent, with this delta
+        "unit": NotRequired[str],  # example: epsilon of single examples; absent: of clients
+        "epsilon": NotRequired[float],  # spent by a private run, with this delta
         "delta": NotRequired[float],
         "noise-multiplier": NotRequired[float],
         "noise-cohort": NotRequired[int],
-        "began-anew": NotRequired[int],  # times that a client had lost its part of the model
+        "began-anew": NotRequired[int],  # times that a client had lost its personal parameters
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
-        "until-metric": NotRequired[float],  # of a run that was to end when it is reached
-        "reached": NotRequired[int],  # the first round whose evaluation has reached it
-        "run-id": NotRequired[str],  # random: by this devices know a run that delivers again
+        "until-metric": NotRequired[float],  # the value at which the run was to end
+        "reached": NotRequired[int],  # the first round whose evaluation reached it
+        "run-id": NotRequired[str],  # random: identifies the run to devices when it delivers again
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
-        "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why
+        "not-delivered": NotRequired[list[Rejection]],  # devices that do not have it, with reasons
     },
 )
 
-MOST_LEVELS = 20  # of nesting in a run's files
-LARGEST = 10**18  # whole number in them
+MAX_DEPTH = 20  # of nesting in a run's files
+MAX_INTEGER = 10**18  # in a run's files
 
 
-def parsed(text: bytes, *, finite: bool = False) -> Any:
-    """Parse JSON as a run writes it; ValueError if it is none, deep, or has absurd numbers."""
+def parse_json(text: bytes, *, finite: bool = False) -> Any:
+    """Parse JSON; raise ValueError if it is invalid, nested too deeply, or has absurd numbers."""
     try:
         content = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     level = [content]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_DEPTH):
         for item in level:
-            if isinstance(item, int) and abs(item) > LARGEST:
-                raise ValueError(f"it has a whole number above {LARGEST:g}")
+            if isinstance(item, int) and abs(item) > MAX_INTEGER:
+                raise ValueError(f"it has a whole number above {MAX_INTEGER:g}")
             if finite and isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"it has the number {item}")
         inner = [item.values() if isinstance(item, dict) else item for item in level
@@ -211,24 +211,24 @@ _Content = TypeVar("_Content")
 
 @cache
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # noqa: PLC0415 (`--help` does without)
+    from pydantic import TypeAdapter  # noqa: PLC0415 (`--help` needs none)
 
     return TypeAdapter(kind)
 
 
 def check(content: object, kind: type[_Content]) -> _Content:
-    """Return what JSON has as it is; ValueError if a run does not write it so."""
+    """Return `content` unchanged; raise ValueError unless it is a valid `kind`."""
     try:
         _adapter(cast(Any, kind)).validate_python(content, strict=True)
     except ValueError as error:
-        raise ValueError(f"it has {first_wrong(cast('ValidationError', error))}") from None
+        raise ValueError(f"it has {first_error(cast('ValidationError', error))}") from None
     return cast(_Content, content)
 
 
-def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:
-    """Read one line, which must be of the round after `before`; ValueError if it is not."""
-    record = check(parsed(line, finite=True), RoundRecord)
-    expected = (0, 1) if before is None else (before["round"] + 1,)
+def check_line(line: bytes, previous: RoundRecord | None) -> RoundRecord:
+    """Parse a round's line; raise ValueError unless it is of the round after `previous`."""
+    record = check(parse_json(line, finite=True), RoundRecord)
+    expected = (0, 1) if previous is None else (previous["round"] + 1,)
     if record["round"] not in expected:
         raise ValueError(
             f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"
@@ -237,7 +237,7 @@ def check_line(line: bytes, before: RoundRecord | None) -> RoundRecord:
 
 
 def statistics_of(values: Sequence[float]) -> ClientStatistics:
-    """Describe the values of one metric, one a client."""
+    """Summarise the values of one metric, one for each client."""
     import numpy as np  # noqa: PLC0415 (`--help` needs none)
 
     numbers = np.asarray(values, float)
@@ -255,5 +255,5 @@ def statistics_of(values: Sequence[float]) -> ClientStatistics:
 
 
 def per_client_statistics(answers: Sequence[Mapping[str, float]]) -> dict[str, ClientStatistics]:
-    """Describe every metric of the clients' answers."""
+    """Summarise every metric of the clients' answers."""
     return {name: statistics_of([answer[name] for answer in answers]) for name in answers[0]}

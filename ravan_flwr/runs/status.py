@@ -1,4 +1,4 @@
-"""Write and read `status.json`: what a run does at this moment, and who takes part.
+"""Write and read `status.json`: the present step of a run, and its clients.
 
 The dashboard shows it during the run. It is no record: nothing of the run depends on it,
 it may be some moments old, and runs of earlier versions have none.
@@ -12,8 +12,8 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from ravan_flwr.files import read_file
-from ravan_flwr.runs.directory import check_there, write_atomically
-from ravan_flwr.runs.record import check, parsed
+from ravan_flwr.runs.directory import check_run_exists, write_atomically
+from ravan_flwr.runs.record import check, parse_json
 
 NAME = "status.json"
 
@@ -26,50 +26,50 @@ NodeStatus = TypedDict(
         "examples": int,
         "own-data": bool,
         "versions": str,
-        "heard": float,  # when it last sent something, in seconds since 1970
+        "heard": float,  # time of its last message, in seconds since 1970
     },
 )
 
 
 class RefusedNode(TypedDict):
-    """Name a node that cannot take part, and say why."""
+    """A node that cannot take part, and the reason."""
 
     node: str
     reason: str
 
 
 class RunStatus(TypedDict):
-    """Hold what the run does, and who takes part."""
+    """The present step of a run, and its clients."""
 
     doing: str  # recruiting, calibrating, training, evaluating, saving, delivering
-    since: float  # in seconds since 1970
+    since: float  # beginning of the step, in seconds since 1970
     round: int  # 0 before the first
-    rounds: int  # how many there will be: a run that goes on may get more than at first
+    rounds: int  # how many there will be; a resumed run may have more than at first
     asked: list[int]  # partitions that were sent a message in this step
-    answered: list[int]  # those of them that replied
-    partitions: int  # in how many the data is shared
-    clients: NotRequired[int]  # how many clients are there; earlier versions list them all
-    nodes: list[NodeStatus]  # those of this step, and some of the others
+    answered: list[int]  # partitions of `asked` that replied
+    partitions: int  # number of partitions of the data
+    clients: NotRequired[int]  # number of registered clients; absent in earlier versions
+    nodes: list[NodeStatus]  # nodes of this step, and some of the others
     refused: list[RefusedNode]
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
-    """Write the file, whole; a disk that is full costs the page something, and the run nothing."""
+    """Write the file atomically; errors are ignored, so that a full disk does not stop the run."""
     with suppress(OSError, ValueError):
-        check_there(folder)
+        check_run_exists(folder)
         text = json.dumps(status, allow_nan=False)
         write_atomically(folder / NAME, text.encode(), durable=False)
 
 
 def drop_status(folder: Path) -> None:
-    """Remove the file: the run has ended, and what it does now could not be written."""
+    """Remove the file, when the run ends and its last status could not be written."""
     with suppress(OSError):
         (folder / NAME).unlink(missing_ok=True)
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """Read the file; None if there is none, or it is not as a run writes it."""
+    """Read the file; None if it is missing or invalid."""
     try:
-        return check(parsed(read_file(folder / NAME), finite=True), RunStatus)
+        return check(parse_json(read_file(folder / NAME), finite=True), RunStatus)
     except (OSError, ValueError):
         return None

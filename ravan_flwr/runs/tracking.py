@@ -1,6 +1,6 @@
-"""Report a run's numbers as they come: to TensorBoard, and to Weights & Biases or MLflow if asked.
+"""Log a run's numbers after each round: to TensorBoard, optionally to Weights & Biases or MLflow.
 
-TensorBoard's events lie in `tensorboard/` of the run directory. The other two are used
+TensorBoard's event files are in `tensorboard/` of the run directory. The other two are used
 through their own packages, which must be installed, and with their own settings (WANDB_MODE,
 MLFLOW_TRACKING_URI, ...).
 """
@@ -41,8 +41,8 @@ def wandb(run: Path, name: str, settings: Settings) -> Tracker:
     """Report to a run of Weights & Biases, in the project `ravan-flwr`."""
     import wandb  # noqa: PLC0415 (optional)
 
-    # By default it sends what the process prints, and the bytes that it sends: both tell who
-    # takes part, or how many.
+    # By default wandb sends the console output and the network traffic of the process. Both reveal
+    # which clients take part, or how many.
     private = settings.get("privacy", "none") != "none"
     silent = {"console": "off", "x_disable_stats": True} if private else None
     session = wandb.init(
@@ -78,25 +78,25 @@ def _is_installed(package: str) -> bool:
 
 
 class Trackers:
-    """Report to all trackers of a run; go on without one that fails."""
+    """All trackers of a run; a tracker that fails is dropped with a warning."""
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
-        kinds = [] if tracking == "none" else [tensorboard]
+        openers = [] if tracking == "none" else [tensorboard]
         self._all: dict[str, Tracker] = {}
-        for kind in [*kinds, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
-            with self._warning(f"no tracking with {kind.__name__}"):
-                self._all[kind.__name__] = kind(run, run.name, settings)
+        for opener in [*openers, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
+            with self._warning(f"no tracking with {opener.__name__}"):
+                self._all[opener.__name__] = opener(run, run.name, settings)
 
     @contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
-        """Turn an error into a warning: a run must not be lost to its tracking."""
+    def _warning(self, message: str) -> Iterator[None]:
+        """Log an error as a warning: an error of tracking must not end the run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (whatever the package raises)
-            log.warning("%s: %s", what, error)
+            log.warning("%s: %s", message, error)
 
     def round(self, record: RoundRecord) -> None:
-        """Report a round that has ended."""
+        """Log a finished round."""
         for name, (log_numbers, close) in [*self._all.items()]:
             try:
                 log_numbers(numbers_of(record), record["round"])
@@ -107,16 +107,16 @@ class Trackers:
                     close()
 
     def close(self) -> None:
-        """Close all trackers: the run has ended, or failed."""
+        """Close all trackers, when the run has ended or failed."""
         for name, (_, close) in self._all.items():
             with self._warning(f"tracking with {name}"):
                 close()
 
 
 def numbers_of(record: RoundRecord) -> dict[str, float]:
-    """Pick the numbers out of a round's record, under the names that trackers show."""
+    """Return the numbers of a round's record, by the names that trackers show."""
     evaluation = {f"evaluation/{name}": value for name, value in record["metrics"].items()}
-    if (spent := record.get("privacy")) is not None:  # what its account does not cover stays here
+    if (spent := record.get("privacy")) is not None:  # only numbers that its account covers
         return {"epsilon": spent["epsilon"], **evaluation}
     return {
         **({"train-loss": record["train-loss"]} if "train-loss" in record else {}),

@@ -1,21 +1,22 @@
-"""Sum up what clients train so that nobody sees what one of them adds (Bonawitz et al., 2017).
+"""Secure aggregation: sum clients' updates without revealing any of them (Bonawitz et al., 2017).
 
-Pure: no file here knows of Flower, of messages or of models. docs/secure-aggregation.md says who is
-protected from whom. A round has five phases, and each client and the server hold one half:
+Pure: no file here imports Flower, messages or models. docs/secure-aggregation.md describes what is
+protected, and against which attackers. A round has five phases, each with a client half and a
+server half:
 
     client (client.py)                     server (server.py)
-    fresh keys, signed       ----------->  who is there
-    checks all signatures    <-----------  the schedule: who trains which part; everyone's keys
-    shares of its secrets    ----------->  who has shared
-    trains, masks            <-----------  the shares that it holds for others
-    the masked numbers       ----------->  the sum, still masked
-    signs who has answered   <-----------  who has answered
-    the signature            ----------->
+    makes and signs keys     ----------->  makes the schedule: which client trains which part
+    checks all signatures    <-----------  the schedule, and all clients' signed keys
+    shares its secrets       ----------->  lists the clients that have shared
+    trains, masks            <-----------  that list, and the shares for this client
+    sends masked numbers     ----------->  sums them, still masked
+    signs the list           <-----------  lists the clients that have sent numbers
+    sends the signature      ----------->  collects signatures
     checks the signatures    <-----------  all signatures
-    shares                   ----------->  takes off the masks that are left
+    sends shares             ----------->  removes the remaining masks from the sum
 """
 
 # The phases, in their order; messages have these names. This file imports nothing heavy.
-TRAINED = "masked"  # the one in which a client trains, and needs torch
+TRAINED = "masked"  # the phase in which a client trains, and needs torch
 PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
 LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)

@@ -1,4 +1,4 @@
-"""Agree on keys between two clients; make streams, sealed texts, marks and signed texts of them.
+"""Agree on keys between two clients; derive streams, sealed texts, marks and texts to sign.
 
 X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and Poly1305 (RFC 8439), all by the
 library `cryptography`. The tests compare each function with its RFC's published vectors.
@@ -19,24 +19,24 @@ KEY = 32  # bytes of any key here, private, public or derived
 TAG = 16  # bytes that sealing adds
 NONCE = 12
 SIGNATURE = 64  # bytes
-MARK = 16  # bytes by which the server knows a share when it sees it
-ENTRY = 2 * KEY + SIGNATURE  # bytes of a client in the roll
+MARK = 16  # bytes of a mark: a truncated hash by which the server checks a share
+ENTRY = 2 * KEY + SIGNATURE  # bytes of a client in the key list ("roll" in messages)
 
-Parts = Mapping[str, bytes]  # what a message has, by name
+Parts = Mapping[str, bytes]  # the parts of a message, by name
 
 
 def new_key() -> bytes:
-    """Make a private key of the system's entropy."""
+    """Return a private key from the system's entropy."""
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
 def public_of(private: bytes) -> bytes:
-    """Compute the public key of a private one."""
+    """Return the public key of a private one."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def shared_secret(private: bytes, public: bytes) -> bytes:
-    """Compute what both sides know; ValueError for a public key with which all secrets are one."""
+    """Return the shared secret of two keys; ValueError for a public key of low order."""
     key = X25519PrivateKey.from_private_bytes(private)
     try:
         return key.exchange(X25519PublicKey.from_public_bytes(public))
@@ -45,79 +45,79 @@ def shared_secret(private: bytes, public: bytes) -> bytes:
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY) -> bytes:
-    """Derive a key for one purpose."""
+    """Return a key derived for one purpose, `info`."""
     return HKDF(SHA256(), length, salt, info).derive(secret)
 
 
 def keystream(key: bytes, nonce: bytes) -> Callable[[int], bytes]:
-    """Make a stream from its block 0, piece by piece; no key and nonce are used twice."""
+    """Return a function for the next bytes of a stream; never use key and nonce twice."""
     start = bytes(4) + nonce  # the number of the first block, then the nonce
     encryptor = Cipher(algorithms.ChaCha20(key, start), None).encryptor()
     return lambda length: encryptor.update(bytes(length))
 
 
 def seal(key: bytes, text: bytes, bound: bytes, nonce: bytes = bytes(NONCE)) -> bytes:
-    """Encrypt a text that opens only beside the same `bound`; a key seals one text."""
+    """Return a text encrypted and bound to `bound`; a key must seal only one text."""
     return ChaCha20Poly1305(key).encrypt(nonce, text, bound)
 
 
 def open_sealed(key: bytes, sealed: bytes, bound: bytes, nonce: bytes = bytes(NONCE)) -> bytes:
-    """Decrypt a text; ValueError if it was not sealed so."""
+    """Return a decrypted text; ValueError if key, `bound` or nonce differ from the sealing."""
     try:
         return ChaCha20Poly1305(key).decrypt(nonce, sealed, bound)
     except InvalidTag:
         raise ValueError("got a text that was not sealed for this, expected one that was") from None
 
 
-# What both halves of a round agree on: what is signed, hashed, and derived.
+# What both halves of a round must sign, hash and derive in the same way.
 
 
 def signed_keys(run: int, round_: int, partition: int, keys: bytes) -> bytes:
-    """Write what a client signs of its keys of a round."""
+    """Return the text that a client signs about its keys of a round."""
     return b"ravan-flwr secure keys" + struct.pack("<QQQ", run, round_, partition) + keys
 
 
-def statement_of(schedule: bytes, roll: bytes) -> bytes:
-    """Hash all that the clients of a round must agree on."""
+def statement_of(schedule: bytes, key_list: bytes) -> bytes:
+    """Return the hash of schedule and key list, on which the clients of a round must agree."""
     length = struct.pack("<Q", len(schedule))
-    return hashlib.sha256(b"ravan-flwr secure round" + length + schedule + roll).digest()
+    return hashlib.sha256(b"ravan-flwr secure round" + length + schedule + key_list).digest()
 
 
 def signed_list(statement: bytes, dealers: bytes, alive: bytes) -> bytes:
-    """Write what a client signs of who has sent numbers: who is not in it counts as dropped."""
+    """Return the text that a client signs about which clients have sent numbers: `alive`."""
     return b"ravan-flwr secure list" + statement + dealers + alive
 
 
 def marks_of(
     statement: bytes, dealer: int, holder: int, shares: Sequence[bytes], first: int = 0
 ) -> bytes:
-    """Hash shares, so that the server can tell them from false ones; it tells nothing of them."""
+    """Return a hash of each share, by which the server recognises false shares."""
     start, marks = b"ravan-flwr secure mark" + statement, b""
     for index, share in enumerate(shares, first):
-        place = struct.pack("<QQQ", dealer, holder, index)
-        marks += hashlib.sha256(start + place + share).digest()[:MARK]
+        ids = struct.pack("<QQQ", dealer, holder, index)
+        marks += hashlib.sha256(start + ids + share).digest()[:MARK]
     return marks
 
 
 def seed_mark(statement: bytes, dealer: int, group: int, seed: bytes) -> bytes:
-    """Hash a client's seed of a group, for the same purpose."""
-    place = struct.pack("<QQ", dealer, group)
-    return hashlib.sha256(b"ravan-flwr secure seed" + statement + place + seed).digest()[:MARK]
+    """Return a hash of a client's seed of a group, by which the server recognises a false one."""
+    ids = struct.pack("<QQ", dealer, group)
+    return hashlib.sha256(b"ravan-flwr secure seed" + statement + ids + seed).digest()[:MARK]
 
 
 def sealing_key(secret: bytes, statement: bytes, dealer: int, holder: int) -> bytes:
-    """Derive the key under which one client gives another its shares."""
+    """Return the key that seals the shares of one client for another."""
     info = b"ravan-flwr secure shares" + struct.pack("<QQ", dealer, holder)
     return derive(secret, statement, info)
 
 
 def pair_key(secret: bytes, statement: bytes, first: int, second: int) -> bytes:
-    """Derive the key of two clients' masks, in either order, from their shared secret."""
+    """Return the key of two clients' masks, in either order, from their shared secret."""
     low, high = sorted((first, second))
     return derive(secret, statement, b"ravan-flwr secure pair" + struct.pack("<QQ", low, high))
 
 
 def own_key(seed: bytes, statement: bytes, partition: int, group: int) -> bytes:
-    """Derive the key of a client's own masks of a group from its seed for that."""
+    """Return the key of a client's own masks of a group, from its seed of that group."""
     info = b"ravan-flwr secure own" + struct.pack("<QQ", partition, group)
     return derive(seed, statement, info)

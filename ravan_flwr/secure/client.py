@@ -1,9 +1,9 @@
-"""Hold a client's half of a secure round, phase by phase.
+"""The client's half of a secure round, phase by phase.
 
-What a client knows between phases is its *state*, plain values and bytes. It has the secrets of one
-round, and goes on by one phase at a time: whoever asks for a phase again, for another round, or out
-of order, is refused. So a client masks once, signs one list and tells one set of shares, and
-forgets its secrets before it tells them.
+Between phases a client keeps a *state* of plain values and bytes, with the secrets of one round. It
+answers each phase once and in order: a phase that is repeated, out of order or of another round is
+refused. So a client masks once, signs one list and sends one set of shares. It deletes its secrets
+before it sends shares.
 """
 
 import secrets
@@ -22,15 +22,15 @@ State = dict[str, Any]
 
 
 class DistrustError(ValueError):
-    """Tell that some clients' keys of a round are not theirs, as far as this one knows."""
+    """The error of a client that cannot verify other clients' keys of a round."""
 
-    def __init__(self, partitions: Sequence[int], why: str) -> None:
-        super().__init__(why)
+    def __init__(self, partitions: Sequence[int], reason: str) -> None:
+        super().__init__(reason)
         self.partitions = tuple(partitions)
 
 
 class SecureClient:
-    """Answer the phases of a round in order; `state` is changed and kept between them."""
+    """A client in a secure round; its phases change `state`, which is kept between them."""
 
     def __init__(self, state: State, run: int, partition: int, keys: NodeKeys) -> None:
         self.state, self.run, self.partition, self.keys = state, run, partition, keys
@@ -38,7 +38,7 @@ class SecureClient:
     # Phase 1: keys.
 
     def make_keys(self, round_: int) -> dict[str, bytes]:
-        """Make fresh keys for a round, and sign them."""
+        """Return new public keys for a round, signed, and the key that signs."""
         last = self.state.get("round", 0)
         if round_ <= last:
             raise ValueError(
@@ -56,11 +56,11 @@ class SecureClient:
 
     # Phase 2: shares.
 
-    def deal(self, round_: int, message: Parts) -> dict[str, bytes]:
-        """Check schedule and roll, then share this client's secrets among all in it."""
-        self._go_on(round_, "keys", "shares")
-        data, roll = message["schedule"], message["roll"]
-        schedule, statement = read_schedule(data), agreement.statement_of(data, roll)
+    def share_secrets(self, round_: int, message: Parts) -> dict[str, bytes]:
+        """Check schedule and key list; return sealed shares of this client's secrets for all."""
+        self._enter_phase(round_, "keys", "shares")
+        data, key_list = message["schedule"], message["roll"]
+        schedule, statement = read_schedule(data), agreement.statement_of(data, key_list)
         if (schedule.run, schedule.round) != (self.run, round_):
             raise ValueError(
                 f"got a schedule of run {schedule.run}, round {schedule.round}, expected {self.run}"
@@ -68,23 +68,25 @@ class SecureClient:
             )
         if self.partition not in schedule.partitions:
             raise ValueError(f"got a schedule without partition {self.partition}, expected it")
-        self._check_roll(schedule, roll)
-        place, number = schedule.partitions.index(self.partition), len(schedule.partitions)
-        seeds = {group: secrets.token_bytes(shamir.SECRET) for group in schedule.groups_of(place)}
+        self._check_key_list(schedule, key_list)
+        position, number = schedule.partitions.index(self.partition), len(schedule.partitions)
+        seeds = {
+            group: secrets.token_bytes(shamir.SECRET) for group in schedule.groups_of(position)
+        }
         dealt = [
             shamir.split(secret, schedule.threshold, number)
             for secret in (self.state["pairs"], *seeds.values())
         ]
         bundles = [[shares[holder] for shares in dealt] for holder in range(number)]
-        holdings = [b"".join(bundles[place]) if at == place else b"" for at in range(number)]
+        holdings = [b"".join(bundles[position]) if at == position else b"" for at in range(number)]
         self.state |= {
-            "schedule": data, "roll": roll, "held": holdings,
+            "schedule": data, "roll": key_list, "held": holdings,
             "groups": list(seeds), "seeds": list(seeds.values()),
         }  # fmt: skip
         sealed, marks = b"", b""
         for holder, bundle in zip(schedule.partitions, bundles, strict=True):
             text = b"".join(bundle)
-            if holder == self.partition:  # its own it keeps
+            if holder == self.partition:  # a client keeps its own shares
                 sealed += bytes(len(text) + TAG)
             else:
                 key = self._sealing_key(schedule, statement, self.partition, holder)
@@ -93,12 +95,15 @@ class SecureClient:
         hashes = [agreement.seed_mark(statement, self.partition, g, s) for g, s in seeds.items()]
         return {"sealed": sealed, "marks": marks, "seeds": b"".join(hashes)}
 
-    def _check_roll(self, schedule: Schedule, roll: bytes) -> None:
-        """Check that each client has signed its keys, and that this one's are what it made."""
+    def _check_key_list(self, schedule: Schedule, key_list: bytes) -> None:
+        """Raise an error unless all keys are signed and unique, and this client's are unchanged.
+
+        DistrustError for signatures that are not valid, ValueError otherwise.
+        """
         own_keys = [agreement.public_of(self.state[kind]) for kind in ("sealing", "pairs")]
         keys: set[bytes] = set()
         distrusted: dict[int, str] = {}
-        entries = cut(roll, [ENTRY] * len(schedule.partitions))
+        entries = cut(key_list, [ENTRY] * len(schedule.partitions))
         for partition, entry in zip(schedule.partitions, entries, strict=True):
             public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
             text = agreement.signed_keys(self.run, schedule.round, partition, public)
@@ -115,7 +120,7 @@ class SecureClient:
             raise ValueError("got one key of two clients, expected each to have its own")
 
     def _secret_with(self, schedule: Schedule, peer: int, kind: str) -> bytes:
-        """Compute the secret shared with another client, by the keys for sealing or for pairs."""
+        """Return the secret shared with another client, by the keys for sealing or for pairs."""
         at = ENTRY * schedule.partitions.index(peer) + (KEY if kind == "pairs" else 0)
         public = self.state["roll"][at : at + KEY]
         return agreement.shared_secret(self.state[kind], public)
@@ -128,22 +133,22 @@ class SecureClient:
     # Phase 3: the masked numbers.
 
     def take_shares(self, round_: int, message: Parts) -> tuple[Schedule, Bits]:
-        """Keep the others' shares; return the schedule, and the rows that this client trains."""
-        self._go_on(round_, "shares", "training")
+        """Keep the other clients' shares; return the schedule and the rows of this client."""
+        self._enter_phase(round_, "shares", "training")
         schedule, statement = self._schedule()
         dealers = unpack(message["here"], len(schedule.partitions))
-        place = schedule.partitions.index(self.partition)
-        if not dealers[place] or dealers.sum() < schedule.threshold:
+        position = schedule.partitions.index(self.partition)
+        if not dealers[position] or dealers.sum() < schedule.threshold:
             raise ValueError(
                 f"got a list of {dealers.sum()} clients, expected {schedule.threshold} at least, "
                 "and this one among them"
             )
-        places = [int(at) for at in np.flatnonzero(dealers) if at != place]
-        # Of its key of pairs, and of each group's seed.
-        numbers = [1 + len(schedule.groups_of(at)) for at in places]
+        positions = [int(at) for at in np.flatnonzero(dealers) if at != position]
+        # A client shares its key of pairs, and the seed of each of its groups.
+        numbers = [1 + len(schedule.groups_of(at)) for at in positions]
         sealed = cut(message["sealed"], [n * shamir.SHARE + TAG for n in numbers])
         marks = cut(message["marks"], [n * MARK for n in numbers])
-        for at, text, mark in zip(places, sealed, marks, strict=True):
+        for at, text, mark in zip(positions, sealed, marks, strict=True):
             dealer = schedule.partitions[at]
             key = self._sealing_key(schedule, statement, dealer, self.partition)
             try:
@@ -151,24 +156,24 @@ class SecureClient:
             except ValueError:
                 bundle = b""
             shares = list(cut(bundle, [shamir.SHARE] * (len(bundle) // shamir.SHARE)))
-            # One that is not as marked counts as none: others may have theirs.
+            # A bundle that differs from its marks counts as missing: others may have valid ones.
             is_marked = agreement.marks_of(statement, dealer, self.partition, shares) == mark
             self.state["held"][at] = bundle if is_marked else b""
         self.state["here"] = message["here"]
-        return schedule, schedule.masked(dealers)[place]
+        return schedule, schedule.masked(dealers)[position]
 
     def mask(self, round_: int, numbers: Numbers) -> bytes:
-        """Mask what was trained, row after row."""
-        self._go_on(round_, "training", "masked")
+        """Return the masked changes of this client's rows, as bytes, and delete its secrets."""
+        self._enter_phase(round_, "training", "masked")
         schedule, statement = self._schedule()
         dealers = unpack(self.state["here"], len(schedule.partitions))
-        masked, place = schedule.masked(dealers), schedule.partitions.index(self.partition)
-        vector = Vector(schedule, masked[place], numbers)
+        masked, position = schedule.masked(dealers), schedule.partitions.index(self.partition)
+        vector = Vector(schedule, masked[position], numbers)
         for group, seed in zip(self.state["groups"], self.state["seeds"], strict=True):
             key = agreement.own_key(seed, statement, self.partition, group)
             vector.mask(key, schedule.group_of == group, add=True)
         for at in np.flatnonzero(dealers):
-            if at != place and (masked[at] & masked[place]).any():
+            if at != position and (masked[at] & masked[position]).any():
                 peer = schedule.partitions[at]
                 secret = self._secret_with(schedule, peer, "pairs")
                 key = agreement.pair_key(secret, statement, self.partition, peer)
@@ -180,8 +185,8 @@ class SecureClient:
     # Phase 4: agree on who has sent numbers.
 
     def agree(self, round_: int, message: Parts) -> dict[str, bytes]:
-        """Sign the list of those whose numbers the server has."""
-        self._go_on(round_, "masked", "agreed")
+        """Return this client's signature of the list of clients that have sent numbers."""
+        self._enter_phase(round_, "masked", "agreed")
         schedule, statement = self._schedule()
         dealers, number = self.state["here"], len(schedule.partitions)
         sent = unpack(message["alive"], number)
@@ -200,11 +205,11 @@ class SecureClient:
     # Phase 5: unmask.
 
     def unmask(self, round_: int, message: Parts) -> dict[str, bytes]:
-        """Tell shares, once: of the dropped their key of pairs, of the others their own masks.
+        """Return shares, once: of dropped clients' keys of pairs, of all others' mask seeds.
 
-        Never both of one client: who has sent numbers is what a threshold of clients has signed.
+        Never both for one client: a threshold of clients has signed which clients sent numbers.
         """
-        self._go_on(round_, "agreed", "done")
+        self._enter_phase(round_, "agreed", "done")
         schedule, statement = self._schedule()
         state, number = dict(self.state), len(schedule.partitions)
         self.state.clear()
@@ -218,18 +223,18 @@ class SecureClient:
             )
         signatures = cut(message["signatures"], [SIGNATURE] * int(signers.sum()))
         text = agreement.signed_list(statement, *lists)
-        for place, signature in zip(np.flatnonzero(signers), signatures, strict=True):
-            self.keys.check(schedule.partitions[place], signature, text)
+        for position, signature in zip(np.flatnonzero(signers), signatures, strict=True):
+            self.keys.check(schedule.partitions[position], signature, text)
         shares, size = b"", shamir.SHARE
         for at, indices in schedule.requests(dealers, alive):
-            for index in indices:  # where there is no share, it says so
-                shares += state["held"][at][size * index : size * (index + 1)] or shamir.NONE
+            for index in indices:  # NO_SHARE stands for a missing share
+                shares += state["held"][at][size * index : size * (index + 1)] or shamir.NO_SHARE
         return {"shares": shares}
 
     # All phases.
 
-    def _go_on(self, round_: int, before: str, after: str) -> None:
-        """Enter a phase, once and in order."""
+    def _enter_phase(self, round_: int, before: str, after: str) -> None:
+        """Enter a phase; ValueError unless it is the next one of this round."""
         step = self.state.get("round", 0), self.state.get("phase", "none")
         if step != (round_, before):
             raise ValueError(

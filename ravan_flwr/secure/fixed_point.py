@@ -1,8 +1,8 @@
-"""Write changes as whole numbers that can be summed modulo 2^24, and read such sums.
+"""Encode changes as integers that can be summed modulo 2^24, and decode such sums.
 
-A number x within a bound C becomes one of 65,535 steps from -C to C, zero among them, rounded up or
-down at random so that the mean over many is unbiased. Beyond the bound it is cut off, and NaN
-becomes zero; both are counted. The sum of 256 clients is below 2^24: a number takes 3 bytes.
+A number within a bound C becomes one of 65,535 steps from -C to C, of which one is zero. It is
+rounded up or down at random, so the mean is unbiased. Numbers beyond the bound are clipped, and NaN
+becomes zero; both are counted. The sum of 256 clients is below 2^24, so a number takes 3 bytes.
 """
 
 import math
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.uint32]
 
-LEVELS = 2**16 - 2  # the step that C becomes; -C becomes 0, and zero the step in the middle
+LEVELS = 2**16 - 2  # the step of C; -C has step 0, and zero has the step in the middle
 MODULUS = 2**24
 WIDTH = 3  # bytes of a number
 MOST_CLIENTS = 256
@@ -22,9 +22,9 @@ MASK = np.uint32(MODULUS - 1)
 def to_steps(
     values: NDArray[np.float64], bound: float, random: np.random.Generator
 ) -> tuple[Numbers, int]:
-    """Round numbers to steps, and count those that are not within the bound.
+    """Return numbers rounded to steps, and how many were not within the bound.
 
-    NaN counts as no change: a client that failed for it would tell the server of its examples.
+    NaN counts as no change: an error because of it would reveal something about the examples.
     """
     middle = LEVELS // 2
     scaled = np.nan_to_num(np.clip(values, -bound, bound)) * (middle / bound)
@@ -34,7 +34,7 @@ def to_steps(
 
 
 def mean_of(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
-    """Read the mean of that many clients; ValueError if a sum is none that they can have made."""
+    """Return the mean over that many clients; ValueError if their sum cannot be as large."""
     most = clients * LEVELS
     if total.size and int(total.max()) > most:
         raise ValueError(
@@ -46,12 +46,12 @@ def mean_of(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
 
 
 def to_bytes(numbers: Numbers) -> bytes:
-    """Write numbers below 2^24 in three bytes each, the lowest first."""
+    """Return numbers below 2^24 as three bytes each, little-endian."""
     return numbers.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :WIDTH].tobytes()
 
 
 def from_bytes(data: bytes) -> Numbers:
-    """Read numbers of three bytes each."""
+    """Return the numbers of `to_bytes`."""
     parts = np.frombuffer(data, np.uint8).reshape(-1, WIDTH)
     wide = np.zeros((len(parts), 4), np.uint8)
     wide[:, :WIDTH] = parts
@@ -59,10 +59,10 @@ def from_bytes(data: bytes) -> Numbers:
 
 
 def bound_of(steps: float, largest: float) -> float:
-    """Choose a bound for changes of numbers as large as that, after so many steps of that rate.
+    """Return a bound of the changes of numbers whose largest is `largest`.
 
-    `steps` is the learning rate times the number of steps, about as far as Adam moves a number. Of
-    a product s H both move: by steps (1 + steps + |H|) at most. Twice that leaves room.
+    `steps` is the learning rate times the number of steps, about as far as Adam moves a number. In
+    a product s H both factors move: by steps (1 + steps + |H|) at most. The bound is twice that.
     """
     bound = 2 * steps * (1 + steps + largest)
     return bound if math.isfinite(bound) and bound > 0 else 1.0

@@ -1,8 +1,8 @@
-"""Keep the keys by which clients know each other: made on a device, and given to all others.
+"""The clients' signing keys: made on a device, whose public key is copied to all other devices.
 
-A folder has the device's own `partition-N.key`, and of every client, its own too, a
-`partition-M.pub`. Nobody else can speak for a client, also not the server: what a client says of
-its keys of a round is signed (Ed25519, RFC 8032).
+A folder has the device's own `partition-N.key`, and the `partition-M.pub` of every client, its own
+included. A client signs its keys of a round (Ed25519, RFC 8032), so neither the server nor another
+client can replace them.
 """
 
 import os
@@ -27,19 +27,19 @@ _LARGEST = 4096  # bytes of a file
 
 
 class NodeKeys:
-    """Sign as one client, and check what others have signed, by the keys of a folder."""
+    """Sign as one client, and check other clients' signatures, by the keys of a folder."""
 
     def __init__(self, folder: Path, partition: int) -> None:
         self.folder, self.partition = folder, partition
 
     @cached_property
     def own(self) -> Ed25519PrivateKey:
-        """Read this client's own key."""
+        """Return this client's private key."""
         key: Ed25519PrivateKey = _key(self.folder / _name(self.partition, "key"), Ed25519PrivateKey)
         return key
 
     def public(self) -> bytes:
-        """Return this client's public key, which the others must have; ValueError if not so."""
+        """Return this client's public key; ValueError if its two key files are no pair."""
         public = self.own.public_key().public_bytes_raw()
         if self.public_of(self.partition) != public:
             raise ValueError(
@@ -49,25 +49,25 @@ class NodeKeys:
         return public
 
     def sign(self, text: bytes) -> bytes:
-        """Sign a text as this client."""
+        """Return this client's signature of a text."""
         return self.own.sign(text)
 
     def public_of(self, partition: int) -> bytes:
-        """Read a client's public key; ValueError if it is not known here."""
+        """Return a client's public key; ValueError if the folder has none."""
         path = self.folder / _name(partition, "pub")
         return bytes(_key(path, Ed25519PublicKey).public_bytes_raw())
 
     def check(self, partition: int, signature: bytes, text: bytes) -> None:
-        """Raise ValueError unless that client has signed the text."""
+        """Raise ValueError unless the signature is that client's, of this text."""
         if not is_signed(self.public_of(partition), signature, text):
             raise ValueError(
                 f"partition {partition}: its signature is not by {_name(partition, 'pub')}, "
-                "expected that client's own; another client speaks for it, or its file is old"
+                "expected that client's own; another client signed for it, or its file is old"
             )
 
 
 def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
-    """Tell whether the holder of a key has signed the text."""
+    """Return whether the signature of the text is by this public key."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, text)
     except (InvalidSignature, ValueError):
@@ -76,9 +76,9 @@ def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
 
 
 def make_keys(folder: Path, partition: int) -> Path:
-    """Make a client's pair of keys in a folder; return the public one's file.
+    """Make a client's pair of keys in a folder; return the path of the public key.
 
-    ValueError if there is one: the others have it.
+    ValueError if the client has keys: other devices may have its public key.
     """
     private, public = (folder / _name(partition, kind) for kind in ("key", "pub"))
     for path in (private, public):
@@ -95,7 +95,7 @@ def make_keys(folder: Path, partition: int) -> Path:
         _write(private, secret, 0o600)
         _write(public, open_to_all, 0o644)
     except OSError as error:
-        with suppress(OSError):  # a key without the other would be in the way of the next try
+        with suppress(OSError):  # a single key file would block the next attempt
             private.unlink(missing_ok=True)
         raise ValueError(
             f"{folder}: keys cannot be written there ({error.strerror}), expected a folder that is "
@@ -109,7 +109,7 @@ def _name(partition: int, kind: str) -> str:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -123,21 +123,21 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _key(path: Path, kind: Any) -> Any:
-    """Read a key of that kind; ValueError that says what is there instead."""
+    """Return the key of that kind in a file; ValueError if the file has none."""
     public = kind is Ed25519PublicKey
-    why: object = "another kind of key"
+    problem: object = "another kind of key"
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST)
         key = load_pem_public_key(data) if public else load_pem_private_key(data, None)
         if isinstance(key, kind):
             return key
-    except OSError as error:  # the folder is left out: the server hears the error
-        why = f"it cannot be read ({error.strerror})"
+    except OSError as error:  # without the folder: the error is sent to the server
+        problem = f"it cannot be read ({error.strerror})"
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        why = error
+        problem = error
     raise ValueError(
-        f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 "
+        f"secure-keys: {path.name}: {str(problem)[:100]}; expected an Ed25519 "
         f"{'public' if public else 'private'} key in PEM, as `ravan-flwr keys` makes it; "
         "put the file there"
     )

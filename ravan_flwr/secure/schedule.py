@@ -1,11 +1,11 @@
-"""List who trains what in a round, as every client checks it; mask these rows, and unmask them.
+"""Schedule which client trains which rows of a round, and mask and unmask these rows.
 
-What is trained are rows of the state's tensors: a (layer, head) of RAVAN, or a whole tensor. A row
-with fewer trainers than the minimum is trained by nobody: the sum of one is that client's change.
+Every client checks the schedule. A row is a (layer, head) of RAVAN, or a whole tensor of the state.
+A row with fewer trainers than the minimum is not trained: the sum of one client is its change.
 
-Masks are made row by row. A client's own mask comes from one secret for each *group* of rows,
-since a group is unmasked whole or not at all. Rows of which so many clients may fail as the
-threshold allows and enough are still left are one group; every other set of trainers is another.
+Masks are made row by row. A client's own masks come from one seed for each *group* of rows, since a
+group is unmasked whole or not at all. Rows that keep enough trainers even if as many clients fail
+as the threshold allows are one group. Each set of trainers of other rows is a group of its own.
 """
 
 import json
@@ -29,17 +29,17 @@ from ravan_flwr.secure.fixed_point import (
     from_bytes,
 )
 
-LEAST = 3  # trainers of a row: of two each would know the other's change from the sum
+LEAST = 3  # trainers of a row: each of two would know the other's change from the sum
 MOST_ROWS = 2**20
 MOST_NUMBERS = 2**33  # of one row
 MOST_PARTS = 64
-GIVEN = 64  # digits of the hash of what all clients are given
+GIVEN = 64  # digits of the hash of settings and state
 
 Bits = NDArray[np.bool_]
 
 
 class Part(NamedTuple):
-    """Name one tensor, in how many rows of which size it is masked, and its changes' bound."""
+    """A tensor: its name, its number of masked rows, their size, and the bound of its changes."""
 
     name: str
     rows: Annotated[int, Field(ge=1, le=MOST_ROWS)]
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Hold the schedule of a round; `trained` is (clients, rows), rows of all parts in order."""
+    """The schedule of a round; `trained` is (clients, rows), with all parts' rows in order."""
 
     run: int
     round: int
@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def threshold(self) -> int:
-        """Return how many clients together can tell a secret: two thirds, rounded up."""
+        """Return how many clients together can recover a secret: two thirds, rounded up."""
         return threshold_of(len(self.partitions))
 
     @cached_property
@@ -70,13 +70,13 @@ class Schedule:
         return np.concatenate([np.full(part.rows, part.size, np.int64) for part in self.parts])
 
     @cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """Name each row: the number of its part, and its own within that."""
+    def row_ids(self) -> list[tuple[int, int]]:
+        """Return (part, row within the part) of each row."""
         return [(at, row) for at, part in enumerate(self.parts) for row in range(part.rows)]
 
     @cached_property
     def group_of(self) -> NDArray[np.int64]:
-        """Number each row's group from 0; -1 of rows that nobody trains."""
+        """Return the group number of each row, from 0; -1 for rows that no client trains."""
         counts, numbers = self.trained.sum(0), dict[bytes, int]()
         safe = counts >= self.minimum + len(self.partitions) - self.threshold
         groups = []
@@ -86,41 +86,44 @@ class Schedule:
         return np.array(groups, np.int64)
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
-        """Name each part, with where its rows are among all."""
+        """Yield each part with the slice of its rows."""
         start = 0
         for part in self.parts:
             yield part, slice(start, start + part.rows)
             start += part.rows
 
-    def groups_of(self, place: int) -> list[int]:
-        """List the groups that a client is in."""
-        return [int(group) for group in np.unique(self.group_of[self.trained[place]])]
+    def groups_of(self, position: int) -> list[int]:
+        """Return the groups of the rows that a client trains."""
+        return [int(group) for group in np.unique(self.group_of[self.trained[position]])]
 
     def masked(self, dealers: Bits) -> Bits:
-        """Tell who masks which rows, of those who are here: too few of a row leave it out."""
+        """Return the rows that each dealer masks: those with enough trainers among the dealers."""
         trained = self.trained & dealers[:, None]
         enough: Bits = trained & (trained.sum(0) >= self.minimum)
         return enough
 
     def opened(self, dealers: Bits, alive: Bits) -> set[int]:
-        """List the groups that are unmasked: of each row enough trainers have sent numbers."""
+        """Return the groups to unmask: enough trainers of each of their rows have sent numbers."""
         masked, groups = self.masked(dealers), self.group_of
         left, rows = (masked & alive[:, None]).sum(0), masked.any(0)
         few = rows & (left < self.minimum)
         return set(groups[rows].tolist()) - set(groups[few].tolist())
 
     def requests(self, dealers: Bits, alive: Bits) -> list[tuple[int, Sequence[int]]]:
-        """List whose shares are told, by place, and which of a bundle: 0 is of the pairs' key."""
+        """Return the requested shares: a dealer's position, and indices in its bundle.
+
+        Index 0 is the share of the key of pairs, the others those of the seeds of its groups.
+        """
         opens = self.opened(dealers, alive)
         requests: list[tuple[int, Sequence[int]]] = []
-        for place in map(int, np.flatnonzero(dealers)):
-            groups = enumerate(self.groups_of(place), start=1)
+        for position in map(int, np.flatnonzero(dealers)):
+            groups = enumerate(self.groups_of(position), start=1)
             indices = [index for index, group in groups if group in opens]
-            requests.append((place, indices if alive[place] else [0]))
+            requests.append((position, indices if alive[position] else [0]))
         return requests
 
     def to_bytes(self) -> bytes:
-        """Write it; `read_schedule` is the inverse."""
+        """Return the schedule as JSON; `read_schedule` is the inverse."""
         content = {
             "run": self.run, "round": self.round, "minimum": self.minimum,
             "parts": self.parts, "partitions": list(self.partitions),
@@ -153,7 +156,7 @@ def make_schedule(
     run: int, round_: int, minimum: int, parts: Sequence[Part], rows: Mapping[int, Bits],
     given: str = "",
 ) -> Schedule:  # fmt: skip
-    """Make the schedule of what clients would train, by partition; ValueError for too few."""
+    """Return the schedule of the rows that clients would train; ValueError for too few clients."""
     if not minimum <= len(rows) <= MOST_CLIENTS:
         raise ValueError(
             f"got {len(rows)} clients that are ready, expected at least {minimum} "
@@ -166,18 +169,18 @@ def make_schedule(
 
 
 def read_schedule(data: bytes) -> Schedule:
-    """Read a schedule of unknown origin; ValueError if it is not one that may be followed."""
+    """Return a schedule from untrusted bytes; ValueError if it is not valid."""
     try:
         sent = _SentSchedule.model_validate_json(data)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
+        location = ".".join(map(str, wrong["loc"]))
         raise ValueError(
-            f"got a schedule of which {place or 'all'} is wrong: {wrong['msg']}"
+            f"got a schedule of which {location or 'all'} is wrong: {wrong['msg']}"
         ) from None
     rows, number = sum(part.rows for part in sent.parts), len(sent.partitions)
     if rows > MOST_ROWS or len(sent.trained) != number:
-        raise ValueError("got a schedule whose parts do not fit to each other, expected one")
+        raise ValueError("got a schedule whose parts do not fit each other, expected one")
     if sent.partitions != sorted(set(sent.partitions)):
         raise ValueError("got clients twice or out of order, expected each once")
     if number < sent.minimum:
@@ -194,12 +197,12 @@ def read_schedule(data: bytes) -> Schedule:
 
 
 def pack(bits: Bits) -> bytes:
-    """Write bits, eight in a byte."""
+    """Return bits as bytes, eight in a byte."""
     return np.packbits(bits).tobytes()
 
 
 def unpack(data: bytes, number: int) -> Bits:
-    """Read that many bits; ValueError if it is not what `pack` writes."""
+    """Return that many bits; ValueError if the data does not come from `pack`."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if len(data) != -(-number // 8) or bits[number:].any():
         raise ValueError(f"got {len(data)} bytes of a list, expected that of {number}")
@@ -207,7 +210,7 @@ def unpack(data: bytes, number: int) -> Bits:
 
 
 def cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
-    """Cut bytes into pieces of these sizes; ValueError if they do not fit."""
+    """Yield pieces of these sizes; ValueError unless they add up to the data."""
     if len(data) != sum(sizes):
         raise ValueError(f"got {len(data)} bytes, expected {sum(sizes)}")
     at = 0
@@ -217,44 +220,44 @@ def cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Count what one client sends and gets in a round, without what it trained and the state."""
+class Traffic:
+    """Bytes that one client sends and receives in a round, without its update and the state."""
 
     up: int
     down: int
 
 
-def most_around(schedule: Schedule) -> Bytes:
-    """Count the most bytes of any client, where nobody fails: all but its masked numbers."""
+def most_protocol_bytes(schedule: Schedule) -> Traffic:
+    """Return the most bytes of any client if none fails, without its masked numbers."""
     number, share = len(schedule.partitions), shamir.SHARE + MARK
-    groups = [len(schedule.groups_of(place)) for place in range(number)]
+    groups = [len(schedule.groups_of(position)) for position in range(number)]
     bundles = [(1 + n) * share + agreement.TAG for n in groups]
     up = [number * (1 + n) * share + number * agreement.TAG + n * MARK for n in groups]
     fixed = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
-    lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # among them the roll
+    lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # with the key list
     down = len(schedule.to_bytes()) + lists + sum(bundles) - min(bundles)
-    return Bytes(max(up) + fixed, down)
+    return Traffic(max(up) + fixed, down)
 
 
 # Masks. Of two clients that train a row, the one with the lower partition adds a stream and the
-# other takes it away, so that they cancel in the sum. On top of that each client adds a stream of
-# its own, which protects numbers that arrive after their client was given up and its key of pairs
-# was told. A stream is ChaCha20 under a key for (statement of the round, pair) or (statement,
+# other subtracts it, so the streams cancel in the sum. Each client also adds a stream of its own.
+# It protects numbers that arrive late, after their client counts as dropped and its key of pairs
+# was revealed. A stream is ChaCha20 under a key for (statement of the round, pair) or (statement,
 # client, group), with the row as nonce: no stream is used twice.
 
 _BLOCK = 2**18  # numbers at a time
 
 
-def stream_of(key: bytes, place: tuple[int, int], size: int) -> Numbers:
-    """Make the masks of one row, by (part, row): uniform numbers below 2^24."""
-    stream, masks = keystream(key, struct.pack("<IQ", *place)), np.empty(size, np.uint32)
+def stream_of(key: bytes, row_id: tuple[int, int], size: int) -> Numbers:
+    """Return the masks of one row, given as (part, row): uniform numbers below 2^24."""
+    stream, masks = keystream(key, struct.pack("<IQ", *row_id)), np.empty(size, np.uint32)
     for part in np.array_split(masks, -(-size // _BLOCK)):
         part[:] = from_bytes(stream(WIDTH * len(part)))
     return masks
 
 
 class Vector:
-    """Hold the numbers of some rows, one after the other, modulo 2^24."""
+    """The concatenated numbers of some rows, modulo 2^24."""
 
     def __init__(self, schedule: Schedule, rows: Bits, numbers: Numbers | None = None) -> None:
         self.schedule, self.rows = schedule, rows
@@ -266,20 +269,20 @@ class Vector:
             raise ValueError(f"got {len(self.numbers)} numbers, expected {length}")
 
     def row(self, row: int) -> Numbers:
-        """View the numbers of a row."""
+        """Return a view of a row's numbers."""
         return self.numbers[self.starts[row] : self.starts[row + 1]]
 
     def mask(self, key: bytes, rows: Bits, *, add: bool) -> None:
-        """Add the streams of a key to these rows, or take them away."""
+        """Add the streams of a key to these rows, or subtract them."""
         for row in np.flatnonzero(rows & self.rows):
             numbers = self.row(int(row))
-            stream = stream_of(key, self.schedule.places[int(row)], len(numbers))
+            stream = stream_of(key, self.schedule.row_ids[int(row)], len(numbers))
             # Wrapping at 2^32 changes nothing modulo 2^24.
             (np.add if add else np.subtract)(numbers, stream, out=numbers)
             np.bitwise_and(numbers, MASK, out=numbers)
 
     def add(self, other: "Vector") -> None:
-        """Add the rows of a vector that has some of these."""
+        """Add a vector that has some of these rows."""
         for row in np.flatnonzero(other.rows):
             numbers = self.row(int(row))
             np.add(numbers, other.row(int(row)), out=numbers)

@@ -1,8 +1,7 @@
-"""Hold the server's half of a secure round: pass on, sum up masked numbers, take masks off.
+"""The server's half of a secure round: forward messages, sum masked numbers, remove the masks.
 
-Whatever a client sends is checked here before it is used; ValueError says what is wrong with it,
-and costs that client alone. docs/secure-aggregation.md says what cannot be told from honest
-numbers.
+Everything that a client sends is checked before it is used. A ValueError states what is wrong, and
+rejects that client alone. docs/secure-aggregation.md lists the faults that no check can detect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,51 +19,53 @@ from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, pack
 
 @dataclass(frozen=True)
 class KeyAnnouncement:
-    """Hold what a client says first: its keys of the round, signed, and who signs."""
+    """A client's public keys of the round with their signature, and the key that signs."""
 
     entry: bytes
     node: bytes
 
     @property
     def keys(self) -> list[bytes]:
-        """Return the public keys for sealing and of its pairs."""
+        """Return the public keys for sealing and for pairs."""
         return list(cut(self.entry[:-SIGNATURE], [KEY] * 2))
 
 
 @dataclass(frozen=True)
 class SharesSent:
-    """Hold a client's shares for all others, and the marks of them."""
+    """A client's sealed shares for all others, and their marks."""
 
     sealed: list[bytes]  # by holder
-    marks: list[bytes]  # by holder, of its whole bundle
-    seeds: list[bytes]  # marks of its seeds, by group
+    marks: list[bytes]  # by holder, of the whole bundle
+    seeds: list[bytes]  # marks of the client's seeds, by group
 
 
 @dataclass(frozen=True)
 class UnmaskedSum:
-    """Hold what came of a round: for each row the mean change, and of how many clients."""
+    """The result of a round: the mean change of each row, and over how many clients."""
 
-    means: dict[str, NDArray[np.float64]]  # by part, (rows, size); zero where no client counts
+    means: dict[str, NDArray[np.float64]]  # by part, (rows, size); zero where the count is zero
     counts: dict[str, NDArray[np.int64]]  # by part, (rows,)
 
 
 class DealerError(ValueError):
-    """Tell that a client has not shared its secrets with the others as it should have.
+    """The error of a client that has not shared its secrets correctly.
 
-    Where there are `deniers`, either it has not, or they falsely report that it gave them no share.
+    With `deniers`, either that is so, or these clients falsely report that they got no share.
     """
 
-    def __init__(self, partition: int, why: str = "", deniers: Sequence[int] = ()) -> None:
+    def __init__(self, partition: int, reason: str = "", deniers: Sequence[int] = ()) -> None:
         shared = f"partition {partition} has shared something else than its secrets"
         listed = ", ".join(map(str, deniers))
-        super().__init__(f"{why}; partitions that report no share: {listed}" if why else shared)
+        super().__init__(
+            f"{reason}; partitions that report no share: {listed}" if reason else shared
+        )
         self.partition, self.deniers = partition, tuple(deniers)
 
 
 def read_announcement(run: int, round_: int, partition: int, parts: Parts) -> KeyAnnouncement:
-    """Read a client's keys; ValueError unless they are signed by the key that it names.
+    """Return a client's announced keys; ValueError unless the named key has signed them.
 
-    Keys with which the others would refuse the whole round are refused here.
+    Keys because of which other clients would refuse the whole round are refused here.
     """
     entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", KEY)
     text = agreement.signed_keys(run, round_, partition, entry[:-SIGNATURE])
@@ -79,117 +80,121 @@ def read_announcement(run: int, round_: int, partition: int, parts: Parts) -> Ke
 
 
 class SecureServer:
-    """Lead a round of these clients, from their schedule to the sum."""
+    """The server of one secure round, from the schedule to the unmasked sum."""
 
     def __init__(self, schedule: Schedule, announcements: Mapping[int, KeyAnnouncement]) -> None:
         self.schedule, self.announcements = schedule, announcements
         self.data = schedule.to_bytes()
-        self.roll = b"".join(announcements[p].entry for p in schedule.partitions)
-        self.statement = agreement.statement_of(self.data, self.roll)
-        self.dealt: dict[int, SharesSent] = {}  # by place, as all below
+        self.key_list = b"".join(announcements[p].entry for p in schedule.partitions)
+        self.statement = agreement.statement_of(self.data, self.key_list)
+        self.shares_sent: dict[int, SharesSent] = {}  # by position in the schedule, as all below
         self.dealers: Bits = np.zeros(0, bool)
         self.alive: Bits = np.zeros(self.number, bool)
         self.signatures: dict[int, bytes] = {}
         self._masked: Bits = np.zeros_like(schedule.trained)
         self._total = Vector(schedule, self._masked[0])
-        self._requests: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
-        self.denied: set[tuple[int, int]] = set()  # partitions: who gave nothing, says who
-        self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
+        self._requests: list[tuple[int, Sequence[int]]] = []  # dealer, and indices of its shares
+        self.denied: set[tuple[int, int]] = set()  # partitions (dealer, holder without its share)
+        self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by (dealer, index), by holder
 
     @property
     def number(self) -> int:
-        """Count the clients of the schedule."""
+        """Return the number of clients in the schedule."""
         return len(self.schedule.partitions)
 
-    def place(self, partition: int) -> int:
-        """Find a client's place in the schedule."""
+    def position(self, partition: int) -> int:
+        """Return a client's position in the schedule."""
         return self.schedule.partitions.index(partition)
 
     # Phase 2: shares.
 
     def announce(self) -> dict[str, bytes]:
-        """Tell schedule and roll, to all the same."""
-        return {"schedule": self.data, "roll": self.roll}
+        """Return the message with schedule and key list, the same for all clients."""
+        return {"schedule": self.data, "roll": self.key_list}
 
-    def take_dealt(self, partition: int, parts: Parts) -> None:
-        """Take a client's shares for the others."""
-        place = self.place(partition)
-        groups = len(self.schedule.groups_of(place))
+    def take_shares_sent(self, partition: int, parts: Parts) -> None:
+        """Accept a client's shares for the others."""
+        position = self.position(partition)
+        groups = len(self.schedule.groups_of(position))
         length = (1 + groups) * shamir.SHARE + agreement.TAG
         sealed = list(cut(parts["sealed"], [length] * self.number))
         marks = list(cut(parts["marks"], [(1 + groups) * MARK] * self.number))
-        self.dealt[place] = SharesSent(sealed, marks, list(cut(parts["seeds"], [MARK] * groups)))
+        self.shares_sent[position] = SharesSent(
+            sealed, marks, list(cut(parts["seeds"], [MARK] * groups))
+        )
 
     # Phase 3: the masked numbers.
 
-    def close_dealing(self) -> None:
-        """Go on with those who have shared; ValueError if they are too few."""
-        self.dealers = np.array([place in self.dealt for place in range(self.number)])
+    def close_sharing(self) -> None:
+        """Continue with the clients that have shared; ValueError if they are too few."""
+        self.dealers = np.array([position in self.shares_sent for position in range(self.number)])
         self._check_enough(int(self.dealers.sum()), "have shared their secrets")
         self._masked = self.schedule.masked(self.dealers)
         self._total = Vector(self.schedule, np.any(self._masked, axis=0))
 
     def to_mask(self, partition: int) -> dict[str, bytes]:
-        """Tell a client who is here, with the shares that they have for it."""
-        place = self.place(partition)
-        bundles = [dealt for dealer, dealt in sorted(self.dealt.items()) if dealer != place]
+        """Return a client's message: the clients that have shared, with their shares for it."""
+        position = self.position(partition)
+        bundles = [
+            dealt for dealer, dealt in sorted(self.shares_sent.items()) if dealer != position
+        ]
         return {
             "here": pack(self.dealers),
-            "sealed": b"".join(dealt.sealed[place] for dealt in bundles),
-            "marks": b"".join(dealt.marks[place] for dealt in bundles),
+            "sealed": b"".join(dealt.sealed[position] for dealt in bundles),
+            "marks": b"".join(dealt.marks[position] for dealt in bundles),
         }
 
     def rows_of(self, partition: int) -> Bits:
-        """Tell which rows a client trains."""
-        return np.asarray(self._masked[self.place(partition)])
+        """Return the rows that a client trains."""
+        return np.asarray(self._masked[self.position(partition)])
 
     def take_masked(self, partition: int, data: bytes) -> None:
         """Add a client's masked numbers to the sum."""
-        place = self.place(partition)
-        expected = WIDTH * int(self.schedule.sizes[self._masked[place]].sum())
+        position = self.position(partition)
+        expected = WIDTH * int(self.schedule.sizes[self._masked[position]].sum())
         if len(data) != expected:
             raise ValueError(f"got {len(data)} bytes of masked numbers, expected {expected}")
-        self._total.add(Vector(self.schedule, self._masked[place], from_bytes(data)))
-        self.alive[place] = True
+        self._total.add(Vector(self.schedule, self._masked[position], from_bytes(data)))
+        self.alive[position] = True
 
     # Phase 4: agree on who has sent numbers.
 
     def close_masked(self) -> dict[str, bytes]:
-        """Tell who has sent numbers; ValueError if they are too few."""
+        """Return the list of clients that have sent numbers; ValueError if they are too few."""
         self._check_enough(int(self.alive.sum()), "have sent their numbers")
         return {"alive": pack(self.alive)}
 
     def take_signature(self, partition: int, parts: Parts) -> None:
-        """Take a client's signature of that list."""
+        """Accept a client's signature of that list; ValueError if it is not valid."""
         signature = _of_length(parts, "signature", SIGNATURE)
         text = agreement.signed_list(self.statement, pack(self.dealers), pack(self.alive))
         if not is_signed(self.announcements[partition].node, signature, text):
-            raise ValueError("its signature is not of the list of those who have sent numbers")
-        self.signatures[self.place(partition)] = signature
+            raise ValueError("its signature is not of the list of clients that have sent numbers")
+        self.signatures[self.position(partition)] = signature
 
     # Phase 5: unmask.
 
     def close_list(self) -> dict[str, bytes]:
-        """Tell the signatures; ValueError if they are too few."""
-        self._check_enough(len(self.signatures), "have signed who is there")
-        signers = np.array([place in self.signatures for place in range(self.number)])
-        signatures = b"".join(self.signatures[place] for place in sorted(self.signatures))
+        """Return the message with all signatures; ValueError if they are too few."""
+        self._check_enough(len(self.signatures), "have signed the list of clients")
+        signers = np.array([position in self.signatures for position in range(self.number)])
+        signatures = b"".join(self.signatures[position] for position in sorted(self.signatures))
         self._requests = self.schedule.requests(self.dealers, self.alive)
         return {"signers": pack(signers), "signatures": signatures}
 
     def take_shares(self, partition: int, parts: Parts) -> None:
-        """Take the shares that a client tells; one that is not as marked refuses them all."""
-        holder, entries, denied = self.place(partition), [], set()
+        """Accept a client's shares; ValueError, and none counts, if one differs from its mark."""
+        holder, entries, denied = self.position(partition), [], set()
         number = sum(len(indices) for _, indices in self._requests)
         shares = cut(parts["shares"], [shamir.SHARE] * number)
         for dealer, indices in self._requests:
             for index in indices:
                 share = next(shares)
-                if share == shamir.NONE:  # what the dealer gave it was not as marked
+                if share == shamir.NO_SHARE:  # the dealer's bundle differed from its marks
                     if dealer != holder:
                         denied.add((self.schedule.partitions[dealer], partition))
                     continue
-                marks = self.dealt[dealer].marks[holder][MARK * index : MARK * (index + 1)]
+                marks = self.shares_sent[dealer].marks[holder][MARK * index : MARK * (index + 1)]
                 args = self.schedule.partitions[dealer], partition, [share], index
                 if agreement.marks_of(self.statement, *args) != marks:
                     raise ValueError(
@@ -204,13 +209,13 @@ class SecureServer:
     # The sum.
 
     def open(self) -> UnmaskedSum:
-        """Take off all masks that are left; ValueError, which says who, if that cannot be."""
-        for place, indices in self._requests:
-            if self.alive[place]:
+        """Return the unmasked sum; ValueError, which names the client, if that is not possible."""
+        for position, indices in self._requests:
+            if self.alive[position]:
                 for index in indices:
-                    self._take_off_own(place, index)
+                    self._take_off_own(position, index)
             else:
-                self._take_off_pairs(place)
+                self._take_off_pairs(position)
         counts = (self._masked & self.alive[:, None]).sum(0)
         opened = self.schedule.opened(self.dealers, self.alive)
         counts[~np.isin(self.schedule.group_of, list(opened))] = 0
@@ -223,33 +228,33 @@ class SecureServer:
                 mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
         return result
 
-    def _take_off_own(self, place: int, index: int) -> None:
-        """Take off a client's own masks of a group of rows."""
-        partition = self.schedule.partitions[place]
-        group = self.schedule.groups_of(place)[index - 1]
-        seed = self._joined(place, index)
+    def _take_off_own(self, position: int, index: int) -> None:
+        """Subtract a client's own masks of a group of rows."""
+        partition = self.schedule.partitions[position]
+        group = self.schedule.groups_of(position)[index - 1]
+        seed = self._join_shares(position, index)
         if (
             agreement.seed_mark(self.statement, partition, group, seed)
-            != self.dealt[place].seeds[index - 1]
+            != self.shares_sent[position].seeds[index - 1]
         ):
             raise DealerError(partition)
-        rows = self._masked[place] & (self.schedule.group_of == group)
+        rows = self._masked[position] & (self.schedule.group_of == group)
         self._total.mask(agreement.own_key(seed, self.statement, partition, group), rows, add=False)
 
-    def _take_off_pairs(self, place: int) -> None:
-        """Take off the masks that others have added for a client that sent no numbers."""
-        dropped = self.schedule.partitions[place]
-        private = self._joined(place, 0)
+    def _take_off_pairs(self, position: int) -> None:
+        """Remove the pair masks that others have added for a client that sent no numbers."""
+        dropped = self.schedule.partitions[position]
+        private = self._join_shares(position, 0)
         if agreement.public_of(private) != self.announcements[dropped].keys[1]:
             raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
-            rows, peer = self._masked[at] & self._masked[place], self.schedule.partitions[at]
+            rows, peer = self._masked[at] & self._masked[position], self.schedule.partitions[at]
             if rows.any():
                 secret = agreement.shared_secret(private, self.announcements[peer].keys[1])
                 key = agreement.pair_key(secret, self.statement, peer, dropped)
                 self._total.mask(key, rows, add=peer > dropped)
 
-    def _joined(self, dealer: int, index: int) -> bytes:
+    def _join_shares(self, dealer: int, index: int) -> bytes:
         shares = self._shares.get((dealer, index), {})
         try:
             return shamir.join(shares, self.schedule.threshold)
@@ -257,22 +262,22 @@ class SecureServer:
             partition, threshold = self.schedule.partitions[dealer], self.schedule.threshold
             deniers = [
                 p
-                for place, p in enumerate(self.schedule.partitions)
-                if place not in shares and (partition, p) in self.denied
+                for position, p in enumerate(self.schedule.partitions)
+                if position not in shares and (partition, p) in self.denied
             ]
-            # There are enough, each as its dealer marked it, and they are of no secret. Or more
-            # than a third say that they were given none: more than may work together.
+            # Enough shares match their marks but form no secret. Or more than a third of the
+            # clients report no share: more than the protocol assumes to collude.
             if len(shares) >= threshold or len(deniers) > self.number - threshold:
                 raise DealerError(partition) from None
-            why = f"the masks of partition {partition} cannot be told: {error}"
-            if len(shares) + len(deniers) >= threshold:  # without the denials there were enough
-                raise DealerError(partition, why, deniers) from None
-            raise ValueError(why) from None
+            reason = f"the masks of partition {partition} cannot be recovered: {error}"
+            if len(shares) + len(deniers) >= threshold:  # enough, had they not been denied
+                raise DealerError(partition, reason, deniers) from None
+            raise ValueError(reason) from None
 
-    def _check_enough(self, number: int, what: str) -> None:
+    def _check_enough(self, number: int, action: str) -> None:
         if number < self.schedule.threshold:
             raise ValueError(
-                f"{number} of {self.number} clients {what}, expected at least "
+                f"{number} of {self.number} clients {action}, expected at least "
                 f"{self.schedule.threshold}, two thirds"
             )
 

@@ -1,1 +1,1 @@
-"""Run the server of a federation: recruit nodes, hold rounds, check replies and sum them."""
+"""The server of a federation: recruit nodes, run rounds, check replies and sum them."""

@@ -1,16 +1,17 @@
 """Close a round as soon as a buffer is full of updates (`aggregation=async`).
 
-FedBuff (Nguyen et al., arXiv 2106.06639): `concurrency` clients train at all times. Whoever has
-answered is replaced by another client, which is sent the state of today, version v. When
-`buffer-size` updates are there, the state moves, and v is one more: each version is a round. An
-update against version v that arrives s versions later counts with its change, less the older it is:
+FedBuff (Nguyen et al., arXiv 2106.06639): `concurrency` clients train at all times. A client that
+has replied is replaced by another client, which is sent the current state, version v. After
+`buffer-size` updates the state moves, and v increases by one: each version is a round. An update
+from version v that arrives s versions later contributes its change, with less weight the older it
+is:
 
     upload - state_v  ->  state_now + (1 + s)^(-1/2) (upload - state_v)
 
-The round takes these as it takes any upload. Over frozen bases changes add up exactly. An update
-that is not stale is taken as it is, so that a buffer of all clients makes a synchronous round.
+The round accumulates these like other uploads. Over frozen bases changes add up exactly. An update
+that is not stale is used unchanged, so a buffer of all clients makes a synchronous round.
 
-A client trains a version once: a second time it would do the same.
+A client trains a version once: its second update would be the same.
 """
 
 import math
@@ -37,25 +38,31 @@ from ravan_flwr.simulated_time.clock import SimulatedClock
 if TYPE_CHECKING:
     from ravan_flwr.server.round import Round
 
-OUT, TIMES, VERSION = "in-flight/sent", "in-flight/times", "version-"  # names in a checkpoint
-TRIES = 32  # to draw a client that is free, before the free ones are listed
+IN_FLIGHT, TIMES, VERSION = "in-flight/sent", "in-flight/times", "version-"  # names in a checkpoint
+TRIES = 32  # random draws of a free client, before the free clients are listed
 
 
 def weight_of_staleness(staleness: int) -> float:
-    """Return by how much an update counts that is so many versions old."""
+    """Return the weight of an update that is `staleness` versions old."""
     return float((1 + staleness) ** -0.5)
 
 
 def rebased(
-    method: Method, upload: Tensors, fraction: float, then: Tensors, now: Tensors, weight: float
+    method: Method,
+    upload: Tensors,
+    fraction: float,
+    old_state: Tensors,
+    new_state: Tensors,
+    weight: float,
 ) -> Tensors:
-    """Make the upload that changes `now` by so much of what an upload has changed in `then`.
+    """Return an upload that changes `new_state` by `weight` times its change of `old_state`.
 
-    ValueError if the upload's form is not sound.
+    Raise ValueError if the upload's names, shapes or types are wrong.
     """
-    check_upload(method, upload, split_classifier(then)[1], fraction)
+    check_upload(method, upload, split_classifier(old_state)[1], fraction)
     before, after = (
-        start_of(method, upload, outgoing(method, state, fraction)) for state in (then, now)
+        start_of(method, upload, outgoing(method, state, fraction))
+        for state in (old_state, new_state)
     )
     return {
         name: (after[name].double() + weight * (tensor.double() - before[name].double())).float()
@@ -66,30 +73,30 @@ def rebased(
 
 
 class InFlight:
-    """Keep who is out with which version, and those versions, from one round to the next."""
+    """Keep, between rounds, which clients train which version of the state, and these versions."""
 
     def __init__(self, memory: Mapping[str, torch.Tensor]) -> None:
         self.sent: dict[str, Sent] = {}  # by message id
         self.versions: dict[int, Tensors] = {}
-        self.inbox = ReplyFetcher()  # of its own: an evaluation does not see these replies
-        self._memory = memory  # of a simulated run that goes on
+        self.inbox = ReplyFetcher()  # a separate one: an evaluation does not fetch these replies
+        self._memory = memory  # of a simulated run that is resumed
 
     def keep(self, number: int, state: Tensors, most: int | None) -> None:
-        """Keep this version, and those that somebody is out with whose update may still count."""
+        """Keep this version, and those of clients whose update may still count; drop the others."""
         oldest = -math.inf if most is None else number - most
         needed = {sent.number for sent in self.sent.values() if sent.number >= oldest}
         self.versions = {n: tensors for n, tensors in self.versions.items() if n in needed}
         self.versions[number] = state
 
     def memory(self, clock: object) -> Tensors:
-        """Return what a simulated run needs to go on; devices that are real start anew."""
+        """Return what a simulated run needs to be resumed; real devices begin again."""
         if not isinstance(clock, SimulatedClock) or not self.sent:
             return {}
         out = [(sent.client.partition_id, sent.number) for sent in self.sent.values()]
         times = [(sent.time, clock.times[key]) for key, sent in self.sent.items()]
         needed = {sent.number for sent in self.sent.values()} & self.versions.keys()
         return {
-            OUT: torch.tensor(out),
+            IN_FLIGHT: torch.tensor(out),
             TIMES: torch.tensor(times, dtype=torch.float64),
         } | {
             f"{VERSION}{number}/{name}": tensor
@@ -98,21 +105,21 @@ class InFlight:
         }
 
     def restore(self, round_: "Round", grid: Grid) -> None:
-        """Send clients once more what they were out with when the run was stopped."""
+        """Resend to clients the versions that they trained when the run was stopped."""
         memory, self._memory = self._memory, {}
         clock, run = round_.run.clock, round_.run
-        if OUT not in memory or not isinstance(clock, SimulatedClock):
+        if IN_FLIGHT not in memory or not isinstance(clock, SimulatedClock):
             return
         for name, tensor in memory.items():
             if name.startswith(VERSION):
                 number, _, key = name.removeprefix(VERSION).partition("/")
                 self.versions.setdefault(int(number), {})[key] = tensor
         clients = {client.partition_id: client for client in run.registry.clients.values()}
-        free, now = list(clock.free), run.state.tensors
+        busy_until, now = list(clock.busy_until), run.state.tensors
         arrivals: dict[str, float] = {}
-        rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
+        rows = zip(memory[IN_FLIGHT].tolist(), memory[TIMES].tolist(), strict=True)
         for (partition, number), (time, arrives) in rows:
-            # One that is too old to count is kept no longer, and the reply is rejected unread.
+            # A version too old to count is not kept; the reply to it is rejected unread.
             run.state.tensors = self.versions.get(number, now)
             (message,) = run.open_round(number).write([clients[partition]])
             round_.collector.send(grid, [message])
@@ -120,13 +127,13 @@ class InFlight:
             self.sent[key] = replace(round_.collector.outstanding[key], number=number, time=time)
             arrivals[key] = arrives
         run.state.tensors = now
-        clock.restore(arrivals, free)
+        clock.restore(arrivals, busy_until)
 
 
 class Buffered(Kind):
-    """Close a round when the buffer is full; the clients that are still out stay out."""
+    """Close a round when the buffer is full; other clients continue to train."""
 
-    asks_more = False  # whoever has answered, well or not, is replaced at once
+    asks_more = False  # a client that has replied, validly or not, is replaced at once
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
@@ -139,14 +146,14 @@ class Buffered(Kind):
         self._draws = 0
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
-        """Fill the places of the clients that are not out any more."""
+        """Draw clients until `concurrency` clients train."""
         round_, run, number = self.round, self.run, self.round.number
         round_.collector.outstanding = self.in_flight.sent
         self.in_flight.restore(round_, grid)
         self._give_up()
         self.in_flight.keep(number, run.state.tensors, self.config.max_staleness)
-        able = run.sampler.able(grid, round_.round_log)
-        self._pool = run.sampler.available(able, round_.round_log)
+        eligible = run.sampler.eligible(grid, round_.round_log)
+        self._pool = run.sampler.available(eligible, round_.round_log)
         busy = {sent.client.node_id for sent in self.in_flight.sent.values()}
         free = [client for client in self._pool if client.node_id not in busy]
         places = min(max(0, self.concurrency - len(busy)), len(free))
@@ -155,9 +162,9 @@ class Buffered(Kind):
         return cohort
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield replies to these and earlier ones until the buffer is full.
+        """Send the messages; yield replies to these and earlier ones until the buffer is full.
 
-        Also if as many replies as are out at a time were rejected.
+        Stop also after `concurrency` rejected replies.
         """
         round_, run = self.round, self.run
         collector, grid = round_.collector, round_.grid
@@ -179,14 +186,14 @@ class Buffered(Kind):
                 self._give_up()
                 break
             if reply.metadata.reply_to_message_id not in outstanding:
-                continue  # it was being fetched when it was given up
+                continue  # its timeout passed while it was being fetched
             yield reply
             if not deadline.satisfied:
-                collector.send(grid, round_.write(self._another()))
+                collector.send(grid, round_.write(self._draw_replacement()))
         self.in_flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
 
     def check(self, message: Message, client: RegisteredClient) -> Update:
-        """Read the reply to the version that its client was sent, and bring it to this one."""
+        """Return the update in a reply, rebased to this version; reject it if it is too old."""
         sent, most = self.round.collector.answered, self.config.max_staleness
         staleness = self.round.number - sent.number
         if most is not None and staleness > most:
@@ -203,8 +210,8 @@ class Buffered(Kind):
         )  # fmt: skip
         return replace(update, upload=upload, staleness=staleness)
 
-    def _another(self) -> list[RegisteredClient]:
-        """Draw a client that is not out, and has not trained this version; none if none is left."""
+    def _draw_replacement(self) -> list[RegisteredClient]:
+        """Draw a free client that has not trained this version; return [] if there is none."""
         busy = self._recipients | {sent.client.node_id for sent in self.in_flight.sent.values()}
         self._draws += 1
         random = generator(self.config.seed, "another", self.round.number, self._draws)
@@ -227,7 +234,7 @@ class Buffered(Kind):
         return [drawn]
 
     def _give_up(self) -> None:
-        """Stop waiting for replies that have not come within the timeout."""
+        """Stop waiting for replies that have not arrived within the timeout."""
         timeout, now = self.config.round_timeout, self.run.clock.now
         for key, sent in list(self.in_flight.sent.items()):
             if now - sent.time >= timeout:

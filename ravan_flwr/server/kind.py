@@ -1,7 +1,7 @@
-"""Decide what differs between kinds of rounds: how updates travel, and what their sums become.
+"""Kinds of rounds: how updates travel, and how their sums become the next state.
 
-`Kind` is that of a plain round: updates are read one by one until a deadline, and their sums are
-the method's next state. The others override what differs. `KINDS` lists them.
+`Kind` is a plain round: the server reads updates one by one until a deadline, and the method makes
+the next state from their sums. Other kinds override what differs. `KINDS` lists them.
 """
 
 import math
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = getLogger(__name__)
 
-# By `Config.transport` and `privacy`. They are imported when a run has them.
+# By `Config.transport` and `privacy`. A kind is imported when a run uses it.
 KINDS = {
     ("plain", "none"): "ravan_flwr.server.kind:Kind",
     ("plain", "client"): "ravan_flwr.server.noised:Noised",
@@ -44,34 +44,34 @@ KINDS = {
 
 
 def kind_of(config: Config) -> "type[Kind]":
-    """Find the kind of a run's rounds."""
+    """Return the kind of a run's rounds."""
     kind: type[Kind] = resolve_name(KINDS[config.transport, config.privacy])
     return kind
 
 
 class Kind:
-    """Read updates one by one, and take the method's next state of their sums.
+    """A plain round: read updates one by one; the method makes the next state from their sums.
 
-    A round closes when the clients that were drawn have answered, or the deadline has passed.
+    The round closes when the clients that were drawn have replied, or the deadline has passed.
     """
 
-    budget: "ClassVar[type[PrivacyBudget] | None]" = None  # of what its rounds spend
+    budget: "ClassVar[type[PrivacyBudget] | None]" = None  # the account of a private kind
     message_type: ClassVar[str] = MessageType.TRAIN
-    gives_grace = True  # Does the straggler timeout count? Else every client is waited for.
-    asks_more = True  # Are further clients asked where too few have replied?
+    gives_grace = True  # Does the straggler timeout apply? Else the round waits for every client.
+    asks_more = True  # Are further clients asked if too few have replied?
 
     def __init__(self, round_: "Round") -> None:
         self.round, self.run = round_, round_.run
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
-        """Raise ValueError for a model of which it cannot release anything."""
+        """Raise ValueError if this kind cannot release updates of the model."""
 
     # Before training.
 
     @staticmethod
     def cohort(config: Config, partitions: int) -> int:  # noqa: ARG004
-        """Return how many clients must be there before a round begins."""
+        """Return how many clients must be connected before a round begins."""
         return config.min_replies
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
@@ -79,26 +79,26 @@ class Kind:
         return self.run.sampler.sample(grid, self.round.round_log)
 
     def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
-        """Return those of a cohort that are asked to train."""
+        """Return the clients of a cohort that are asked to train."""
         return cohort
 
     def broadcast(self, fraction: float) -> Tensors:
-        """Return what a client with that budget fraction is sent."""
+        """Return the tensors that a client with that budget fraction is sent."""
         return outgoing(self.round.method, self.run.state.tensors, fraction)
 
     def settings(self, client: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
-        """Return what a client's message says beside what all messages say."""
+        """Return the settings that only this client's message has."""
         return {}
 
     def address(self, message: Message, client: RegisteredClient) -> Message:  # noqa: ARG002
-        """Add to a message what only this client is sent."""
+        """Add the records that only this client is sent; return the message."""
         return message
 
     # While clients train.
 
     @property
     def enough(self) -> float:
-        """Return how many good replies to training end the wait at once."""
+        """Return how many valid training replies end the wait at once."""
         return self.run.config.clients_per_round
 
     @property
@@ -106,20 +106,20 @@ class Kind:
         """Return whether as many replies were used as the round needs."""
         return len(self.round.round_log.clients) >= self.round.least
 
-    def quorum(self, clients: int) -> int:  # noqa: ARG002 (of masks it depends on that)
-        """Return with which good reply the straggler timeout begins."""
+    def quorum(self, clients: int) -> int:  # noqa: ARG002 (`Masked` uses it)
+        """Return the number of valid replies after which the straggler timeout begins."""
         return self.round.least
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield the replies that the round waits for."""
+        """Send the messages, and yield the replies until the round closes."""
         return self.round.send(messages, training=True)
 
     def steps(self, client: RegisteredClient) -> int:
-        """Count the steps that a client takes in this round."""
+        """Return how many local steps a client takes in this round."""
         return self.run.steps(client)
 
     def check(self, message: Message, client: RegisteredClient) -> Update:
-        """Read the reply of a client; ValueError with the reason why it is rejected."""
+        """Return the update in a client's reply; raise ValueError with the reason to reject it."""
         run, number = self.run, self.round.collector.answered.number
         sparsity = sparsity_of_round(run.config.densities, number)
         classifier = run.state.tensors.get(CLASSIFIER)
@@ -131,7 +131,7 @@ class Kind:
             with_loss=run.config.privacy == "none",
             with_seconds=run.config.privacy != "example",
         )  # fmt: skip
-        if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
+        if sparsity != WHOLE:  # the upload is the change from the state that the client was sent
             state = run.in_flight.versions.get(number, run.state.tensors)
             upload = moved(self.round.method, trained.upload, client.budget_fraction, state)
             trained = replace(trained, upload=upload)
@@ -142,21 +142,21 @@ class Kind:
         return replace(trained, client=client, bytes_up=bytes_up, steps=self.steps(client))
 
     def accumulate(self, update: Update) -> None:
-        """Add an update to the sums, and note that it was used. ValueError if it is not sound."""
+        """Add an update to the sums and to the log; raise ValueError if it is not valid."""
         heads = self.add(update)
         run, client, sent = self.run, update.client, self.round.collector.answered
         span = run.since(sent.time), run.time
         device = run.clock.device_of(client.partition_id)
         self.round.round_log.use(update, heads, sent.size, span, device)
         if update.anew and client.partition_id in run.trained:
-            self.round.round_log.lost(client)
+            self.round.round_log.note_lost_parameters(client)
         run.trained.add(client.partition_id)
 
-    # Sums, where updates are read one by one.
+    # Sums, of kinds that read updates one by one.
 
     @cached_property
     def sums(self) -> Aggregate:
-        """Return the sums, which open empty when the first reply is there."""
+        """Return the round's sums, empty before the first reply."""
         return self.run.state.open_sums(self.round.method)
 
     def weight(self, client: RegisteredClient) -> float:
@@ -165,13 +165,13 @@ class Kind:
         return float(self.run.registry.examples(client)) if by_examples else 1.0
 
     def add(self, update: Update) -> list[list[int]]:
-        """Add an update to the sums; return the heads in it, by layer."""
+        """Add an update to the sums; return its heads, by layer."""
         client, step = update.client, self.run.config.learning_rate * update.steps
         self.sums.offer(update.upload, client.budget_fraction, self.weight(client), step)
         return self.round.method.heads_in(update.upload)
 
     def mean(self) -> Tensors:
-        """Return what the sums make; ValueError if the round has no effect."""
+        """Return the state that the sums make; raise ValueError if the round has no effect."""
         robust, count = self.run.config.robust, self.sums.count
         if robust != "none" and count < FEWEST:
             log.warning(
@@ -179,16 +179,16 @@ class Kind:
                 self.round.number, count, robust, FEWEST,
             )  # fmt: skip
         sums = self.sums
-        del self.sums  # those of a robust round hold every reply
+        del self.sums  # in a robust round they hold every reply
         return sums.close()
 
     def close(self) -> None:
-        """Take the next state; ValueError, and no change, if the round has no effect."""
+        """Take the next state; raise ValueError and keep the old one if the round has no effect."""
         self.run.state.take(self.mean(), self.round.method.frozen_tensors)
 
 
 class Calibrated(Kind):
-    """Make the method's fixed tensors of what clients upload before the first round: round 0."""
+    """Round 0: make the method's fixed tensors from the clients' uploads."""
 
     message_type = f"{MessageType.TRAIN}.calibrate"
     asks_more = False
@@ -197,7 +197,7 @@ class Calibrated(Kind):
         super().__init__(round_)
         config, calibration = self.run.config, self.run.method.calibration
         assert calibration is not None
-        self.everyone, self.by_steps = calibration.everyone, calibration.by_steps
+        self.all_clients, self.by_steps = calibration.all_clients, calibration.by_steps
         most = max(map(self.run.steps, self.run.registry.clients.values()), default=0)
         step = config.calibration_learning_rate * most
         self.calibration_sums = CalibrationSums(
@@ -208,10 +208,10 @@ class Calibrated(Kind):
 
     @property
     def enough(self) -> float:
-        return math.inf if self.everyone else super().enough
+        return math.inf if self.all_clients else super().enough
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
-        choose = self.run.sampler.able if self.everyone else self.run.sampler.sample
+        choose = self.run.sampler.eligible if self.all_clients else self.run.sampler.sample
         return choose(grid, self.round.round_log)
 
     def broadcast(self, fraction: float) -> Tensors:  # noqa: ARG002
@@ -225,7 +225,7 @@ class Calibrated(Kind):
         return []
 
     def close(self) -> None:
-        """Change the initial state; the fixed tensors travel from now on."""
+        """Change the initial state, and send the fixed tensors with messages from now on."""
         fixed, changed = self.calibration_sums.close()
         self.run.state.tensors |= changed
         self.run.message_builder.keep_fixed(fixed)

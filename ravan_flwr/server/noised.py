@@ -1,8 +1,9 @@
-"""Release a round with `privacy=client`: a drawn cohort, clipped changes, noise, the account first.
+"""A round with `privacy=client`: a Poisson-sampled cohort, clipped changes, noise.
 
-Which clients train is drawn from the system's entropy, one by one, from all clients: those that
-are away or unresponsive are drawn as well and count as zero, and nothing is divided by fewer. The
-round waits for each client as long as for any other, so that none decides whether another counts.
+The account is written before the release. Each registered client is drawn independently, with the
+system's entropy. Clients that are disconnected or unresponsive are drawn as well and contribute
+zero; the divisor does not shrink. The round waits equally long for each client, so that no client
+decides whether another client counts.
 """
 
 import math
@@ -21,13 +22,13 @@ from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, subsample
-from ravan_flwr.runs.record import Spent
+from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.replies import Update
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.masked import filled_in
+from ravan_flwr.training.masked import expand_to_state
 
 if TYPE_CHECKING:
     from ravan_flwr.server.round import Round
@@ -38,42 +39,44 @@ log = getLogger(__name__)
 def checked(
     method: Method, state: Tensors, upload: Mapping[str, Tensor], fraction: float
 ) -> Tensors:
-    """Bring the upload of a client with that budget into the state's shapes, NaN where untrained.
+    """Return an upload in the state's shapes, with NaN for what the client did not train.
 
-    ValueError if it is not sound. Nothing is compared with other clients' uploads.
+    Raise ValueError if it is not valid. It is not compared with other clients' uploads.
     """
     check_upload(method, upload, split_classifier(state)[1], fraction)
     for name, tensor in upload.items():
-        sum_of_squares(tensor, name)  # refuses what is not finite
-    return filled_in(method, state, upload)
+        sum_of_squares(tensor, name)  # raises if a number is not finite
+    return expand_to_state(method, state, upload)
 
 
 class Noised(Kind):
-    """Take the state that clipped changes and noise make, within the run's privacy budget."""
+    """Make the next state from clipped changes and noise, within the run's privacy budget."""
 
     budget = ClientBudget
-    asks_more = False  # its account is of the clients that were drawn
+    asks_more = False  # the account counts only the clients that were drawn
     gives_grace = False
-    enough = math.inf  # all replies are waited for: no number of them is enough
+    enough = math.inf  # the round waits for all replies
 
     def __init__(self, round_: "Round") -> None:
         super().__init__(round_)
         self.account = cast(ClientBudget, self.run.privacy)
         self.norm = self.next_norm = self.account.norm
-        round_.least = 0  # a cohort may be empty; then noise alone is released
-        # All that may be drawn, connected or not.
+        round_.least = 0  # a cohort may be empty; then the round releases only noise
+        # All clients that may be drawn, connected or not.
         everyone = self.run.registry.clients.values()
-        able = (client for client in everyone if round_.method.can_train(client.budget_fraction))
-        self.clients = sorted(able, key=lambda client: client.partition_id)
+        eligible = (
+            client for client in everyone if round_.method.can_train(client.budget_fraction)
+        )
+        self.clients = sorted(eligible, key=lambda client: client.partition_id)
         self.noise = self.account.noise(len(self.clients))
 
     def draw(self, grid: Grid) -> list[RegisteredClient]:
-        """Draw each client by itself, and return those that can be asked; the log has the others.
+        """Draw each client independently; return those that can be asked, and log the others.
 
-        Who is here is found out before anybody is drawn.
+        Which clients are connected is determined before the draw.
         """
         round_log, registry = self.round.round_log, self.run.registry
-        self.run.sampler.able(grid, round_log)  # notes who cannot afford to train
+        self.run.sampler.eligible(grid, round_log)  # logs the clients that are not eligible
         present = {client.node_id for client in registry.present(grid)}
         skipped = {
             node_id
@@ -92,12 +95,12 @@ class Noised(Kind):
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
-        """Refuse what does not sum changes, before anything is spent."""
+        """Raise ValueError unless the method sums changes, before any privacy budget is spent."""
         sums_changes(model.method)
 
     @property
     def expected(self) -> dict[str, Tensor]:
-        """Count how many clients are expected to train each number of the state."""
+        """Return how many clients are expected to train each number of the state."""
         fractions, state = (
             Counter(client.budget_fraction for client in self.clients),
             self.run.state.tensors,
@@ -106,7 +109,7 @@ class Noised(Kind):
 
     @cached_property
     def private_sums(self) -> ClippedSum:
-        """Return the sums, which open empty when the first reply is there."""
+        """Return the round's sums, empty before the first reply."""
         return ClippedSum(self.run.state.tensors, self.norm)
 
     def add(self, update: Update) -> list[list[int]]:
@@ -118,15 +121,15 @@ class Noised(Kind):
         sums = self.private_sums
         del self.private_sums
         if not sums.count:
-            log.warning("round %d: no change came, and noise alone is added", self.round.number)
+            log.warning("round %d: no update arrived, and only noise is added", self.round.number)
         self.next_norm = sums.next_norm(self.noise)
         return sums.release(self.noise, self.expected)
 
     def close(self) -> None:
-        """Spend what the release takes, then take the next state."""
+        """Spend the release's privacy budget, then take the next state."""
         self.account.spend()
         spent = self.account.as_record() | {"clip-norm": self.norm}
-        self.round.round_log.private = cast(Spent, spent)
+        self.round.round_log.private = cast(PrivacyRecord, spent)
         try:
             super().close()
         finally:

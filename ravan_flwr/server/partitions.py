@@ -1,11 +1,11 @@
-"""Give each part of the data to one node, and check the numbers of examples that nodes claim.
+"""Assign each partition of the data to one node, and check the nodes' numbers of examples.
 
-Nodes that share the data must agree in how many parts, since the data is divided by it. First
-come, first served: a part stays with the node that had it first, also while that node is away or
-asked again. Nodes with data of their own have no say in how the rest is divided.
+Nodes that share the data must have the same `num-partitions`, since the data is partitioned by it.
+A partition stays with the node that claimed it first, also while that node is disconnected or
+queried again. Nodes with data of their own have no influence on the number of partitions.
 
-Numbers of examples that nodes claim are checked, or bounded where they cannot be: such a number
-weighs a reply (`weighting=examples`) or an evaluation, so that a false one would outweigh others.
+A number of examples is the weight of a reply (`weighting=examples`) or of an evaluation, so a false
+one would outweigh other clients. The numbers are checked, or bounded where that is impossible.
 """
 
 from collections import Counter
@@ -17,17 +17,19 @@ from ravan_flwr.messages.registered_client import MOST_EXAMPLES, RegisteredClien
 
 log = getLogger(__name__)
 
-Members = Collection[RegisteredClient]
+Clients = Collection[RegisteredClient]
 
-MOST_TIMES = 10  # how many times the median a node's own examples count
+MOST_TIMES = 10  # times the median: the most examples that a node's own data count
 
 
 class Partitions:
-    """Decide the number of parts once for the run, and give each part to one node.
+    """Fix the number of partitions for the run, and assign each partition to one node.
 
-    `before` is the number that a resumed run had. `sizes` returns the number of examples in
-    each part, if so many share the data; it raises an error where the server has not that data.
-    `most` is the operator's bound on examples that the server does not know.
+    Args:
+        before: The number of partitions of a resumed run; None in a new run.
+        sizes: Returns each partition's number of examples, given the number of partitions. Raises
+            an error if the server does not have the data.
+        most: The operator's bound on numbers of examples that the server does not know.
     """
 
     def __init__(
@@ -37,19 +39,19 @@ class Partitions:
         most: int | None = None,
     ) -> None:
         self._before, self._sizes_of, self._most = before, sizes, most
-        self._settled: int | None = None  # once nodes that share the data have come
-        self._holders: dict[int, int] = {}  # partition id -> the node that had it first
-        self._partition_of: dict[int, int] = {}  # and the other way round
-        self.owners: dict[int, str] = {}  # partition id -> the key of that node, as a run keeps it
+        self._settled: int | None = None  # None until nodes that share the data have connected
+        self._holders: dict[int, int] = {}  # partition id -> the node that claimed it first
+        self._partition_of: dict[int, int] = {}  # node id -> partition id
+        self.owners: dict[int, str] = {}  # partition id -> hash of the node's key, kept by the run
         self._sizes: Sequence[int] | None = None
         self._checked: set[int] = set()  # nodes whose number of examples the server knows
 
-    def number(self, clients: Members) -> int:
-        """Return in how many parts the data is shared, as far as these clients tell.
+    def number(self, clients: Clients) -> int:
+        """Return the number of partitions, as reported by these clients.
 
-        Nodes that share the data decide: the number is what it was before if one of them says so,
-        or else what most of them say. Where every node has data of its own it is what most of them
-        say, or as many as they are.
+        Nodes that share the data decide it. The number is that of the resumed run if one of these
+        nodes reports it, else the most frequent one. If all nodes have data of their own, it is the
+        most frequent number, but at least the number of nodes.
         """
         if self._settled is not None:
             return self._settled
@@ -58,14 +60,14 @@ class Partitions:
             return self._before if self._before in numbers else _agreed(sharing)
         return max(_agreed(clients), len(clients)) if clients else 1
 
-    def awaited(self, clients: Members) -> int:
+    def awaited(self, clients: Clients) -> int:
         """Return how many nodes to wait for: in a resumed run, as many as before."""
         if self._settled is None and self._before is not None and _sharing(clients):
             return self._before
         return self.number(clients)
 
-    def misfits(self, clients: Members) -> dict[int, str]:
-        """Fix the number for the run; say which clients, by node, have another one, and why."""
+    def partition_mismatches(self, clients: Clients) -> dict[int, str]:
+        """Fix the number for the run; return an error message for each node with another number."""
         sharing = _sharing(clients)
         if sharing:
             self._settled = self.number(clients)
@@ -76,8 +78,8 @@ class Partitions:
             if client.num_partitions != self._settled
         }
 
-    def miscounts(self, clients: Members) -> dict[int, str]:
-        """Say which nodes claim another number of examples than their part has."""
+    def example_mismatches(self, clients: Clients) -> dict[int, str]:
+        """Return an error message for each node whose number of examples is not its partition's."""
         sharing, sizes = _sharing(clients), None
         if sharing and self._sizes_of is not None:
             try:
@@ -96,19 +98,25 @@ class Partitions:
             if sizes is not None and client.examples != sizes[client.partition_id]
         }
 
-    def forget_strangers(self, keys: Collection[str]) -> None:
-        """Forget the owners where the keys of as many nodes are all new, as without their keys."""
-        most = 2 * len(keys) >= len(self.owners)
-        if self.owners and most and not set(keys) & set(self.owners.values()):
-            log.warning("no node has its key of before: partitions are bound to the new keys")
+    def forget_replaced_keys(self, keys: Collection[str]) -> None:
+        """Forget the owners if no node has a known key and as many as half of the owners are here.
+
+        This happens if nodes are started again without their keys.
+        """
+        enough = 2 * len(keys) >= len(self.owners)
+        if self.owners and enough and not set(keys) & set(self.owners.values()):
+            log.warning("no node has its earlier key: partitions are bound to the new keys")
             self.owners.clear()
 
     def claim(self, client: RegisteredClient, key: str = "") -> str:
-        """Give a client its part, by the key of its node; say why not, if another node holds it."""
+        """Assign a client its partition; return why not if another node holds it, else "".
+
+        `key` identifies the node's partition when the run is resumed.
+        """
         if key and self.owners.get(client.partition_id, key) != key:
             return (
                 f"partition-id {client.partition_id} belongs to a node with another key since the "
-                "run began; give every SuperNode its own. If that one's key was replaced, remove "
+                "run began; give every SuperNode its own. If that node's key was replaced, remove "
                 f"{client.partition_id} from node-keys.json in the run directory, and resume"
             )
         holder = self._holders.setdefault(client.partition_id, client.node_id)
@@ -118,7 +126,7 @@ class Partitions:
                 "SuperNode its own"
             )
         before = self._partition_of.get(holder, client.partition_id)
-        if before != client.partition_id:  # it moved
+        if before != client.partition_id:  # the node has another partition now
             del self._holders[before]
             self.owners.pop(before, None)
         self._partition_of[holder] = client.partition_id
@@ -126,8 +134,11 @@ class Partitions:
             self.owners[client.partition_id] = key
         return ""
 
-    def check(self, clients: Members, least: int) -> None:
-        """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
+    def check(self, clients: Clients, least: int) -> None:
+        """Raise ValueError if `num-partitions` differs from the resumed run's or is below `least`.
+
+        A round gets at most as many replies as there are partitions.
+        """
         now = self.number(clients)
         if _sharing(clients) and self._before not in (None, now):
             raise ValueError(
@@ -141,27 +152,27 @@ class Partitions:
                 "secure-aggregation=true it is secure-minimum at least)"
             )
 
-    def most_examples(self, clients: Members) -> int:
-        """Return by how many examples one of these is weighted at most, where nobody knows better.
+    def most_examples(self, clients: Clients) -> int:
+        """Return the largest weight, in examples, of a client whose number is not checked.
 
-        That is what the operator says, or ten times the median of all: a node that alone has data
-        of its own is no measure of itself.
+        It is the operator's bound, or ten times the median of all clients. So the only node with
+        data of its own does not set its own bound.
         """
         claimed = [client.examples for client in clients] or [MOST_EXAMPLES]
         return MOST_TIMES * median_low(claimed) if self._most is None else self._most
 
     def examples(self, client: RegisteredClient, most: int) -> int:
-        """Return by how many examples a client is weighted; `most` where they are not known."""
+        """Return a client's weight in examples: its number, at most `most` if it is not checked."""
         return client.examples if client.node_id in self._checked else min(client.examples, most)
 
 
-def _sharing(clients: Members) -> list[RegisteredClient]:
-    """List the clients that share the data."""
+def _sharing(clients: Clients) -> list[RegisteredClient]:
+    """Return the clients that have no data of their own."""
     return [client for client in clients if not client.own_data]
 
 
-def _agreed(clients: Members) -> int:
-    """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
+def _agreed(clients: Clients) -> int:
+    """Return the most frequent number of partitions; on a tie, the nearest to the node count."""
     counts = Counter(client.num_partitions for client in clients)
     nodes = counts.total()
     return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))

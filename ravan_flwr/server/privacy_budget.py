@@ -1,11 +1,11 @@
-"""Keep a private run's account on disk, and ahead of what it accounts for.
+"""Keep a private run's account of its privacy budget on disk, written before each release.
 
-`privacy.json` says what a run has spent. It is written before it is spent: a run that is stopped in
-between has counted what never was, never the other way round. A resumed run continues to count,
-also one that goes back to an earlier round, since what was released stays released.
+`privacy.json` has what a run has spent. A run that is stopped between writing and releasing has
+counted a release that did not happen; the opposite cannot occur. A resumed run continues the
+count. So does a run that goes back to an earlier round, since past releases stay released.
 
-With `privacy=client` what counts are releases, with a sampling rate that is fixed when the run
-begins, by the clients that there are then. The account of `privacy=example` is in
+With `privacy=client` the account counts releases. The sampling rate is fixed when the run begins,
+from the number of clients at that time. The account of `privacy=example` is in
 extras/example_privacy.py.
 """
 
@@ -34,20 +34,20 @@ log = getLogger(__name__)
 NAME = "privacy.json"
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
 LEAST_NORM, MOST_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
-CLOSE = 1e-6  # two accounts of the same releases
+CLOSE = 1e-6  # relative difference of two accounts of the same releases, on different machines
 MOST_RELEASES = KEYS["num-rounds"].high
 
 Records = Sequence[RoundRecord]
 
 
 class PrivacyBudget(ABC):
-    """Say what a run has spent, and whether a further round is within its epsilon.
+    """A run's account: its spent epsilon, and whether a further round is within the limit.
 
-    `before` is what the file said when a run was resumed, and `write` writes it.
+    `before` is the file's content when a run is resumed. `write` writes the file.
     """
 
-    privacy: ClassVar[str]  # the run config's
-    spends: ClassVar[str]  # what does, as an error says
+    privacy: ClassVar[str]  # the value of the key `privacy`
+    spends: ClassVar[str]  # subject and verb of an error about the spent epsilon
 
     def __init__(
         self,
@@ -62,13 +62,14 @@ class PrivacyBudget(ABC):
 
     @abstractmethod
     def _open(self, before: Mapping[str, Any]) -> None:
-        """Take what a file of the account said, which is checked; empty for a new run."""
+        """Take the checked content of the account's file; empty for a new run."""
 
     @classmethod
     def of(cls, config: Config, directory: RunDirectory, start: ResumePoint) -> Self | None:
-        """Open a run's account; None if it has none, ValueError if that of a resumed run is wrong.
+        """Return a run's account; None if the run has none.
 
-        It is compared with all records, those too that the run goes back behind.
+        Raise ValueError if a resumed run's account is wrong. It is compared with all records, also
+        with those of rounds that are discarded when the run goes back.
         """
         if config.privacy != cls.privacy:
             return None
@@ -90,9 +91,9 @@ class PrivacyBudget(ABC):
     def _all_problems(
         cls, before: Mapping[str, Any], records: Records, config: Config
     ) -> Iterator[str]:
-        """List what is wrong with a file: by itself, then where a record contradicts it.
+        """Yield the problems of a file: first its own values, then conflicts with the records.
 
-        What was spent follows from the other values, which settings and records have as well.
+        The spent epsilon follows from the other values, which settings and records have as well.
         """
         yield from positive(before, "noise-multiplier")
         for key, set_ in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
@@ -113,45 +114,45 @@ class PrivacyBudget(ABC):
     @classmethod
     @abstractmethod
     def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-        """List the values that are not as a run writes them, those first that others need."""
+        """Yield the invalid values; first those that later checks use."""
 
     @abstractmethod
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        """Fix the noise of a new run; log what the run will spend."""
+        """Fix a new run's noise multiplier; log what the run will spend."""
 
     @property
     @abstractmethod
     def epsilon(self) -> float:
-        """Return what was spent so far."""
+        """Return the epsilon spent so far."""
 
     @abstractmethod
     def ends_after(self, rounds: int) -> bool:
-        """Tell whether after so many further rounds none is within the limit."""
+        """Return whether no round is within the limit after `rounds` further rounds."""
 
     @property
-    def is_spent(self) -> bool:
-        """Tell whether no further round is within the limit."""
+    def is_exhausted(self) -> bool:
+        """Return whether no further round is within the limit."""
         return self.ends_after(0)
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the round that begins is the last within the limit."""
+        """Return whether the next round is the last within the limit."""
         return self.ends_after(1)
 
     @abstractmethod
-    def why_over(self, number: int) -> str:
-        """Say why a round of that number is not held."""
+    def stop_reason(self, number: int) -> str:
+        """Return why the run stops before a round of that number."""
 
-    def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (one keeps nothing there)
-        """Take what a resumed run had in its checkpoint."""
+    def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (`ExampleBudget` needs none)
+        """Restore values from a resumed run's checkpoint."""
 
     @property
     def memory(self) -> Tensors:
-        """Return what a checkpoint needs of it."""
+        """Return the tensors for a checkpoint."""
         return {}
 
     def as_record(self) -> dict[str, Any]:
-        """Say what was spent, as the records and the summary have it."""
+        """Return what was spent, with the keys of the records and the summary."""
         cohort = self.config.noise_cohort
         return {
             "epsilon": self.epsilon, "delta": self.delta, "noise-multiplier": self.multiplier,
@@ -159,47 +160,47 @@ class PrivacyBudget(ABC):
         }  # fmt: skip
 
     def exceeds(self, epsilon: float) -> bool:
-        """Tell whether that is beyond the limit, if there is one."""
+        """Return whether that epsilon is above the limit; False if there is no limit."""
         return self._limit is not None and epsilon > self._limit
 
     def calibrate(self, rate: float, releases: int) -> None:
-        """Choose the noise, unless it is known: as set, or by epsilon for so many releases."""
+        """Set the noise multiplier if it is 0: from the config, or from epsilon and `releases`."""
         self.multiplier = (
             self.multiplier
             or self.config.noise_multiplier
             or multiplier_for(self._limit or 0.0, rate, self.delta, releases)
         )
 
-    def warn_of_delta(self, number: int, of_whom: str) -> None:
-        """Warn where delta allows what gives one of so many away whole."""
+    def warn_of_delta(self, number: int, subject: str) -> None:
+        """Warn if delta is 1 / `number` or more: one of them may be revealed entirely."""
         if self.delta * number >= 1:
             log.warning(
-                "delta=%g with %s may be given away whole; set it below %.1g",
-                *(self.delta, of_whom, 1 / number),
+                "delta=%g with %s may be revealed entirely; set it below %.1g",
+                *(self.delta, subject, 1 / number),
             )
 
-    def too_expensive(self, takes: float, where: str) -> ValueError:
-        """Make the error of a run in which not one round is within the limit."""
+    def epsilon_too_small(self, takes: float, where: str) -> ValueError:
+        """Return the error of a run in which even one round exceeds epsilon."""
         return ValueError(
             f"epsilon = {self._limit:g}: one round takes {takes:.4g} with noise-multiplier = "
-            f"{self.multiplier:g}, expected room for one {where}; raise the one or the other"
+            f"{self.multiplier:g}, expected room for one {where}; raise epsilon or noise-multiplier"
         )
 
 
 def positive(before: Mapping[str, Any], key: str) -> Iterator[str]:
-    """List the value of that key if it is no finite number above 0."""
+    """Yield a problem if the value of that key is not a finite number above 0."""
     value = before.get(key)
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         yield f"{key} = {value!r}"
 
 
 def agree(value: object, expected: float) -> bool:
-    """Tell whether a number of a file is one that was worked out, on whatever machine."""
+    """Return whether a file's number equals a computed one, up to rounding on other machines."""
     return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=CLOSE)
 
 
 class ClientBudget(PrivacyBudget):
-    """Count releases of `privacy=client`, and keep the clip norm, which may adapt."""
+    """The account of `privacy=client`: count releases, and keep the clip norm, which may adapt."""
 
     privacy, spends = "client", "its releases spend"
 
@@ -227,8 +228,8 @@ class ClientBudget(PrivacyBudget):
         clients = max(registry.partitions, len(registry.clients))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
-        if self.is_spent and not self.releases:
-            raise self.too_expensive(self._epsilon(1), "at least")
+        if self.is_exhausted and not self.releases:
+            raise self.epsilon_too_small(self._epsilon(1), "at least")
         to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
@@ -251,16 +252,16 @@ class ClientBudget(PrivacyBudget):
     def ends_after(self, rounds: int) -> bool:
         return self.exceeds(self._epsilon(self.releases + rounds + 1))
 
-    def why_over(self, number: int) -> str:
+    def stop_reason(self, number: int) -> str:
         return f"epsilon: no room for round {number}; the run ends here"
 
     def noise(self, clients: int) -> Noise:
-        """Say how much noise a round needs that draws from so many clients."""
+        """Return the noise of a round that draws from so many clients."""
         adaptive, cohort = self.config.clip_norm is None, self.config.noise_cohort
         return Noise(self.multiplier, self.rate * clients, adaptive, cohort)
 
     def spend(self) -> None:
-        """Count one release more, on disk when this returns."""
+        """Count one more release; it is on disk when this returns."""
         self.releases += 1
         self._write(self.as_record() | {"releases": self.releases, "sampling-rate": self.rate})
 

@@ -1,9 +1,9 @@
-"""Read replies of unknown origin, and check them before anything of them is used.
+"""Read replies of untrusted nodes, and check every value before it is used.
 
-Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
-no other exception, no more time than in proportion to what was sent, and, whatever the wire, no
-more memory on top of the reply than four times its bytes. A sparse reply is filled up, to as many
-numbers as any upload of its client has.
+For any reply, reading returns valid values or raises a ValueError with the reason, and no other
+exception. Its time is at most proportional to the reply's size. Its memory, with any wire, is at
+most four times the reply's bytes, on top of the reply. A sparse reply is filled up to at most the
+number of values in a dense upload of its client.
 """
 
 import math
@@ -27,7 +27,7 @@ from ravan_flwr.runs.record import Metrics
 from ravan_flwr.server.superlink import UNREADABLE
 from ravan_flwr.tasks.base import Measures
 
-# What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
+# Largest values that a client may report. A larger loss means that training diverged.
 MOST_LOSS = 1e9
 MOST_SECONDS = 1e9
 MOST_STEPS = 1e9
@@ -36,23 +36,23 @@ IN_UNIT_RANGE = ("accuracy", "f1")  # metrics from 0 to 1
 
 @dataclass(frozen=True)
 class Update:
-    """Hold what a client has trained, as its reply says, which was checked."""
+    """The checked content of a client's training reply."""
 
     client: RegisteredClient
-    upload: Tensors  # over the message's own bytes: to be read only
-    loss: float | None  # None: of a private run
-    seconds: float | None  # None: of a run that devices noise
-    anew: bool = False  # the client had no part of the model of its own, and began with a new one
+    upload: Tensors  # views of the message's bytes: read only
+    loss: float | None  # None: in a private run
+    seconds: float | None  # None: in a run in which devices add the noise
+    anew: bool = False  # the client had no personal parameters, and began with new ones
     skipped: int = 0  # steps in which float16 overflowed
     masked: bytes = b""  # in place of an upload
     bytes_up: int = 0
-    staleness: int = 0  # versions that the state has moved since it was sent
-    steps: int = 0  # that its examples and the settings make
+    staleness: int = 0  # versions by which the state has moved since it was sent
+    steps: int = 0  # local steps, from the client's examples and the settings
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Hold the content of a reply to an evaluation."""
+    """The checked content of a reply to an evaluation."""
 
     units: float
     metrics: Metrics  # means over the units
@@ -71,13 +71,12 @@ def read_trained(
     with_loss: bool = True,
     with_seconds: bool = True,
 ) -> Update:
-    """Read a training reply of that round, of a node with the server's bases.
+    """Return the update in a training reply of that round; the node must have the server's bases.
 
-    The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded,
-    and `density` is the part of them that was sent.
-    Where clients have parts of their own (`personal`), a reply says whether it began without one.
-    Clients of a private run report no loss, and where they add the noise no seconds; what is there
-    all the same is not read.
+    The method checks the tensors later. `most` limits the number of values after decoding, and
+    `density` is the fraction of them that was sent. If clients have `personal` parameters, a reply
+    reports whether the client began without them. Clients of a private run report no loss, and no
+    seconds if they add the noise. If a reply has these values all the same, they are not read.
     """
     with as_value_error():
         metrics, content = _opened(reply, round_number)
@@ -92,7 +91,7 @@ def read_trained(
 
 
 def refusal_in(reply: Message, round_number: int) -> str:
-    """Read why a client trains no further, in a reply of that round; "" if it has trained."""
+    """Return why a client refuses to train further; "" if the reply has an update."""
     with as_value_error():
         refused = content_of(reply).config_records.get("refused")
         if refused is None:
@@ -103,7 +102,7 @@ def refusal_in(reply: Message, round_number: int) -> str:
 
 
 def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
-    """Read what a client answers in a phase of a secure round; or whom it does not trust."""
+    """Return the pieces of a reply in a phase of a secure round, or the clients it distrusts."""
     with as_value_error():
         arrays = _opened(reply, round_number)[1].array_records["arrays"]
         return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
@@ -112,9 +111,9 @@ def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Map
 def read_masked(
     reply: Message, client: RegisteredClient, round_number: int, derived: Sequence[float]
 ) -> tuple[bytes, float | None]:
-    """Read a client's masked numbers, and its seconds if it tells them.
+    """Return a client's masked numbers, and its seconds if it reports them.
 
-    Its bases must be the server's.
+    The client must have the server's bases.
     """
     with as_value_error():
         metrics, content = _opened(reply, round_number)
@@ -125,7 +124,7 @@ def read_masked(
 
 
 def read_evaluated(reply: Message, round_number: int, measures: Measures, most: float) -> Evaluated:
-    """Read a reply to an evaluation of that round, of at most so many examples."""
+    """Return the metrics in an evaluation reply of that round, over at most `most` examples."""
     with as_value_error():
         metrics, _ = _opened(reply, round_number)
         number = above_zero(metrics, "num-examples", most)
@@ -140,7 +139,7 @@ def read_evaluated(reply: Message, round_number: int, measures: Measures, most: 
 
 @contextmanager
 def as_value_error() -> Iterator[None]:
-    """Turn any error that a reply causes in the code inside into a ValueError."""
+    """Turn every exception of the code inside into a ValueError."""
     try:
         yield
     except ValueError:
@@ -148,21 +147,21 @@ def as_value_error() -> Iterator[None]:
     except KeyError as error:
         raise ValueError(f"missing {plain(str(error))}") from error
     except Exception as error:
-        what = f"{type(error).__name__}: {plain(str(error))}"
-        raise ValueError(f"its reply cannot be used: {what}") from error
+        cause = f"{type(error).__name__}: {plain(str(error))}"
+        raise ValueError(f"its reply cannot be used: {cause}") from error
 
 
 def most_validation_size(trained: int, fraction: float) -> int:
-    """Return how many examples a client that trains on so many can have in its validation split.
+    """Return the largest size of a validation split for a client with that many training examples.
 
-    Of n examples a split of that fraction has ceil(fraction n), less than fraction n + 1: no claim
-    outweighs the others.
+    A split of n examples has ceil(fraction n) of them, less than fraction n + 1. The limit keeps a
+    false claim from outweighing the other clients.
     """
     return math.ceil((trained * fraction + 1) / (1 - fraction) - 1e-9)
 
 
 def content_of(reply: Message) -> RecordDict:
-    """Return a reply's content; ValueError with the node's reason if it is an error."""
+    """Return a reply's content; raise ValueError with the node's reason if it is an error."""
     if reply.has_error():
         reason = plain((reply.error.reason or "").strip()) or "no reason given"
         if reply.error.code == UNREADABLE:
@@ -172,7 +171,7 @@ def content_of(reply: Message) -> RecordDict:
 
 
 def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
-    """Return a reply's metrics, which are of that round, and its content."""
+    """Return a reply's metrics and content; raise ValueError if it is from another round."""
     content = content_of(reply)
     metrics = content.metric_records["metrics"]
     if metrics.get("round") != round_number:
@@ -182,7 +181,7 @@ def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], Recor
 
 
 def finite(metrics: Mapping[str, Any], key: str) -> float:
-    """Read one number of a reply, which must be finite."""
+    """Return one number of a reply; raise ValueError unless it is finite."""
     if key not in metrics:
         raise ValueError(f"missing {key!r}")
     value = metrics[key]
@@ -192,7 +191,7 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
 
 
 def above_zero(metrics: Mapping[str, Any], key: str, most: float) -> float:
-    """Read one number of a reply, above 0 and at most so large."""
+    """Return one number of a reply; raise ValueError unless it is above 0 and at most `most`."""
     value = finite(metrics, key)
     if not 0 < value <= most:
         raise ValueError(f"{key} is {value:g}, expected above 0 and at most {most:g}")
@@ -200,7 +199,7 @@ def above_zero(metrics: Mapping[str, Any], key: str, most: float) -> float:
 
 
 def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> float:
-    """Read one number of a reply, from `low` to `high`."""
+    """Return one number of a reply; raise ValueError unless it is from `low` to `high`."""
     value = finite(metrics, key)
     if not low <= value <= high:
         raise ValueError(f"{key} is {value:g}, expected from {low:g} to {high:g}")

@@ -1,7 +1,7 @@
-"""Write the messages of a round, send them, and collect the replies to them.
+"""Write the messages of a round, send them, and collect the replies.
 
-A reply is accepted until its round closes. One that comes later is taken in with a following
-round, refused there, and recorded, so that nothing waits for it and nothing is lost about it.
+A reply is accepted until its round closes. A later reply is fetched in a following round, rejected
+and recorded there, so that no round waits for it and the log is complete.
 """
 
 import time
@@ -44,7 +44,7 @@ class MessageBuilder:
             self.keep_fixed(fixed)
 
     def keep_fixed(self, fixed: Tensors) -> None:
-        """Send these to every client once, with the next message that it gets."""
+        """Add these tensors to the next message of every client that lacks them."""
         self.fixed, self._fixed_hash = to_record(fixed), checksum(fixed)
 
     def message(
@@ -55,7 +55,7 @@ class MessageBuilder:
         arrays: ArrayRecord,
         config: Mapping[str, Scalar],
     ) -> Message:
-        """Write a message to one client; add the fixed tensors, unless it has them."""
+        """Return a message to one client; add the fixed tensors unless the client has them."""
         settings = ConfigRecord(
             {**config, "round": number, "budget-fraction": client.budget_fraction}
         )
@@ -69,11 +69,11 @@ class MessageBuilder:
 
 @dataclass(frozen=True)
 class Sent:
-    """Hold what is known of a message whose reply is waited for."""
+    """A message that was sent and has no reply yet."""
 
     client: RegisteredClient
     number: int  # of the round
-    size: int  # bytes
+    size: int  # in bytes
     time: float  # when it was sent
 
 
@@ -87,21 +87,21 @@ class ReplyCollector:
         self._round_log, self._status = round_log, status
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
-        self.answered: Sent  # the message whose reply is taken now
+        self.answered: Sent  # the message whose reply is processed now
         self.deadline = RoundDeadline(0, 0)
 
     def replies(
         self, grid: Grid, messages: list[Message], deadline: Callable[[int], RoundDeadline]
     ) -> Iterator[Message]:
-        """Send the messages, then yield replies as they arrive, until no more are waited for.
+        """Send the messages, then yield replies as they arrive, until the deadline.
 
-        `deadline` makes that of so many messages. A node that is silent until then is asked less
-        often from now on.
+        `deadline` returns the deadline for a number of messages. Nodes that have not replied by
+        then are asked less often from now on.
         """
         self.outstanding = {}
         if not messages:
             return
-        # A calibration is training, too.
+        # A calibration counts as training.
         self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(grid, messages)
         clients = [sent.client for sent in self.outstanding.values()]
@@ -121,9 +121,9 @@ class ReplyCollector:
             elif answered in late:
                 self._refuse_late(reply, late.pop(answered))
             failed = failures_of(grid).count
-        # Where the SuperLink failed after the last reply that came, nobody was silent.
+        # If the SuperLink failed after the last reply, missing replies are not the nodes' fault.
         failure = failures_of(grid).last if failures_of(grid).count > failed else ""
-        # In one process a client runs only if it is asked for its reply: none comes later.
+        # In one process a client runs only when its reply is fetched: there are no late replies.
         self._close(failure, look_for_late=not in_process(grid))
 
     def take(
@@ -132,7 +132,7 @@ class ReplyCollector:
         check: Callable[[Message, RegisteredClient], Checked],
         accumulate: Callable[[Checked], object],
     ) -> None:
-        """Check and accumulate replies one by one; a ValueError of either rejects the reply."""
+        """Check and accumulate replies one by one; reject a reply if either raises ValueError."""
         for message in replies:
             sent = self.answered = self.outstanding.pop(message.metadata.reply_to_message_id)
             client = sent.client
@@ -143,36 +143,36 @@ class ReplyCollector:
                 accumulate(check(message, client))
             except ValueError as error:
                 self.reject(client, error)
-            else:  # its node is there, and has the fixed tensors
+            else:  # the node has the fixed tensors now
                 self.deadline.use()
                 node.answered(self._kind)
                 node.has_fixed = self._message_builder.fixed is not None
 
     def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
-        """Wait for the reply to a message that was sent."""
+        """Add a sent message to the outstanding ones."""
         sent = Sent(client, self._round_log.number, array_bytes(message), now)
         self.outstanding[message.metadata.message_id] = sent
 
     def reject(self, client: RegisteredClient, reason: object) -> None:
-        """Note that a reply is not used, and why."""
+        """Record a rejected reply with its reason."""
         node = self._nodes[client.node_id]
         node.has_fixed = False  # it may have forgotten what it was sent
         node.faults += 1
         self._round_log.reject(client, reason)
 
     def send(self, grid: Grid, messages: list[Message]) -> None:
-        """Push the messages; a client whose message is not taken is rejected."""
+        """Push the messages; reject the clients whose message the SuperLink does not take."""
         pushed = {id(message) for message in push(grid, messages)}
         for message in messages:
             client = self._nodes[message.metadata.dst_node_id].client
-            assert client is not None  # a message is written to clients alone
+            assert client is not None  # messages are written only to clients
             if id(message) in pushed:
                 self.expect(message, client, clock_of(grid).now)
             else:
                 self.reject(client, "the message could not be sent")
 
     def _in_order(self) -> list[str]:
-        """Sort the outstanding messages: nodes that were silent or refused before come last."""
+        """Return the outstanding messages; nodes with missed or rejected replies come last."""
 
         def failures(message_id: str) -> int:
             return self._nodes[self.outstanding[message_id].client.node_id].failures
@@ -180,9 +180,10 @@ class ReplyCollector:
         return sorted(self.outstanding, key=failures)
 
     def _close(self, failure: str, *, look_for_late: bool) -> None:
-        """Stop waiting: the replies that are missing are spare, or their nodes were silent.
+        """Stop waiting, and record each missing reply as unused or as rejected.
 
-        Or the SuperLink failed: then they are rejected, and their nodes are asked as before.
+        Replies are unused if enough others came. If the SuperLink failed, the reply is rejected
+        but the node is asked as often as before. Otherwise the node has missed a reply.
         """
         seconds, number = f"{self.deadline.seconds:.4g}", self._round_log.number
         for message_id, sent in self.outstanding.items():
@@ -205,7 +206,7 @@ class ReplyCollector:
                 self._nodes[client.node_id].expect_late(message_id, client, why)
 
     def _refuse_late(self, reply: Message, node: Node) -> None:
-        """Count a late reply, and reject it unless it was spare."""
+        """Count a late reply's bytes, and reject it unless it is unused."""
         client, why = node.late.pop(reply.metadata.reply_to_message_id)
         self._round_log.count(array_bytes(reply), 0)
         node.heard = time.time()

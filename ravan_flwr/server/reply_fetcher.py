@@ -1,4 +1,4 @@
-"""Push messages and fetch replies one by one, so that no reply keeps the others waiting."""
+"""Push messages and fetch replies one by one, so that no reply delays the others."""
 
 import math
 import threading
@@ -14,17 +14,17 @@ from ravan_flwr.flower_private import TaskType
 from ravan_flwr.server.superlink import failures_of, fetch
 from ravan_flwr.simulated_time.clock import REAL, Clock
 
-STUCK = 2.0  # seconds that others wait for one reply that is being fetched
-LEAST_GRACE = 60.0  # seconds for stragglers, unless the run config sets them
-GRACE = 10.0  # times what the first half of the replies took, likewise
+STUCK = 2.0  # seconds that the other replies wait for a reply that is being fetched
+LEAST_GRACE = 60.0  # seconds: the shortest automatic straggler timeout
+GRACE = 10.0  # times the duration of the first half of the replies: the automatic timeout
 
 
 class RoundDeadline:
-    """Tell when to stop waiting: enough replies came, the grace has passed, or the timeout.
+    """The end of the wait for replies: a timeout, a straggler timeout, or enough replies.
 
-    The grace for stragglers begins with the `least`-th reply that was used. With grace None it
-    begins when half of those that were asked have answered, and is ten times what that took, at
-    least a minute. `enough` replies end the round at once.
+    The straggler timeout (`grace`) begins with the `least`-th reply that was used. If it is None,
+    it begins when at least half of the clients have replied. It is then ten times the time that
+    these took, at least a minute. `enough` replies end the wait at once.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RoundDeadline:
         self.used = 0
 
     def use(self) -> None:
-        """Count one more reply that was used."""
+        """Count a reply that was used."""
         self.used += 1
         if self.used == self._quorum:
             now = self.clock.now
@@ -54,22 +54,22 @@ class RoundDeadline:
 
     @property
     def satisfied(self) -> bool:
-        """Return whether as many replies were used as were wanted."""
+        """Return whether `enough` replies were used."""
         return self.used >= self._enough
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left to wait."""
+        """Return the seconds left until the deadline."""
         return self._until - self.clock.now
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from the start to the end of waiting."""
+        """Return the seconds from the start to the deadline."""
         return self._until - self._began
 
 
 def push(grid: Grid, messages: list[Message]) -> list[Message]:
-    """Push, and return those messages that were taken."""
+    """Push the messages; return those that the SuperLink took."""
     ids = set(grid.push_messages(messages))
     return [message for message in messages if message.metadata.message_id in ids]
 
@@ -77,17 +77,17 @@ def push(grid: Grid, messages: list[Message]) -> list[Message]:
 class ReplyFetcher:
     """Fetch replies in a thread, and start another thread when one reply takes too long.
 
-    To fetch a reply may take minutes: a node may have announced objects that it never uploads.
-    The thread that fetches such a reply stays with it, and a new one fetches the others. In one
-    process clients run when they are asked for their reply, and nothing is fetched.
+    Fetching a reply may take minutes: a node may have announced objects that it never uploads. The
+    thread that fetches such a reply stays with it, and a new thread fetches the others. In one
+    process no thread is needed: fetching a reply runs the client.
     """
 
     def __init__(self) -> None:
         self._fetching: set[str] = set()
         self._came: Queue[tuple[str, Message | BaseException | None]] = Queue(2)
 
-    def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
-        """Yield the replies to these messages that are there now."""
+    def fetch_ready(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
+        """Yield the replies to these messages that have arrived."""
         if in_process(grid):
             ids = grid.expect(list(ids))  # type: ignore[attr-defined]
             yield from filter(None, (fetch(grid, message_id) for message_id in ids))
@@ -100,16 +100,16 @@ class ReplyFetcher:
                 yield from self._fetch(grid, todo)
                 if todo and failures_of(grid).count > failed:
                     return  # the SuperLink fails: more threads would not help
-        finally:  # also when nobody wants more
+        finally:  # also when the caller stops early
             while (message_id := _next(todo)) is not None:
                 self._fetching.discard(message_id)
 
-    def holds(self, message_id: str) -> bool:
+    def is_fetching(self, message_id: str) -> bool:
         """Return whether the reply to this message is being fetched."""
         return message_id in self._fetching
 
     def _fetch(self, grid: Grid, todo: deque[str]) -> Iterator[Message]:
-        """Let a thread fetch them one by one, until it is done or one takes too long."""
+        """Yield replies that a thread fetches, until it is done or a reply takes too long."""
         stop = threading.Event()
         threading.Thread(target=self._walk, args=(grid, todo, stop), daemon=True).start()
         try:
@@ -123,19 +123,19 @@ class ReplyFetcher:
                 if result is not None:
                     yield result
         except Empty:
-            pass  # that thread stays with what it fetches, and the next goes on
+            pass  # this thread stays with its reply; another thread fetches the others
         finally:
             stop.set()
 
     def _walk(self, grid: Grid, todo: deque[str], stop: threading.Event) -> None:
-        """Fetch one after the other, and queue what came; an exception is queued as well."""
+        """Fetch replies one after the other, and queue them; exceptions are queued as well."""
         while not stop.is_set():
             if (message_id := _next(todo)) is None:
                 self._came.put((_DONE, None))
                 return
             try:
                 self._came.put((message_id, fetch(grid, message_id)))
-            except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+            except BaseException as error:  # noqa: BLE001 (`_fetch` raises it)
                 self._came.put((message_id, error))
 
 
@@ -143,7 +143,7 @@ _DONE = ""  # no message has this id
 
 
 def _next(todo: deque[str]) -> str | None:
-    """Take the next id, which no other thread gets; None if there is none."""
+    """Remove and return the next id, atomically; None if there is none."""
     try:
         return todo.popleft()
     except IndexError:
@@ -151,17 +151,17 @@ def _next(todo: deque[str]) -> str | None:
 
 
 def in_process(grid: Grid) -> bool:
-    """Return whether clients run when they are asked for their replies."""
+    """Return whether clients run in this process, when their replies are fetched."""
     return bool(getattr(grid, "in_process", False))
 
 
 def processes_of(grid: Grid) -> int | None:
-    """Count the processes in which clients in process compute; None where they are elsewhere."""
+    """Return the number of processes of an in-process run; None for Flower's runtimes."""
     return int(getattr(grid, "processes", 1)) if in_process(grid) else None
 
 
 def simulating(grid: Grid) -> bool:
-    """Return whether the clients are simulated, here or by Flower: they are as the server is."""
+    """Return whether clients are simulated, in process or by Flower: they have this setup, too."""
     return in_process(grid) or grid.run.primary_task_type == TaskType.SIMULATION
 
 
@@ -172,21 +172,21 @@ def pull_replies(
     deadline: RoundDeadline,
     also: Collection[str] = (),
 ) -> Iterator[Message]:
-    """Yield the replies to these messages as they arrive, until no more are waited for.
+    """Yield the replies to these messages as they arrive, until the deadline.
 
-    Ask often at first, then less, and once more when the time is up: a reply that was there is
-    not lost because another took long to read. Replies to the messages `also` are yielded as
-    well, but not waited for.
+    Poll often at first, then less often, and once more at the deadline: a reply that has arrived is
+    not lost because another one took long to read. Replies to the messages `also` are yielded as
+    well, but the function does not wait for them.
     """
     left, clock = dict.fromkeys(waiting), deadline.clock
-    longest = 0.2 if simulating(grid) else 0.5  # for each reply there is a call of the SuperLink
+    longest = 0.2 if simulating(grid) else 0.5  # each reply costs a call of the SuperLink
     pause, last = 0.005, False
     while left and not last:
         last = deadline.left <= 0
         if last and in_process(grid) and clock is REAL:
             return
         began, came = time.monotonic(), False
-        for reply in inbox.look(grid, [*left, *also]):
+        for reply in inbox.fetch_ready(grid, [*left, *also]):
             came = True
             left.pop(reply.metadata.reply_to_message_id, None)
             yield reply
@@ -195,5 +195,5 @@ def pull_replies(
         took = time.monotonic() - began
         pause = 0.005 if came else min(pause * 1.5, max(longest, took))
         if left and not came and not last:
-            # Simulated time passes by itself to the next reply.
+            # Simulated time jumps to the next reply.
             clock.wait(max(0.0, min(pause if clock is REAL else math.inf, deadline.left)))

@@ -1,4 +1,4 @@
-"""Decide what a run begins with: anew, or going on with an earlier one, whose files are checked."""
+"""Decide what a run begins with: a new state, or a checked checkpoint of an earlier run."""
 
 import dataclasses
 from logging import getLogger
@@ -9,7 +9,7 @@ from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
-from ravan_flwr.runs.directory import RunDirectory, check_writable, named_by
+from ravan_flwr.runs.directory import RunDirectory, check_writable, parse_resume
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -18,7 +18,7 @@ log = getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Hold what a run begins with: a new one, or one that continues after `last_round`."""
+    """What a run begins with; `last_round` is None in a new run."""
 
     state: Tensors
     last_round: int | None = None
@@ -29,31 +29,30 @@ class ResumePoint:
 
     @property
     def trained(self) -> set[int]:
-        """Return the partitions of which a reply was used in an earlier round."""
+        """Return the partitions whose replies were used in earlier rounds."""
         rounds = (record["clients"] for record in self.records if record["round"])
         return {client["partition-id"] for clients in rounds for client in clients}
 
     @property
     def bytes(self) -> int:
-        """Count what was sent in earlier rounds, both ways."""
+        """Return the bytes sent in earlier rounds, both ways."""
         return sum(record["bytes-up"] + record["bytes-down"] for record in self.records)
 
     @property
     def time(self) -> float:
-        """Return the seconds that earlier rounds took, by the clock of the run."""
+        """Return the seconds that earlier rounds took, by the run's clock."""
         return self.records[-1].get("time", 0.0) if self.records else 0.0
 
     @property
     def first(self) -> int:
-        """Number the next round."""
+        """Return the number of the next round."""
         return (self.last_round or 0) + 1
 
 
 def output_folder(config: Config) -> Path:
-    """Find the folder of the run directories, as an absolute path.
+    """Return the folder of the run directories; raise ValueError if its path is relative.
 
-    A SuperLink keeps the working directory of whoever started it first, so a relative path would
-    land anywhere.
+    A relative path would depend on the directory in which the SuperLink was started.
     """
     folder = config.output_dir
     path = Path("~/ravan-flwr/runs" if folder == AUTO else folder).expanduser()
@@ -67,21 +66,21 @@ def output_folder(config: Config) -> Path:
     return path
 
 
-def resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
-    """Open the run directory to go on with, and read the round to go back to if one is named."""
+def open_resumed_run(config: Config) -> tuple[RunDirectory | None, int | None]:
+    """Return the run directory to resume, and the round to go back to; None for what is not set."""
     if not config.resume:
         return None, None
-    path, back_to = named_by(config.resume)
-    return RunDirectory.open(path), back_to
+    path, from_round = parse_resume(config.resume)
+    return RunDirectory.open(path), from_round
 
 
-def go_on(
-    directory: RunDirectory, back_to: int | None, config: Config, loaded: ModelAndData
+def load_resume_point(
+    directory: RunDirectory, from_round: int | None, config: Config, loaded: ModelAndData
 ) -> ResumePoint:
-    """Read what a run directory has to go on from, and check it; nothing is changed yet."""
+    """Read a run directory's checkpoint and records, and check them; change nothing."""
     _check_same_run(directory, config)
     model = loaded.model
-    checkpoint = load_checkpoint(directory.checkpoints, back_to)
+    checkpoint = load_checkpoint(directory.checkpoints, from_round)
     records = directory.rounds_until(checkpoint.round)
     fixed = load_fixed(directory.checkpoints)
     if fixed is None and model.method.calibration is not None:
@@ -92,7 +91,7 @@ def go_on(
     if fixed is not None:
         model.load_fixed(fixed)
     model.check_fingerprint(checkpoint.memory, f"resume = {str(directory.path)!r}")
-    log.info("going on after round %d", checkpoint.round)
+    log.info("resuming after round %d", checkpoint.round)
     personal_states = None
     if model.method.personal is not None:
         personal_states = load_personal_states(directory.checkpoints, checkpoint.round)
@@ -102,9 +101,9 @@ def go_on(
 
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
-    """Refuse to go on with settings that would make it another run."""
+    """Raise ValueError if a setting differs that must stay the same in a resumed run."""
     before, now = directory.read_config(), config.as_dict()
-    # In how many parts the clients share the data is compared when they are here.
+    # The number of partitions is compared later, when clients are connected.
     free = FREE_ON_RESUME | {"num-clients"}
     different = [k for k in now if k not in free and before.get(k) != now[k]]
     if different:
@@ -112,13 +111,13 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
         raise ValueError(
             f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
             "leave out those that you set (`flwr run` needs all settings of the run), give the old "
-            "value of each key that the preset has changed, restore the files of the run if they "
-            "were changed, or start a new run"
+            "value of each key that the preset has changed, restore the run's files if they were "
+            "changed, or start a new run"
         )
 
 
 def report_if_finished(last_round: int, num_rounds: int, run: Path) -> None:
-    """Say so if a run that goes on has no round to hold."""
+    """Log a warning if a resumed run has no further round."""
     if last_round < num_rounds:
         return
     back = f", or go back with resume={run}@{num_rounds}" if last_round > num_rounds else ""
@@ -132,7 +131,7 @@ def report_if_finished(last_round: int, num_rounds: int, run: Path) -> None:
 
 
 def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoint) -> bool:
-    """Tell whether a run has ended, so that there is nothing to do but to deliver its result."""
+    """Return whether a run has ended and only its result must be delivered."""
     over = start.last_round is not None and config.num_rounds <= start.last_round
     if not (config.deliver and over and (directory.path / "summary.json").is_file()):
         return False

@@ -1,13 +1,13 @@
-"""Hold one round: its messages, its log, and what becomes of the replies.
+"""Run one round: write its messages, process the replies, keep its log.
 
-A reply takes four steps, each a function of this name:
+A reply takes four steps, each a function of that name:
 
     fetch        bytes to message (superlink.py)
     check        message to update, or ValueError: it is rejected with that reason (kind.py)
     accumulate   update into sums (kind.py)
     close        sums to the next state (kind.py)
 
-What differs between kinds of rounds is their `Kind`'s.
+Everything that differs between kinds of rounds is in their `Kind`.
 """
 
 import math
@@ -48,21 +48,22 @@ class Round:
         self.number, self.run = number, run
         self.method = run.method.in_round(number)
         self.round_log = RoundLog(number, run.registry.partitions)
-        self.least = run.config.min_replies  # replies that it needs
-        self.recipients: set[int] = set()  # nodes
+        self.least = run.config.min_replies  # valid replies that the round needs
+        self.recipients: set[int] = set()  # ids of the nodes that were asked
         self.collector = ReplyCollector(run.message_builder, self.round_log, run.status)
-        self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
+        # By budget fraction; most methods have one broadcast for all.
+        self._broadcasts: dict[float, ArrayRecord] = {}
         self.kind = kind(self)
 
     def messages(self, grid: Grid) -> list[Message]:
-        """Draw the clients that train, and write them messages."""
+        """Draw the clients that train, and return a message for each."""
         self.grid = grid
         return self.write(self.kind.prepare(self.kind.draw(grid)))
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages and yield the replies; where too few are valid, ask further clients.
+        """Send the messages and yield the replies; ask further clients if too few are valid.
 
-        A node that fails costs its reply, and never the run while others can be asked.
+        A node's failure loses its reply, but not the run while other clients can be asked.
         """
         yield from self.kind.replies(messages)
         while extra := self._more_messages():
@@ -73,27 +74,27 @@ class Round:
         self.collector.take(replies, self.kind.check, self.kind.accumulate)
 
     def close(self) -> None:
-        """Take the next state of the updates. RuntimeError if too few replies are valid.
+        """Compute the next state; raise RuntimeError if too few replies are valid.
 
-        If the state is refused, the one before stays and the log says why.
+        If the new state is refused, the old one stays and the reason is logged.
         """
         if not self.kind.has_enough:
-            raise RuntimeError(self.round_log.why_too_few_came(self.least))
+            raise RuntimeError(self.round_log.too_few_replies_message(self.least))
         try:
             self.kind.close()
         except ValueError as error:
             if not self.number:
-                raise  # without what a calibration makes there is no run
+                raise  # without the calibration's fixed tensors the run cannot start
             self.round_log.refused = str(error)
             log.warning(
-                "round %d has no effect, the state stays as it was: %s; see who took part in it",
+                "round %d has no effect, the state stays as it was: %s; the record lists clients",
                 self.number, error,
             )  # fmt: skip
 
     def _more_messages(self) -> list[Message]:
-        """Choose further clients, where too few of the first have replied; none if all were asked.
+        """Return messages to further clients if too few replied; none if all clients were asked.
 
-        Not in a private round, whose account is of those that were drawn.
+        Return none in a private round: its account counts only the clients that were drawn.
         """
         if self.kind.has_enough or not self.kind.asks_more:
             return []
@@ -101,7 +102,9 @@ class Round:
         clients = self.run.sampler.sample(
             self.grid,
             self.round_log,
-            lambda able: [client for client in able if client.node_id not in self.recipients],
+            lambda eligible: [
+                client for client in eligible if client.node_id not in self.recipients
+            ],
         )
         self.round_log.skipped = skipped
         if clients:
@@ -112,7 +115,7 @@ class Round:
         return self.write(clients)
 
     def write(self, clients: Iterable[RegisteredClient]) -> list[Message]:
-        """Write each of these clients a message with what the method sends it."""
+        """Return a message with the broadcast for each of these clients."""
         broadcasts, messages = self._broadcasts, []
         for client in clients:
             self.recipients.add(client.node_id)
@@ -127,10 +130,10 @@ class Round:
         return messages
 
     def send(self, messages: list[Message], *, training: bool = False) -> Iterator[Message]:
-        """Send the messages and yield the replies; training ends with as many as it waits for."""
+        """Send the messages and yield the replies; stop early in training if enough were used."""
         kind, clock, timeout = self.kind, self.run.clock, self.run.config.round_timeout
         enough = kind.enough if training else math.inf
-        # Clients that share this machine are none slower than the others.
+        # Clients in one process share this machine: none is slower than the others.
         waits = kind.gives_grace and not (in_process(self.grid) and clock is REAL)
         grace = self.run.config.straggler_grace if waits else math.inf
 
@@ -140,7 +143,7 @@ class Round:
         return self.collector.replies(self.grid, messages, deadline)
 
     def evaluation_messages(self, grid: Grid) -> list[Message]:
-        """Write all clients that may be asked a message to evaluate the state."""
+        """Return a message to evaluate the state for each client that is not skipped."""
         run, kind = self.run, MessageType.EVALUATE
         arrays = self._encoded(run.state.tensors)
         clients = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
@@ -149,9 +152,9 @@ class Round:
         ]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
-        """Return the means of what clients measured, weighted by what they are means over.
+        """Return the clients' mean metrics, weighted by their numbers of examples or other units.
 
-        None if no reply is sound.
+        Return None if no reply is valid.
         """
         run, measures = self.run, self.run.loaded.task.measures
         answers: dict[int, Evaluated] = {}
@@ -176,7 +179,7 @@ class Round:
         )
 
     def _encoded(self, tensors: Tensors) -> ArrayRecord:
-        """Encode tensors for the wire."""
+        """Return tensors as the wire carries them: sparse and with fewer bits, as configured."""
         wire = wire_of_round(self.run.config.wire, self.number)
         random = generator(self.run.config.seed, "wire down", self.number)
         density = sparsity_of_round(self.run.config.densities, self.number)[0]

@@ -1,4 +1,4 @@
-"""Note what becomes of every message of a round, and make the round's record of it."""
+"""Log the outcome of every message of a round, and make the round's record."""
 
 import time
 import zlib
@@ -15,24 +15,24 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.record import (
     ClientRecord,
     ClientStatistics,
-    Masked,
+    MaskedRecord,
     Metrics,
+    PrivacyRecord,
     Rejection,
     RoundRecord,
-    Spent,
 )
 from ravan_flwr.server.replies import Update
 
 log = getLogger(__name__)
 
-NAMED = 8  # clients with one reason, in an error
-LISTED = 1000  # clients that are not in a round, at most; the others are counted
-REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
+NAMED = 8  # clients that an error names per reason
+LISTED = 1000  # clients in a record's list of clients that did not train; the others are counted
+REJECTIONS_LOGGED = 20  # per round, with a log line each; the record has all
 
-# By which bytes on a device's link are estimated, both ways: headers and acknowledgements of what
-# travels (`python -m benchmarks.links --measure`); TLS, HTTP and signatures of the calls by which a
-# message and its reply travel; and per second what a SuperNode asks while it waits.
-# `make networks` compares the estimate with what the interfaces counted.
+# Constants of the estimate of bytes on the devices' links, both ways: headers and acknowledgements
+# of what is sent (a factor; `python -m benchmarks.links --measure`); TLS, HTTP and signatures of
+# the calls for one message and its reply; and a waiting SuperNode's calls per second.
+# `make networks` compares the estimate with the counters of the network interfaces.
 FRAMES = 1.05
 MESSAGE_BYTES = 20_000
 IDLE_BYTES = 520
@@ -40,7 +40,7 @@ IDLE_BYTES = 520
 
 @cache
 def bundle_bytes() -> int:
-    """Estimate the bytes of the app bundle as the reverse proxy sends it; 0 outside of one."""
+    """Estimate the app bundle's bytes as the reverse proxy sends it; 0 outside of a bundle."""
     root = Path(__file__).resolve().parents[2]
     if root.parent.name != "apps":  # where Flower unpacks it
         return 0
@@ -50,46 +50,46 @@ def bundle_bytes() -> int:
 
 @dataclass
 class RoundLog:
-    """Keep the notes of one round, from its first message to its record."""
+    """The log of one round, from its first message to its record."""
 
     number: int
-    partitions: int  # in how many the data is shared
+    partitions: int  # number of partitions of the data
     clients: list[ClientRecord] = field(default_factory=list)
     rejected: list[Rejection] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     not_eligible: list[int] = field(default_factory=list)  # partitions that cannot afford to train
-    skipped: list[int] = field(default_factory=list)  # were unresponsive, and were not asked
-    unused: list[int] = field(default_factory=list)  # replies that were not needed
-    began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
-    out_of_budget: list[int] = field(default_factory=list)  # have nothing left of their epsilon
+    skipped: list[int] = field(default_factory=list)  # unresponsive, and not asked
+    unused: list[int] = field(default_factory=list)  # their replies were not needed
+    began_anew: list[int] = field(default_factory=list)  # had lost their personal parameters
+    out_of_budget: list[int] = field(default_factory=list)  # have no privacy budget left
     recounted: list[int] = field(default_factory=list)  # had lost a part of their account
     per_client: dict[str, ClientStatistics] = field(
         default_factory=dict
     )  # of an evaluation, over the clients
-    private: Spent | None = None  # what a private run has spent, this round included
-    secure: Masked | None = None  # how a round went in which uploads were masked
-    refused: str = ""  # why the round has no effect, if it has none
-    bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
+    private: PrivacyRecord | None = None  # what a private run has spent, this round included
+    secure: MaskedRecord | None = None  # the course of a round with masked uploads
+    refused: str = ""  # why the round has no effect; "" if it has one
+    bytes_up: int = 0  # of all replies, also rejected ones, and of evaluations
     bytes_down: int = 0  # of all messages
-    messages: int = 0  # that were sent
-    link_bytes: int | None = None  # an estimate of what was on the devices' links, if they have any
+    messages: int = 0  # sent messages
+    link_bytes: int | None = None  # estimated bytes on the devices' links; None in a simulation
     started: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of what happens inside to that phase."""
+        """Add the duration of the code inside to that phase."""
         began = time.perf_counter()
         yield
         self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
 
     def count(self, bytes_up: int, bytes_down: int) -> None:
-        """Add the bytes that travelled between the server and one client, used or not."""
+        """Add the bytes of one client's message and reply, used or not."""
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
         self.messages += bytes_down > 0
 
     def estimate_link(self, nodes: int, newcomers: int) -> None:
-        """Estimate the bytes on the links of so many devices, of which some fetched the bundle."""
+        """Estimate the bytes on the links of `nodes` devices; `newcomers` fetched the bundle."""
         travels = self.bytes_up + self.bytes_down + newcomers * bundle_bytes()
         calls = MESSAGE_BYTES * (self.messages + newcomers)
         idle = IDLE_BYTES * nodes * (time.perf_counter() - self.started)
@@ -99,9 +99,9 @@ class RoundLog:
         self, update: Update, heads: list[list[int]], bytes_down: int,
         span: tuple[float, float] = (0.0, 0.0), device: str | None = None,
     ) -> None:  # fmt: skip
-        """Note that an update was used, the heads in it, by layer, and what its client was sent.
+        """Log a used update: its heads by layer, the bytes its client was sent, and its time span.
 
-        The client has worked on it during this span of the run's time.
+        `span` has the start and the end of the client's work, in seconds of the run.
         """
         client, mean = update.client, sum(map(len, heads)) / max(1, len(heads))
         record: ClientRecord = {
@@ -114,7 +114,7 @@ class RoundLog:
             "bytes-up": update.bytes_up,
             "bytes-down": bytes_down,
         }
-        if update.seconds is not None or device is not None:  # else how long it took is private
+        if update.seconds is not None or device is not None:  # else durations are private
             record["span"] = list(span)
         optional = {
             "staleness": update.staleness or None,
@@ -126,32 +126,32 @@ class RoundLog:
         values = {key: value for key, value in optional.items() if value is not None}
         self.clients.append(cast(ClientRecord, record | values))
 
-    def lost(self, client: RegisteredClient) -> None:
-        """Note that a client had lost its part of the model, and began with a new one."""
+    def note_lost_parameters(self, client: RegisteredClient) -> None:
+        """Log that a client had lost its personal parameters, and began with new ones."""
         self.began_anew.append(client.partition_id)
         log.warning(
-            "partition %d has lost its personal parameters, as a node does that is started "
-            "again, and began with new ones",
+            "partition %d has lost its personal parameters, as a restarted node does, and began "
+            "with new ones",
             client.partition_id,
         )
 
     def reject(self, client: RegisteredClient, reason: object) -> None:
-        """Note that a reply was not used, or did not come, and why."""
+        """Log a reply that was rejected or is missing, with the reason."""
         text = plain(str(reason))
         self.rejected.append({"client": f"partition {client.partition_id}", "reason": text})
-        if len(self.rejected) <= REJECTIONS_TOLD:
+        if len(self.rejected) <= REJECTIONS_LOGGED:
             log.warning("rejected partition %d: %s", client.partition_id, text)
-        if len(self.rejected) == REJECTIONS_TOLD + 1:
+        if len(self.rejected) == REJECTIONS_LOGGED + 1:
             log.warning("more are rejected: the record of round %d lists them all", self.number)
 
     @property
     def train_loss(self) -> float | None:
-        """Return the clients' mean loss, whatever the order of their replies; None if not told."""
+        """Return the clients' mean loss, independent of the replies' order; None without losses."""
         losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
         return mean_of(losses, [1.0] * len(losses)) if losses else None
 
     def record(self, metrics: Metrics, now: float = 0.0) -> RoundRecord:
-        """Make the round's line of `rounds.jsonl`; it ends at that second of the run."""
+        """Return the round's line of `rounds.jsonl`; `now` is the second of the run."""
         record: dict[str, Any] = {
             "round": self.number,
             "metrics": dict(metrics),
@@ -183,8 +183,8 @@ class RoundLog:
         record |= {key: value for key, value in optional.items() if value is not None}
         return cast(RoundRecord, record)
 
-    def why_too_few_came(self, least: int) -> str:
-        """Explain that fewer replies were used than a round needs."""
+    def too_few_replies_message(self, least: int) -> str:
+        """Return the error message of a round with fewer valid replies than it needs."""
         by_reason: dict[str, list[str]] = {}
         for rejection in self.rejected:
             by_reason.setdefault(rejection["reason"], []).append(rejection["client"])
@@ -207,7 +207,7 @@ class RoundLog:
 
 
 def _named(clients: Sequence[str]) -> str:
-    """Name clients that have a reason in common, the first few of them."""
+    """Return the names of the first clients of a list, for an error message."""
     if len(clients) == 1:
         return clients[0]
     numbers = (client.removeprefix("partition ") for client in clients)
@@ -215,5 +215,5 @@ def _named(clients: Sequence[str]) -> str:
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean of numbers that were checked, so that no sum of them overflows."""
+    """Return the weighted mean of numbers, which were checked so that their sum cannot overflow."""
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)

@@ -1,4 +1,4 @@
-"""Keep what each round made: its record, its checkpoint, its line on the screen; sum a run up."""
+"""Write each round's record, checkpoint and line on the screen; make the run's summary."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_personal_states
-from ravan_flwr.runs.collapse_detection import best_round, collapse, merit
+from ravan_flwr.runs.collapse_detection import best_round, collapse_reason, merit
 from ravan_flwr.runs.console import Progress
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
@@ -29,7 +29,7 @@ log = getLogger(__name__)
 
 
 class RunRecorder(Callback):
-    """Write a finished round to the record, then the checkpoint, then the screen."""
+    """Write a finished round: its record, then its checkpoint, then its line on the screen."""
 
     def __init__(
         self,
@@ -43,35 +43,35 @@ class RunRecorder(Callback):
     ) -> None:
         self.directory, self.loaded, self.metric = directory, loaded, loaded.task.metric
         self.strategy = strategy
-        self.tally: Tally | None = None  # what was predicted in the last evaluation, if known
+        self.tally: Tally | None = None  # of the last evaluation, if the server made it
         self.progress, self.trackers = progress, trackers
         self._earlier = start.records  # of the run that is resumed
         self._personal_states = personal_states  # by client, of a run in process
-        self.after = start.last_round  # later rounds are dropped when the next is done
+        self.after = start.last_round  # later rounds are dropped when the next round is done
 
     def drop_later_rounds(self) -> None:
-        """Drop what lies behind the round that the run went on after, once."""
+        """Drop records and checkpoints after the round that the run was resumed from, once."""
         if self.after is not None:
             drop_after(self.directory.checkpoints, self.after)
             self.directory.write_rounds(self._earlier)
             self.after = None
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
-        """Save a round and its state; warn where evaluations begin to be collapsed."""
+        """Save a round and its state; log a warning if an evaluation is the first collapsed one."""
         self.drop_later_rounds()
-        records = self.strategy.records  # this one is the last
+        records = self.strategy.records  # `record` is the last
         before, reason, number = records[:-1], None, record["round"]
         if number and self.loaded.model.trainable_parameters():
             labels = self.loaded.task.data.labels if self.loaded.task.classifies else ()
             last = number == self.progress.last
-            reason = collapse(before, record, self.metric, labels, self.tally, last=last)
+            reason = collapse_reason(before, record, self.metric, labels, self.tally, last=last)
         if reason:
             record["collapsed"] = reason
         measured = [earlier for earlier in before if earlier["metrics"]]
         begins = reason and not (measured and "collapsed" in measured[-1])
         self.directory.append_round(record)
-        self.directory.note_clients(record["partitions"])
-        self.directory.note_owners(self.strategy.registry.owners)
+        self.directory.write_num_clients(record["partitions"])
+        self.directory.write_node_keys(self.strategy.registry.owners)
         folder, best = self.directory.checkpoints, None
         if number:
             best = best_round(records, self.metric)
@@ -79,7 +79,7 @@ class RunRecorder(Callback):
                 save_personal_states(folder, number, self._personal_states())
             save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
             self.progress.round(record)
-        else:  # what a calibration made
+        else:  # the calibration
             assert self.strategy.message_builder.fixed is not None
             save_fixed(folder, from_record(self.strategy.message_builder.fixed))
             save_checkpoint(folder, 0, dict(state), self.strategy.memory)
@@ -98,7 +98,7 @@ class RunRecorder(Callback):
 def summary_of(
     loaded: ModelAndData, config: Config, records: list[RoundRecord], num_clients: int
 ) -> Summary:
-    """Make what `summary.json` holds, but for the norms of the heads."""
+    """Return the content of `summary.json`, without the norms of the heads."""
     measured = [record["metrics"] for record in records if record["metrics"]]
     metric = loaded.task.metric
     summary: Summary = {
@@ -145,7 +145,7 @@ def summary_of(
 
 
 def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) -> None:
-    """Keep the run's id, and who has the result where no round was added to it."""
+    """Keep the earlier run id, and the delivery records if no round was added since."""
     before: Mapping[str, Any] = {}
     if start.last_round is not None and (directory.path / "summary.json").is_file():
         before = directory.read_summary()

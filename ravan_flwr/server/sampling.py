@@ -1,7 +1,7 @@
 """Choose the clients of a round.
 
-Simulated node ids are random, so nothing may depend on them: a round's clients are a function of
-(seed, round) and the clients, sorted by partition id.
+Simulated node ids are random, so the choice does not depend on them: a round's clients are a
+function of (seed, round) and the clients sorted by partition id.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ log = getLogger(__name__)
 def sample(
     clients: Sequence[RegisteredClient], number: int, seed: int, round_number: int, reserve: int = 0
 ) -> list[RegisteredClient]:
-    """Draw the clients of a round as a function of its number, sorted by partition id.
+    """Return a random cohort as a function of seed and round number, sorted by partition id.
 
-    `reserve` further clients follow, sorted likewise: the cohort is the same with or without them.
+    `reserve` further clients follow, sorted likewise. They do not change the cohort.
     """
     order = torch.randperm(len(clients), generator=generator(seed, "sample", round_number))
     pool = sorted(clients, key=lambda client: client.partition_id)
@@ -40,11 +40,11 @@ def sample(
 
 
 class Sampler:
-    """Choose clients that are connected, can afford the method, and are not skipped."""
+    """Choose clients that are connected, eligible for the method, and not skipped."""
 
     def __init__(self, config: Config, method: Method, registry: ClientRegistry) -> None:
         self.config, self.method, self.registry = config, method, registry
-        self._not_eligible: list[int] = []  # in the round before, to log a change once
+        self._not_eligible: list[int] = []  # of the previous round, to log only changes
 
     def sample(
         self,
@@ -52,34 +52,38 @@ class Sampler:
         round_log: RoundLog,
         among: Callable[[Sequence[RegisteredClient]], list[RegisteredClient]] | None = None,
     ) -> list[RegisteredClient]:
-        """Draw the clients of the log's round, then those in reserve (`over-sample`).
+        """Return the round's cohort, followed by the reserve clients (`over-sample`).
 
-        `among` picks those that may be drawn.
+        `among` selects the clients that may be drawn.
         """
-        config, able = self.config, self.able(grid, round_log)
-        clients = self.available(able if among is None else among(able), round_log, self._least)
+        config, eligible = self.config, self.eligible(grid, round_log)
+        clients = self.available(
+            eligible if among is None else among(eligible), round_log, self._least
+        )
         number = min(config.clients_per_round, len(clients))
-        reserve = config.asked_of(len(clients)) - number
+        reserve = config.num_asked(len(clients)) - number
         return sample(clients, number, config.seed, round_log.number, reserve)
 
-    def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
-        """List the connected clients that can afford to train; the others are left out."""
+    def eligible(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
+        """Return the connected clients whose budget fraction allows to train; log the others."""
         clients = self.registry.present(grid)
-        able = {
+        eligible = {
             fraction
             for fraction in {m.budget_fraction for m in clients}
             if self.method.can_train(fraction)
         }
-        round_log.not_eligible = [m.partition_id for m in clients if m.budget_fraction not in able]
+        round_log.not_eligible = [
+            m.partition_id for m in clients if m.budget_fraction not in eligible
+        ]
         if round_log.not_eligible != self._not_eligible:
             self._not_eligible = round_log.not_eligible
             log.info(
-                "%s left out, which cannot afford the whole of %s: partitions %s",
+                "%s not eligible: the budget does not allow the whole of %s; partitions %s",
                 count(len(round_log.not_eligible), "client"), self.config.method,
                 listed(map(str, round_log.not_eligible), 20, ", ") or "none",
             )  # fmt: skip
-        everybody = () if able else self.registry.clients.values()
-        fractions = sorted({client.budget_fraction for client in everybody})
+        candidates = () if eligible else self.registry.clients.values()
+        fractions = sorted({client.budget_fraction for client in candidates})
         if fractions and not any(
             map(self.method.can_train, fractions)
         ):  # no client, connected or not
@@ -88,24 +92,26 @@ class Sampler:
                 f"can afford it: got budgets of {', '.join(f'{f:g}' for f in fractions)}, "
                 "expected one of 1; use a method that can be trained in part, or budgets=full"
             )
-        return [client for client in clients if client.budget_fraction in able]
+        return [client for client in clients if client.budget_fraction in eligible]
 
     def available(
-        self, able: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
+        self, eligible: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
     ) -> list[RegisteredClient]:
-        """List those of these that do not sit the round out; the log has the others."""
-        available = self.registry.without_skipped(able, MessageType.TRAIN, round_log.number, least)
+        """Return the clients that are not skipped in this round; log the others."""
+        available = self.registry.without_skipped(
+            eligible, MessageType.TRAIN, round_log.number, least
+        )
         ids = {client.node_id for client in available}
-        round_log.skipped = [m.partition_id for m in able if m.node_id not in ids]
+        round_log.skipped = [m.partition_id for m in eligible if m.node_id not in ids]
         return available
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:
-        """Wait until as many clients can train as a round needs, or the time is up."""
+        """Wait until as many clients are eligible as a round needs, or the time is up."""
         clock = clock_of(grid)
         deadline = clock.now + self.config.round_timeout
-        while len(self.able(grid, round_log)) < self._least:
+        while len(self.eligible(grid, round_log)) < self._least:
             clients = len(self.registry.clients)
-            # Nobody comes later who is not away, in one process or where each part has its node.
+            # No new client can connect in one process, or if every partition has its node.
             complete = in_process(grid) or clients >= self.registry.partitions
             all_here = complete and len(self.registry.present(grid)) == clients
             if all_here or clock.now >= deadline:

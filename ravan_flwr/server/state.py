@@ -1,14 +1,14 @@
-"""Keep what the server carries from one round to the next: the model's tensors, and its memory.
+"""The server's state between rounds: the model's tensors, and a memory for resumed runs.
 
-The memory is what a resumed run needs beside the tensors: the optimiser's moments, and by what it
-is seen that the model has the same bases. It is saved with every checkpoint.
+The memory has the optimiser's moments and the fingerprint of the model's bases. It is saved with
+every checkpoint.
 
 The server's optimiser is FedAvgM's (Hsu et al. 2019) or FedAdam's (Reddi et al. 2021). The step
-from the old state to the mean of the replies is taken as a negative gradient, and torch's own SGD
-with momentum, or Adam, takes the step instead:
+from the old state to the mean of the replies is treated as a negative gradient. PyTorch's SGD with
+momentum, or Adam, takes the step instead:
 
     momentum   v <- beta v + (old - mean),    new = old - eta v
-    adam       Adam with beta, 0.99 and epsilon 1e-3, as FedAdam's paper has them
+    adam       Adam with beta, 0.99 and epsilon 1e-3, as in FedAdam's paper
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 import torch
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.wire import check_room
+from ravan_flwr.messages.wire import check_overflow
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.training.adapted_model import FINGERPRINT
 
-MOMENTS = "server-optimizer/"  # what the names of the memory's tensors begin with
+MOMENTS = "server-optimizer/"  # prefix of the moments' names in the memory
 BETA2, EPSILON = 0.99, 1e-3  # of FedAdam
 
 
 class ServerState:
-    """Hold the global state of the model, and take the steps from one round to the next.
+    """Keep the model's global state, and step it from one round to the next.
 
-    `derived` is the fingerprint of the model that clients must have; a calibration changes it.
+    `derived` is the fingerprint of the model that every client must have. A calibration changes it.
     """
 
     def __init__(
@@ -43,40 +43,40 @@ class ServerState:
             for name, tensor in memory.items()
             if name.startswith(MOMENTS)
         }
-        step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
+        step = config.learning_rate * (config.local_steps or 0)  # 0: clients differ in steps
         self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
         self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
 
     @property
     def memory(self) -> Tensors:
-        """Return what a run that goes on needs beside the tensors."""
+        """Return the tensors that a resumed run needs in addition to the state."""
         moments = {MOMENTS + k: tensor for k, tensor in self._moments.items()}
         return moments | {FINGERPRINT: torch.tensor(self.derived, dtype=torch.float64)}
 
     def open_sums(self, method: Method) -> Aggregate:
-        """Open the sums of a round of the method, which start from these tensors."""
+        """Return empty sums of a round of the method that starts from these tensors."""
         return Aggregate(method, self.tensors, self._limit, self._robust)
 
     def take(self, mean: Tensors, frozen: tuple[str, ...] = ()) -> None:
-        """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""
+        """Take the optimiser's step to a mean; raise ValueError if the wire cannot carry it."""
         old, new = ({k: v for k, v in s.items() if k not in frozen} for s in (self.tensors, mean))
         moved, moments = self._optimizer.step(old, new, self._moments)
         state = mean | moved
-        check_room(state, self._wire)  # else it could never be sent
+        check_overflow(state, self._wire)  # a state that overflows could never be sent
         frozen_moments = {k: v for k, v in self._moments.items() if k.split("/")[0] in frozen}
         self.tensors, self._moments = state, frozen_moments | moments
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """Take the server's step; with `kind` "none" the mean becomes the next state."""
+    """The server's optimiser; with `kind` "none" the mean becomes the next state."""
 
     kind: str
     learning_rate: float = 1.0
     momentum: float = 0.9
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the next state and moments; `moments` are those of the step before, first none."""
+        """Return the next state and moments; `moments` are the previous step's, or empty."""
         if self.kind == "none" or not old:  # a round in which the state is frozen
             return mean, {}
         values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}

@@ -1,4 +1,4 @@
-"""Report what the run does now, and who takes part, whenever that changes: `status.json`."""
+"""Report the run's current step and its clients whenever they change: `status.json`."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -7,30 +7,32 @@ from pathlib import Path
 
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.callback import Callback
-from ravan_flwr.runs.directory import check_there
+from ravan_flwr.runs.directory import check_run_exists
 from ravan_flwr.runs.status import RunStatus, write_status
 from ravan_flwr.server.client_registry import ClientRegistry, Node
 
-SHARE = 0.05  # of the time, at most, for telling of single replies
-DESCRIBED = 1000  # clients, at most: a page lists fewer
+MOST_TIME_FRACTION = 0.05  # of the run's time, for reports of single replies
+DESCRIBED = 1000  # the most clients in a report; the dashboard lists fewer
 
 
 class StatusFile(Callback):
-    """Write what a run does to its directory, for the dashboard."""
+    """Write the run's status to its directory, for the dashboard."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_status(self, status: RunStatus) -> None:
-        check_there(self.folder)
+        check_run_exists(self.folder)
         write_status(self.folder, status)
 
 
 class Status:
-    """Report what the run does; `tell` None reports nothing."""
+    """Report the run's current step to `report`; None disables reports."""
 
-    def __init__(self, registry: ClientRegistry, tell: Callable[[RunStatus], None] | None) -> None:
-        self._registry, self._tell = registry, tell
+    def __init__(
+        self, registry: ClientRegistry, report: Callable[[RunStatus], None] | None
+    ) -> None:
+        self._registry, self._report = registry, report
         self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
         self._asked: Sequence[RegisteredClient] = ()
         self._answered: list[int] = []
@@ -44,7 +46,7 @@ class Status:
         rounds: int | None = None,
         clients: Collection[RegisteredClient] = (),
     ) -> None:
-        """Note that a step of a round begins, and which clients were sent a message in it."""
+        """Report that a step of a round begins, and the clients that were sent a message in it."""
         self._doing, self._since, self._round = doing, time.time(), number
         self._rounds = self._rounds if rounds is None else rounds
         self._asked = sorted(clients, key=lambda client: client.partition_id)
@@ -52,26 +54,26 @@ class Status:
         self._write()
 
     def answered(self, node: Node, client: RegisteredClient) -> None:
-        """Note that a node replied to what it was sent."""
+        """Note that a client has replied."""
         node.heard = time.time()
         self._answered.append(client.partition_id)
         self._write_if_quick()
 
     def _write_if_quick(self) -> None:
-        """Tell it, unless that would take too much of the time: a large roster, many replies."""
+        """Report the status, unless reports take too much time (many clients, many replies)."""
         if time.perf_counter() >= self._not_before:
             self._write()
 
     def _write(self) -> None:
-        if self._tell is None:
+        if self._report is None:
             return
         began = time.perf_counter()
-        self._tell(self._now())
+        self._report(self._now())
         ended = time.perf_counter()
-        self._not_before = ended + (ended - began) / SHARE
+        self._not_before = ended + (ended - began) / MOST_TIME_FRACTION
 
     def _described(self, clients: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
-        """Choose whom to describe: of too many those of this step, then who was heard of last."""
+        """Return at most `DESCRIBED` clients: those of this step, then the last that replied."""
         if len(clients) <= DESCRIBED:
             return clients
         chosen = {client.node_id: client for client in self._asked[:DESCRIBED]}

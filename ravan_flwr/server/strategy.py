@@ -1,8 +1,8 @@
-"""Run rounds of federated tuning: sample clients, send messages, sum up updates, evaluate, record.
+"""Run rounds of federated tuning: sample clients, send messages, sum updates, evaluate, record.
 
-Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so `start`
-is overridden. Replies are taken as they arrive (round.py); what differs by method is the method's.
-A round with fewer valid replies than `min-replies` stops the run.
+Flower's `Strategy.start` has a fixed loop, buffers all replies and has no checkpoints, so `start`
+is overridden. Replies are processed as they arrive (round.py). The method defines what differs
+between methods. A round with fewer valid replies than `min-replies` stops the run.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,8 +31,8 @@ from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
-from ravan_flwr.server.stop_conditions import no_room, reached, why_over
-from ravan_flwr.server.superlink import ask_again, guard
+from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.simulated_time.clock import REAL, Clock, SimulatedClock, clock_of
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -42,9 +42,13 @@ log = getLogger(__name__)
 class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
-    `loaded` is the server's model and data, whose fingerprints every node must share, and `start`
-    what the run begins with. `callbacks` see what the run does, and each round before the next one
-    begins. `privacy` is what a private run may spend.
+    Args:
+        config: The run's configuration.
+        loaded: The server's model and data. Every node must have the same fingerprints.
+        start: The state, records and memory that the run begins with.
+        callbacks: Objects with hooks of `Callback`, called with the run's status and after each
+            round.
+        privacy: The privacy budget of a private run.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class FederatedTuning(Strategy):
         self._fetched: set[int] = set()  # nodes that have the app bundle
         self.clock: Clock = REAL
         self._began = 0.0
-        self.trained = start.trained  # they have what stays with a client
+        self.trained = start.trained  # partitions that hold personal parameters, if there are some
         self.records = list(start.records)
         if privacy is not None:
             privacy.restore(start.memory)
@@ -75,7 +79,7 @@ class FederatedTuning(Strategy):
         self.sampler = Sampler(config, self.method, self.registry)
 
     def steps(self, client: RegisteredClient) -> int:
-        """Count the steps of a client with as many examples: none where nothing is trained."""
+        """Return a client's local steps in a round; 0 if there are no trainable parameters."""
         if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
             return 0
         return self.config.local_steps or self.config.steps_of(self.registry.examples(client))
@@ -90,14 +94,14 @@ class FederatedTuning(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds; the arrays of the last are the result's.
+        """Run the rounds; the result has the arrays of the last one.
 
-        `num_rounds` and `timeout` are the configuration's. `evaluate_fn` measures a state on the
-        server; without it clients do.
+        `num_rounds` and `timeout` come from the configuration. `evaluate_fn` evaluates a state on
+        the server. Without it clients evaluate.
         """
         if not in_process(grid):
-            guard()
-            ask_again(grid, timeout)
+            install_object_check()
+            retry_failed_calls(grid, timeout)
         self.clock = clock_of(grid)
         self._began = self.clock.now - self._resume_point.time
         result, arrays = Result(), initial_arrays
@@ -109,21 +113,21 @@ class FederatedTuning(Strategy):
         self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
-        # 2. Calibrate, if the method does so and the run is new. This is round 0.
+        # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if self.method.calibration is not None and self.message_builder.fixed is None:
             arrays, _ = self._train(0, arrays, grid)
-            assert self.message_builder.fixed is not None  # the round has made them
+            assert self.message_builder.fixed is not None  # set by the round
             self.state.derived = self.loaded.model.load_fixed(
                 from_record(self.message_builder.fixed)
             )
             self._record()
         for number in range(self._resume_point.first, num_rounds + 1):
-            if why := self._why_over(number):
-                log.info(why)
+            if reason := self._stop_reason(number):
+                log.info(reason)
                 break
-            last = number == num_rounds or no_room(self.config, self.records, 2)
+            last = number == num_rounds or exceeds_max_bytes(self.config, self.records, 2)
             last = last or (self.privacy is not None and self.privacy.is_last)
-            # 3. Choose clients, send messages, take the replies, close: this is the next state.
+            # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)
             result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
             last = last or 0 < self.config.until_time <= self.time
@@ -140,37 +144,39 @@ class FederatedTuning(Strategy):
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
             self._record(metrics)
-            # 6. Recruit nodes that have come meanwhile, for the next round.
+            # 6. Recruit nodes that have connected meanwhile, for the next round.
             if number < num_rounds:
                 self.registry.gather(grid)
         return result
 
     def summary(self) -> None:
-        """Log what is about to run."""
+        """Log the method, its number of trained parameters, and the clients of a round."""
         steps = sorted(map(self.steps, self.registry.clients.values())) or [0]
         low, high = steps[0], steps[-1]
-        able = sum(self.method.can_train(m.budget_fraction) for m in self.registry.clients.values())
+        eligible = sum(
+            self.method.can_train(m.budget_fraction) for m in self.registry.clients.values()
+        )
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             " beside the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(min(self.config.clients_per_round, able), "client"),
+            count(min(self.config.clients_per_round, eligible), "client"),
             (f"{low} to " if low < high else "") + count(high, "local step"),
             self.config.batch_size,
         )  # fmt: skip
         if self.config.secure_aggregation:
             log.info(
                 "secure-aggregation: the server sees sums over at least %d clients, head by head; "
-                "what fewer train stays as it is",
+                "heads that fewer clients train stay unchanged",
                 self.config.secure_minimum,
             )
 
     def _train(
         self, number: int, arrays: ArrayRecord, grid: Grid
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """Hold a round, as soon as enough clients are there."""
+        """Run a round as soon as enough clients are connected."""
         self.round = self.open_round(number)
         self.sampler.wait(grid, self.round.round_log)
         with self.round.round_log.timed("train"):
@@ -180,15 +186,15 @@ class FederatedTuning(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Choose the clients that train, and write each a message with what the method sends it."""
+        """Choose the clients that train; return a message with the broadcast for each."""
         return self.round.messages(grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """Average the updates, head by head where the method has heads: this is the next state.
+        """Accumulate the updates, head by head if there are heads; return state and mean loss.
 
-        RuntimeError if too few replies are valid.
+        Raise RuntimeError if too few replies are valid.
         """
         self.round.take(replies)
         self.round.close()
@@ -199,7 +205,7 @@ class FederatedTuning(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Write a message to all clients, to evaluate the state."""
+        """Return a message for each client that asks it to evaluate the state."""
         return self.round.evaluation_messages(grid)
 
     def aggregate_evaluate(
@@ -210,7 +216,7 @@ class FederatedTuning(Strategy):
         return None if means is None else MetricRecord(dict(means))
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
-        """Make the round's record, and show it to callbacks."""
+        """Append the round's record, and call the callbacks with it."""
         if not simulating(self.round.grid):
             nodes = self.registry.clients.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
@@ -221,19 +227,19 @@ class FederatedTuning(Strategy):
         self.records.append(record)
         self.callbacks.on_round_end(record, self.state.tensors)
 
-    def _why_over(self, number: int) -> str:
-        """Say why a round of that number is not held; "" if it is."""
-        why = why_over(self.config, self.loaded.task.metric, self.records, number)
-        if not why and self.privacy is not None and self.privacy.is_spent:
-            why = self.privacy.why_over(number)
-        return why
+    def _stop_reason(self, number: int) -> str:
+        """Return why the run stops before a round of that number; "" if it continues."""
+        reason = stop_reason(self.config, self.loaded.task.metric, self.records, number)
+        if not reason and self.privacy is not None and self.privacy.is_exhausted:
+            reason = self.privacy.stop_reason(number)
+        return reason
 
     def open_round(self, number: int) -> Round:
         """Open a round; round 0 is the calibration."""
         return Round(number, self, kind_of(self.config) if number else Calibrated)
 
     def since(self, time: float) -> float:
-        """Return the seconds from the run's beginning to that time of the clock."""
+        """Return the seconds from the run's start to that time of the clock."""
         return time - self._began
 
     @property
@@ -243,7 +249,7 @@ class FederatedTuning(Strategy):
 
     @property
     def memory(self) -> Tensors:
-        """Collect what a run that goes on needs beside the tensors."""
+        """Return what a resumed run needs in addition to the state."""
         return (
             self.state.memory
             | self.clock.memory

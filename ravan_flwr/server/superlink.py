@@ -1,14 +1,14 @@
-"""Fetch replies from a SuperLink, whatever nodes uploaded, and ask it again where it fails.
+"""Fetch replies from a SuperLink, also malformed ones, and repeat calls when it fails.
 
-A SuperLink keeps a reply as objects that the node made, and Flower's `HttpGrid.pull_messages` puts
-them together and trusts them: one that cannot be put together raises, and the replies that were
-fetched in the same call are lost. So replies are fetched one by one, under the id of the message
-that they answer, and a reply that is none becomes an error of its node.
+A SuperLink keeps a reply as objects made by the node. Flower's `HttpGrid.pull_messages` assembles
+them and trusts them: a malformed reply raises an error, and the other replies of the same call are
+lost. So replies are fetched one by one, by the id of the message that they answer. A malformed
+reply becomes an error message of its node.
 
-No node is to blame where the SuperLink answers HTTP 5xx, or the connection breaks. Its database is
-locked while a large message is stored, for example. Until then it answers calls with 500, and
-push-object with "not stored". Flower's grid repeats a call after some of these failures, for ever,
-and raises the others.
+If the SuperLink answers HTTP 5xx, or the connection breaks, the node is not at fault. For example,
+the database is locked while a large message is stored. Meanwhile the SuperLink answers calls with
+500, and push-object with "not stored". Flower's grid repeats a call without end after some of these
+failures, and raises the others.
 """
 
 import json
@@ -33,11 +33,11 @@ from ravan_flwr.messages.plain_text import plain
 log = getLogger(__name__)
 
 PAUSE, LONGEST_PAUSE = 0.5, 20.0  # seconds before a call is repeated
-UNREADABLE = 1000  # the code of an error that is made here
-MOST_BESIDE = 1 << 20  # bytes of a reply beside the bytes of its tensors: names, metrics, reasons
-MOST_TIMES = 4  # how much larger a reply may be than what was sent for it ...
-ALWAYS_ROOM = 64 << 20  # ... unless it is smaller than this many bytes
-QUIET = 60.0  # seconds in which further failures are not logged
+UNREADABLE = 1000  # the code of the error messages made here
+MOST_METADATA = 1 << 20  # bytes of a reply without its tensors: names, metrics, reasons
+MOST_TIMES = 4  # how many times larger than its uploaded objects an assembled reply may be ...
+ALWAYS_ROOM = 64 << 20  # ... if it has more than this many bytes
+QUIET = 60.0  # seconds after a logged failure in which no further failure is logged
 
 
 class Failures:
@@ -48,7 +48,7 @@ class Failures:
         self._quiet_until = -1.0
 
     def note(self, error: Exception) -> None:
-        """Count one failure."""
+        """Count a failure; log it if none was logged in the last minute."""
         self.count, self.last = self.count + 1, _shown(error)
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + QUIET
@@ -56,23 +56,23 @@ class Failures:
 
 
 def failures_of(grid: Grid) -> Failures:
-    """Return the failures of a grid's SuperLink so far."""
+    """Return the count of failures of a grid's SuperLink."""
     failures: Failures = vars(grid).setdefault("failures", Failures())
     return failures
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether the SuperLink is to blame: it answered 5xx or not at all, or did not store."""
+    """Return whether an error is the SuperLink's: HTTP 5xx, no answer, or an object not stored."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
     return isinstance(error, httpx.TransportError | ObjectPushError)
 
 
-def ask_again(grid: Grid, timeout: float) -> None:
-    """Repeat the grid's calls while the SuperLink fails, for `timeout` seconds at most.
+def retry_failed_calls(grid: Grid, timeout: float) -> None:
+    """Make the grid repeat its calls while the SuperLink fails, for `timeout` seconds at most.
 
-    Pulls are not repeated as a whole, since the inbox asks again. The calls over HTTP are, of
-    which a pull consists: the SuperLink hands a reply over once, and its objects after that.
+    A pull is not repeated as a whole, since `ReplyFetcher` pulls again. But its single HTTP calls
+    are: the SuperLink returns a reply only once, and its objects after that.
     """
     failures = failures_of(grid)
     for name in ("push_messages", "get_nodes", "get_node_ids"):
@@ -96,7 +96,7 @@ def ask_again(grid: Grid, timeout: float) -> None:
 def _answer(
     call: Callable[..., Any], failures: Failures, timeout: float, *arguments: Any
 ) -> list[Any]:
-    """Return what a call returns; RuntimeError if the SuperLink fails until the time is up."""
+    """Return the call's result; raise RuntimeError if the SuperLink fails until the timeout."""
     until, pause = time.monotonic() + timeout, PAUSE
     while True:
         try:
@@ -112,7 +112,7 @@ def _answer(
             if left <= 0:
                 raise RuntimeError(
                     f"the SuperLink fails ({_shown(error)}) for round-timeout = {timeout:g} s, "
-                    "expected an answer; its log has the reason. A clock that jumped can be one; "
+                    "expected an answer; its log has the reason, for example a clock that jumped; "
                     "start the SuperLink again, then continue with resume=RUN"
                 ) from error
             time.sleep(min(pause, left))
@@ -128,15 +128,14 @@ def _shown(error: Exception) -> str:
 
 
 def fetch(grid: Grid, message_id: str) -> Message | None:
-    """Return the reply to this message, if it is there; an error message if it is no reply.
+    """Return the reply to a message; None before it arrives, an error message if it is malformed.
 
-    An exception is the reply's fault, unless the SuperLink failed: then it is as if the reply
-    were not there.
+    An exception makes an error message. If the SuperLink failed, the function returns None.
     """
     try:
         replies = list(grid.pull_messages([message_id]))
         return _checked(replies, message_id) if replies else None
-    except Exception as error:  # noqa: BLE001 (whatever a node's objects make of Flower's code)
+    except Exception as error:  # noqa: BLE001 (a node's objects can cause any exception)
         if is_failure(error):
             failures_of(grid).note(error)
             return None
@@ -144,14 +143,14 @@ def fetch(grid: Grid, message_id: str) -> Message | None:
 
 
 def unreadable(message_id: str, why: str) -> Message:
-    """Make the error message that replaces a reply that cannot be read."""
+    """Return the error message that replaces an unreadable reply."""
     question = Message(RecordDict(), 0, "query")
     set_message_id(question, message_id)
     return Message(Error(UNREADABLE, f"its reply cannot be read: {why}"), reply_to=question)
 
 
 def _checked(replies: list[Message], message_id: str) -> Message:
-    """Return the reply that answers the message; TypeError or ValueError if none does."""
+    """Return the reply to the message; raise TypeError or ValueError if there is no valid one."""
     for reply in replies:
         if not isinstance(reply, Message):
             raise TypeError(f"it is a {type(reply).__name__}, expected a Message")
@@ -159,7 +158,7 @@ def _checked(replies: list[Message], message_id: str) -> Message:
             continue
         records = reply.content.array_records.values() if reply.has_content() else ()
         for array in (array for record in records for array in record.values()):
-            # Flower checks some of these types, depending on the way a reply took.
+            # Flower checks only some of these types, depending on the transport.
             kinds = (array.dtype, str), (array.shape, tuple), (array.stype, str)
             if not all(isinstance(value, kind) for value, kind in (*kinds, (array.data, bytes))):
                 raise TypeError("it has an array whose dtype, shape, stype or data is of no use")
@@ -168,25 +167,25 @@ def _checked(replies: list[Message], message_id: str) -> Message:
     raise ValueError(f"it answers message {named!r}, expected {message_id!r}")
 
 
-# What Flower makes of small objects may be much larger: a tensor is a list of chunks, and one chunk
-# may be listed a thousand times; a list in JSON takes twenty times its bytes. So objects are
-# checked before they are put together. Flower has no place for that, so that its function is
-# replaced where `HttpGrid` calls it.
+# Small objects can become a much larger reply: a tensor is a list of chunks, and one chunk may be
+# listed a thousand times; a parsed JSON list takes twenty times its bytes. So objects are checked
+# before Flower assembles them. Flower has no hook for that, so its function is replaced where
+# `HttpGrid` calls it.
 
 
-def guard() -> None:
-    """Check every reply's objects before Flower puts them together, in this process."""
+def install_object_check() -> None:
+    """Make Flower check every reply's objects before it assembles them, in this process."""
     check_before_inflating(check_objects)
 
 
 def check_objects(contents: Mapping[str, bytes]) -> None:
-    """Raise ValueError where a reply would be much larger than its objects."""
+    """Raise ValueError if an assembled reply would be much larger than its objects."""
     chunk = b"ArrayChunk "
     non_chunks = {key: data for key, data in contents.items() if not data.startswith(chunk)}
     weight = sum(map(len, non_chunks.values()))
-    if weight > MOST_BESIDE:
+    if weight > MOST_METADATA:
         raise ValueError(
-            f"it has {weight} bytes beside its tensors, expected {MOST_BESIDE} at most"
+            f"it has {weight} bytes beside its tensors, expected {MOST_METADATA} at most"
         )
     sizes = {key: len(data) for key, data in contents.items() if key not in non_chunks}
     most = max(MOST_TIMES * (weight + sum(sizes.values())), ALWAYS_ROOM)
@@ -196,7 +195,7 @@ def check_objects(contents: Mapping[str, bytes]) -> None:
 
 
 def _weight_of_array(content: bytes, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of an Array's chunks, each as often as it is listed."""
+    """Return the bytes of an Array's chunks, each counted as often as it is listed."""
     head, _, body = content.partition(b"\0")
     kind, children, _ = head.decode().split(" ")
     if kind != Array.__qualname__:

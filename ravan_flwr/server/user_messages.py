@@ -1,4 +1,4 @@
-"""Tell a person at the start what will not work or has no effect, and at the end what came out."""
+"""Messages for the user: settings that fail or have no effect, and the result of a run."""
 
 from collections.abc import Mapping
 from logging import getLogger
@@ -22,7 +22,7 @@ log = getLogger(__name__)
 
 
 def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
-    """Say in a line that nobody has chosen the learning rate."""
+    """Log that the learning rate is the method's default, if it is."""
     if has_default_rate(run_config):
         preset = run_config.get("preset", config.preset)
         log.info(
@@ -35,7 +35,7 @@ def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Confi
 def report_settings_without_effect(
     run_config: Mapping[str, Scalar], config: Config, grid: Grid
 ) -> None:
-    """Say which of the settings change nothing."""
+    """Log the settings that have no effect."""
     for message in without_effect(run_config):
         log.warning("%s", message)
     if config.processes is not None and not in_process(grid):
@@ -45,7 +45,7 @@ def report_settings_without_effect(
             config.processes,
         )
     is_set = run_config.get("clients-per-round", AUTO) != AUTO
-    is_set = is_set and not METHODS[config.method].everyone
+    is_set = is_set and not METHODS[config.method].all_clients
     number = len(list(grid.get_nodes())) if simulating(grid) else 0
     if is_set and 0 < number < config.clients_per_round:
         log.warning(
@@ -56,7 +56,7 @@ def report_settings_without_effect(
 
 
 def check_devices(grid: Grid, config: Config) -> None:
-    """Refuse to simulate the time of clients that take real time."""
+    """Raise ValueError if `devices` is set and the run is not in process."""
     if config.devices is not None and not in_process(grid):
         where = "Flower's simulation" if simulating(grid) else "SuperNodes of a deployment"
         raise ValueError(
@@ -66,7 +66,7 @@ def check_devices(grid: Grid, config: Config) -> None:
 
 
 def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
-    """Refuse at once, and once, what every simulated client would refuse by itself."""
+    """Raise ValueError at the start for settings that every simulated client would refuse."""
     check_precision(config.precision, loaded.model.device)
     if config.secure_aggregation and not in_process(grid):
         raise ValueError(
@@ -82,11 +82,13 @@ def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
             "have no example left to train on, since each needs one for validation at least"
         )
-        more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
+        more_even = (
+            "" if config.partition_scheme == "iid" else ", or a partition that is more even, as iid"
+        )
         if without == number or METHODS[config.method].pools:
             raise ValueError(f"{message}; use fewer clients{more_even}")
         log.warning("%s; they take no part; use fewer clients%s", message, more_even)
-    if in_process(grid):  # whose examples these are as well
+    if in_process(grid):  # the clients use the server's copy of the examples
         _ = loaded.partition(next(n for n, count in enumerate(sizes) if count), number)
 
 
@@ -105,22 +107,22 @@ def report_result(
     log.info("done: %s after %s; %s", score, took, sent)
     if "until-metric" in summary and "reached" not in summary:
         log.warning("until-metric = %g was not reached", summary["until-metric"])
-    for what, numbers in (
+    for problem, numbers in (
         ("its evaluation collapsed", summary["collapsed"]),
         ("no effect", summary["without-effect"]),
     ):
         if numbers:
-            log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
+            log.warning("%s in rounds %s", problem, ", ".join(map(str, numbers)))
     if METHODS[summary["method"]].mixes:
         log.info(
-            "each client has a model of its own: of a run in one process, ravan-flwr evaluate RUN "
-            "--client N measures one"
+            "each client has a personal model: after a run in one process, ravan-flwr evaluate RUN "
+            "--client N measures it"
         )
     elif METHODS[summary["method"]].personalised:
         log.info(
-            "each client has a model of its own, and no folder here holds them: deliver=true "
-            "gives devices theirs; of a run in one process: ravan-flwr export RUN FOLDER --as "
-            "merged --client N"
+            "each client has a personal model, and no folder here holds them: deliver=true gives "
+            "devices theirs; after a run in one process: ravan-flwr export RUN FOLDER --as merged "
+            "--client N"
         )
     if page is not None:
         log.info("report: %s", page)

@@ -1,7 +1,7 @@
-"""Measure time: real seconds, or simulated ones, which pass from one event to the next.
+"""Provide the time of a run: real seconds, or simulated ones that advance from event to event.
 
-A client's reply arrives after bytes down / downlink + operations / speed + bytes up / uplink, of
-time in which its device is online. A device answers one message after the other.
+A client's reply arrives after bytes down / downlink + operations / speed + bytes up / uplink. Only
+the time in which its device is online counts. A device answers messages one by one.
 """
 
 import heapq
@@ -14,11 +14,11 @@ import torch
 from ravan_flwr.simulated_time.devices import DAY, Device
 
 HOUR = 3600.0
-FREE = "clock/free"  # in a checkpoint: when each device has done what it was sent
+BUSY_UNTIL = "clock/free"  # in a checkpoint: when each device has finished its work
 
 
 class Clock:
-    """Tell real time, and wait."""
+    """Real time."""
 
     @property
     def now(self) -> float:
@@ -26,20 +26,20 @@ class Clock:
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or less."""
+        """Wait for at most that many seconds."""
         time.sleep(seconds)
 
     def wait_for_node(self) -> None:
-        """Wait until another node may have come."""
+        """Wait until another node may have connected."""
         time.sleep(0.2)
 
     def device_of(self, client: int) -> str | None:  # noqa: ARG002
-        """Name the kind of a client's device; None if it is not simulated."""
+        """Return the kind of a client's device; None if it is not simulated."""
         return None
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
-        """Return what a run that is resumed needs, beside the time."""
+        """Return the clock's tensors for a checkpoint, without the time."""
         return {}
 
 
@@ -47,17 +47,17 @@ REAL = Clock()
 
 
 class SimulatedClock(Clock):
-    """Order the replies of simulated clients by the second in which they arrive.
+    """Simulated time, which orders the replies of clients by their arrival.
 
-    Time passes where somebody waits, which ends with the next arrival.
+    Time advances in `wait` only, at most to the next arrival, and in `wait_for_node`.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices, self._now = devices, 0.0
-        self.free = [0.0] * len(devices)  # when each has done all that it was sent
+        self.busy_until = [0.0] * len(devices)  # when each finishes its work
         self._arrivals: list[tuple[float, int, str]] = []  # a heap; ties in the order of sending
         self._sent = 0
-        self._replies: dict[str, None] = {}  # messages that are answered, in order
+        self._replies: dict[str, None] = {}  # answered messages, in order
         self.times: dict[str, float] = {}  # by message: when the reply arrives
 
     @property
@@ -67,41 +67,43 @@ class SimulatedClock(Clock):
     def send(
         self, message_id: str, client: int, bytes_down: float, operations: float, bytes_up: float
     ) -> float:
-        """Note a message that a client answers; return when its reply arrives."""
+        """Record a message to a client; return when its reply arrives."""
         device = self.devices[client]
         seconds = seconds_of(device, bytes_down, operations, bytes_up)
-        self.free[client] = finish(max(self.now, self.free[client]), seconds, device.online)
-        self.expect(message_id, self.free[client])
-        return self.free[client]
+        self.busy_until[client] = finish(
+            max(self.now, self.busy_until[client]), seconds, device.online
+        )
+        self.expect(message_id, self.busy_until[client])
+        return self.busy_until[client]
 
     def expect(self, message_id: str, arrives: float) -> None:
-        """Note when a reply arrives."""
+        """Record when a reply arrives."""
         heapq.heappush(self._arrivals, (arrives, self._sent, message_id))
         self.times[message_id] = arrives
         self._sent += 1
 
     def arrived(self, message_ids: Collection[str]) -> list[str]:
-        """List the messages, of those that are wanted, that are answered by now, in order."""
+        """List those of these messages whose replies have arrived, in order of arrival."""
         self._settle()
         return [message_id for message_id in self._replies if message_id in message_ids]
 
     def has(self, message_id: str) -> bool:
-        """Return whether the reply to a message is there, or takes no time."""
+        """Return whether the reply to a message has arrived, or takes no time."""
         return message_id in self._replies or message_id not in self.times
 
-    def take(self, message_id: str) -> None:
-        """Forget a message, whose reply was taken."""
+    def forget(self, message_id: str) -> None:
+        """Remove a message whose reply was read or is no longer awaited."""
         self._replies.pop(message_id, None)
         self.times.pop(message_id, None)
 
-    def restore(self, arrivals: Mapping[str, float], free: list[float]) -> None:
-        """Wait for these replies as in the run that was stopped."""
+    def restore(self, arrivals: Mapping[str, float], busy_until: list[float]) -> None:
+        """Restore the arrivals and the busy devices of a run that was stopped."""
         for message_id, arrives in arrivals.items():
             self.expect(message_id, arrives)
-        self.free = free
+        self.busy_until = busy_until
 
     def wait(self, seconds: float) -> None:
-        """Let time pass: so long, or until the next reply arrives."""
+        """Advance time by that many seconds, or to the next arrival if that is earlier."""
         self._settle()
         until = self.now + seconds
         if self._arrivals:
@@ -112,7 +114,7 @@ class SimulatedClock(Clock):
     def _settle(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self.now:
             arrives, _, message_id = heapq.heappop(self._arrivals)
-            if self.times.get(message_id) == arrives:  # nobody has given it up, or moved it
+            if self.times.get(message_id) == arrives:  # neither forgotten nor moved
                 self._replies[message_id] = None
 
     def online(self, client: int) -> bool:
@@ -121,7 +123,7 @@ class SimulatedClock(Clock):
         return (self.now - begin * HOUR) % (DAY * HOUR) < (end - begin) * HOUR
 
     def wait_for_node(self) -> None:
-        """Let time pass until another device comes online."""
+        """Advance time until another device comes online."""
         day = DAY * HOUR
         self._now += min((d.online[0] * HOUR - self.now) % day or day for d in self.devices)
 
@@ -130,33 +132,33 @@ class SimulatedClock(Clock):
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
-        return {FREE: torch.tensor(self.free, dtype=torch.float64)}
+        return {BUSY_UNTIL: torch.tensor(self.busy_until, dtype=torch.float64)}
 
     def resume(self, now: float, memory: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a time, with devices that are as busy as they were then."""
+        """Continue at a checkpoint's time, with its busy devices."""
         self._now = now
-        if FREE in memory:
-            self.free = memory[FREE].tolist()
+        if BUSY_UNTIL in memory:
+            self.busy_until = memory[BUSY_UNTIL].tolist()
 
 
 def clock_of(grid: Any) -> Clock:
-    """Return a grid's simulated clock, or that of real time."""
+    """Return a grid's simulated clock, or the real one."""
     clock: Clock | None = getattr(grid, "clock", None)
     return REAL if clock is None else clock
 
 
 def seconds_of(device: Device, bytes_down: float, operations: float, bytes_up: float) -> float:
-    """Compute how long a client of that device takes for a round, while it is online."""
+    """Return the online seconds that a device needs for a message and its reply."""
     return bytes_down / device.downlink + operations / device.operations + bytes_up / device.uplink
 
 
 def finish(start: float, seconds: float, online: tuple[float, float]) -> float:
-    """Return when work of so many seconds ends that goes on only in the device's hours."""
+    """Return when work of `seconds` seconds ends if a device works in its online hours only."""
     begin, end = (hour * HOUR for hour in online)
     day, length = DAY * HOUR, end - begin
     if length >= day:
         return start + seconds
-    since = (start - begin) % day  # seconds since the hours last began
+    since = (start - begin) % day  # seconds since the online hours last began
     if since >= length:
         start, since = start + day - since, 0.0
     left = length - since

@@ -1,18 +1,18 @@
-"""Draw a device for each simulated client: its speed, its links, its memory, its hours online.
+"""Draw a device for each simulated client: its speed, links, memory and hours online.
 
-A profile is drawn from the run's seed. Published figures of it:
+The devices of a profile are drawn from the run's seed. Published figures:
 
 - `edge-gpus`: NVIDIA's Jetson modules, each equally likely, with the memory of their data sheets.
-  The peak in float32 is two operations a cycle for each CUDA core, at the highest clock there.
+  The peak in float32 is two operations per cycle and CUDA core, at the data sheet's highest clock.
   Downloads have the first and the last decile of fixed broadband in the United States (Ookla, May
   2025: 30 and 699 Mbit/s).
 - `phones`: downloads and uploads have the worldwide medians of 5G (Ookla, third quarter of 2021:
   166 and 21 Mbit/s).
 
-Assumed, since nothing published says it: training reaches 0.3 of the peak, a fixed upload is a
-fifth of the download, links of phones spread as much as fixed ones, and a phone trains in the
-eight hours of a night, which begins at another hour for each. So are the three classes of phones:
-Qualcomm publishes no peaks, and databases differ by a quarter for one GPU.
+Assumed, without a published source: training reaches 0.3 of the peak, a fixed upload is a fifth of
+the download, and links of phones vary as much as fixed ones. A phone trains in the eight hours of a
+night, which starts at a different hour for each. The three classes of phones are assumed, too:
+Qualcomm publishes no peaks, and databases differ by a quarter for the same GPU.
 """
 
 import math
@@ -27,13 +27,13 @@ from pydantic import BeforeValidator, Field
 from ravan_flwr.config.yaml_file import Part, read_yaml
 from ravan_flwr.seeding import generator
 
-REACHED = 0.3
+UTILISATION = 0.3  # of the peak, in training
 MBIT = 1e6 / 8  # bytes a second
 GB = 1e9
 DAY = 24.0
 DECILES = (30.49, 698.62)  # Mbit/s
-SPREAD = math.log(DECILES[1] / DECILES[0]) / (2 * 1.2815515655446004)  # of a lognormal
-MIDDLE = math.sqrt(DECILES[0] * DECILES[1])
+SIGMA = math.log(DECILES[1] / DECILES[0]) / (2 * 1.2815515655446004)  # of a lognormal
+MEDIAN = math.sqrt(DECILES[0] * DECILES[1])
 # Teraflops in float32, gigabytes.
 JETSONS = {
     "jetson-nano": (0.236, 4), "jetson-tx2": (0.665, 8), "jetson-xavier-nx": (0.844, 8),
@@ -51,20 +51,20 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_ABOVE
 
 @dataclass(frozen=True)
 class Device:
-    """Describe a client's device."""
+    """A client's simulated device."""
 
     kind: str
     operations: float  # floating-point operations a second, in training
     downlink: float  # bytes a second
     uplink: float
     memory: float = math.inf  # bytes
-    online: tuple[float, float] = (0.0, DAY)  # hours of each day; the end may lie in the next one
+    online: tuple[float, float] = (0.0, DAY)  # hours of each day; the end may be on the next day
 
 
 class _Entry(Part):
-    """Hold a device of a file, and how many clients have it."""
+    """A device of a YAML file, and the number of clients that have it."""
 
-    name: Annotated[str, BeforeValidator(str)] = "device"  # a number is a name, too
+    name: Annotated[str, BeforeValidator(str)] = "device"  # YAML may read a name as a number
     clients: int = Field(1, ge=1, description="a whole number at least 1; change it in the file")
     teraflops: _Positive
     downlink: _Positive  # Mbit/s
@@ -74,25 +74,25 @@ class _Entry(Part):
 
 
 def uniform(random: torch.Generator) -> Device:  # noqa: ARG001
-    """Return the device that all clients have."""
-    return Device("uniform", REACHED * 1e12, 100 * MBIT, 20 * MBIT)
+    """Return the same device for every client."""
+    return Device("uniform", UTILISATION * 1e12, 100 * MBIT, 20 * MBIT)
 
 
 def edge_gpus(random: torch.Generator) -> Device:
     """Draw an edge GPU on a fixed link."""
-    kind, (teraflops, memory) = _pick(JETSONS, random)
-    down = MIDDLE * _spread(random) * MBIT
-    return Device(kind, REACHED * teraflops * 1e12, down, down / 5, memory * GB)
+    kind, (teraflops, memory) = _draw(JETSONS, random)
+    down = MEDIAN * _lognormal_factor(random) * MBIT
+    return Device(kind, UTILISATION * teraflops * 1e12, down, down / 5, memory * GB)
 
 
 def phones(random: torch.Generator) -> Device:
     """Draw a phone on a mobile link."""
-    kind, (teraflops, memory) = _pick(PHONES, random)
-    link = _spread(random)
-    begins = DAY * float(torch.rand((), generator=random))
+    kind, (teraflops, memory) = _draw(PHONES, random)
+    link = _lognormal_factor(random)
+    begin = DAY * float(torch.rand((), generator=random))
     return Device(
-        kind, REACHED * teraflops * 1e12, 166.13 * link * MBIT, 21.08 * link * MBIT, memory * GB,
-        (begins, begins + NIGHT),
+        kind, UTILISATION * teraflops * 1e12, 166.13 * link * MBIT, 21.08 * link * MBIT,
+        memory * GB, (begin, begin + NIGHT),
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ PROFILES = {"uniform": uniform, "edge-gpus": edge_gpus, "phones": phones}
 
 
 def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
-    """Return a device for each client: of a profile, or of a YAML file."""
+    """Return a device for each client, from a profile or a YAML file."""
     if profile in PROFILES:
         draw = PROFILES[profile]
         return [draw(generator(seed, "device", client)) for client in range(clients)]
@@ -114,7 +114,7 @@ def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
 
 
 def read_devices(path: Path, clients: int) -> list[Device]:
-    """Read a file of devices, and give them to the clients in its order."""
+    """Return a device for each client, in the order of a YAML file."""
     content = read_yaml(path)
     if not isinstance(content, list) or not content:
         raise ValueError(
@@ -126,7 +126,7 @@ def read_devices(path: Path, clients: int) -> list[Device]:
         spec = _Entry.read(where, entry)
         device = Device(
             spec.name, spec.teraflops * 1e12, spec.downlink * MBIT, spec.uplink * MBIT,
-            spec.memory * GB, _hours(where, spec.online),
+            spec.memory * GB, _read_hours(where, spec.online),
         )  # fmt: skip
         devices += [device] * min(spec.clients, clients)
     if len(devices) < clients:
@@ -137,7 +137,7 @@ def read_devices(path: Path, clients: int) -> list[Device]:
     return devices[:clients]
 
 
-def _hours(where: str, text: str) -> tuple[float, float]:
+def _read_hours(where: str, text: str) -> tuple[float, float]:
     try:
         begin, end = (float(part) for part in text.split("-"))
     except ValueError:
@@ -147,12 +147,12 @@ def _hours(where: str, text: str) -> tuple[float, float]:
     return begin, end if end > begin else end + DAY
 
 
-def _pick(
+def _draw(
     kinds: Mapping[str, tuple[float, float]], random: torch.Generator
 ) -> tuple[str, tuple[float, float]]:
     return list(kinds.items())[int(torch.randint(len(kinds), (), generator=random))]
 
 
-def _spread(random: torch.Generator) -> float:
-    """Draw a factor of a lognormal whose deciles lie as far apart as those of fixed links."""
-    return math.exp(SPREAD * float(torch.randn((), generator=random, dtype=torch.float64)))
+def _lognormal_factor(random: torch.Generator) -> float:
+    """Draw a lognormal factor with median 1 and the ratio of deciles of fixed links."""
+    return math.exp(SIGMA * float(torch.randn((), generator=random, dtype=torch.float64)))

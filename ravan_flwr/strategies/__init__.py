@@ -1,8 +1,8 @@
-"""Flower strategies for RAVAN and its baselines, and what their clients need (docs/library.md).
+"""Flower strategies for RAVAN and its baselines, and functions for their clients (docs/library.md).
 
-RavanStrategy, FedSBStrategy        over the arrays of a PEFT model with RavanConfig
+RavanStrategy, FedSBStrategy        aggregate the arrays of a PEFT model with RavanConfig
 FedExLoraStrategy, FFALoraStrategy, HetLoraStrategy, FlexLoraStrategy, RaFLoraStrategy,
-FedSVDStrategy, FedRotLoraStrategy, LoraFairStrategy    over those of one with LoraConfig
+FedSVDStrategy, FedRotLoraStrategy, LoraFairStrategy    aggregate those of one with LoraConfig
 
 load_arrays, choose, collect_arrays, restore            a client's round
 """

@@ -1,4 +1,4 @@
-"""Run a federated method in Flower's own loop: translate arrays by name, aggregate, translate back.
+"""Run a federated method in Flower's loop: translate arrays by name, aggregate, translate back.
 
     server                                      client (client.py, or other code)
     configure_train: arrays by name   ------>   load_arrays, choose
@@ -6,9 +6,9 @@
     aggregate_train                   <------   collect_arrays
 
 The names are those of PEFT's `get_peft_model_state_dict`. The aggregation is that of the app
-(server/aggregation.py), so that both give the same numbers. A strategy needs no model: it reads
-layers, heads and ranks from the shapes of the arrays. It keeps nothing but the arrays that it sent
-last, and the moments of its server optimiser.
+(server/aggregation.py), so both give the same numbers. A strategy needs no model: it reads layers,
+heads and ranks from the shapes of the arrays. It keeps the arrays that it sent last, the moments of
+its server optimiser, and the reasons of rejected replies.
 """
 
 import math
@@ -34,10 +34,10 @@ from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.replies import above_zero, as_value_error
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
-log = getLogger("flwr")  # beside the lines of FedAvg about the same replies
+log = getLogger("flwr")  # where FedAvg logs the same replies
 
-MOST_CHANGE = 1e15  # the norm of an update; products of two such changes are finite in float32
-MOST_WEIGHT = 2.0**53  # of a reply; no product with a float32 overflows
+MAX_NORM = 1e15  # of an update; products of two such changes are finite in float32
+MAX_WEIGHT = 2.0**53  # of a reply; no product with a float32 overflows
 
 
 class Arrays(Protocol):
@@ -45,14 +45,14 @@ class Arrays(Protocol):
 
     @property
     def method(self) -> Method:
-        """Return the method, as it is in this round."""
+        """Return the method of this round."""
 
-    state: Tensors  # of the method, as the arrays have it
+    state: Tensors  # the method's state, read from the arrays
     names: frozenset[str]  # of the method's arrays, in a broadcast or in a reply
-    fixed: frozenset[str]  # those of them that travel with every broadcast as they are
+    fixed: frozenset[str]  # names of arrays that every broadcast has unchanged
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
-        """Return a reply as the method's upload, and the budget fraction that it shows."""
+        """Return a reply as the method's upload, and the budget fraction to check its shapes by."""
 
     def write(self, state: Tensors) -> Tensors:
         """Return the arrays that a new state changes, by name."""
@@ -61,26 +61,28 @@ class Arrays(Protocol):
 class MethodStrategy(FedAvg):
     """Run one federated method in the loop of Flower's `FedAvg`.
 
-    Subclasses name the method. All that `FedAvg` documents holds: fractions, minimum numbers of
-    nodes, metrics functions, keys and `start`. A malformed reply is rejected with a warning, and
-    counts neither for the arrays nor for the metrics. Where all replies are rejected before any was
-    used, `start` ends with a ValueError: then the clients are not built as the server is.
+    Subclasses name the method. Fractions, minimum numbers of nodes, metrics functions, keys and
+    `start` are those of `FedAvg`. A malformed reply is rejected with a warning, and counts neither
+    for the arrays nor for the metrics. `start` raises ValueError if all replies of a round are
+    rejected before any reply was accepted: then the clients' models differ from the server's.
 
     Args:
-        server_optimizer: A strategy of Flower, such as `FedAdam(eta=0.01)`. It takes the step from
-            the arrays that were sent to their new mean, as it does for the mean of `FedAvg`.
-        max_update_norm: The largest norm of an update that is accepted.
-        seed: Seed of what the server itself draws (FlexLoRA: directions for unused ranks).
-        **fedavg: Every argument of `FedAvg`, by name.
+        server_optimizer: FedAvg | None (default: None). A strategy of Flower, such as
+            `FedAdam(eta=0.01)`. It takes a step from the sent arrays towards their new mean, as it
+            does for the mean of `FedAvg`. Only for methods whose next arrays are a mean.
+        max_update_norm: float (default: 1e15). Replies whose update has a larger norm are rejected.
+        seed: int (default: 0). Seed of the server's random numbers (FlexLoRA draws directions for
+            unused ranks).
+        **fedavg: Arguments of `FedAvg`, by name.
 
     Attributes:
-        rejected: By round and node id, the reason for which a reply was rejected.
+        rejected: dict[int, dict[int, str]]. Why replies were rejected, by round and node id.
     """
 
     method: ClassVar[str]  # one of METHODS
 
     def __init__(
-        self, *, server_optimizer: FedAvg | None = None, max_update_norm: float = MOST_CHANGE,
+        self, *, server_optimizer: FedAvg | None = None, max_update_norm: float = MAX_NORM,
         seed: int = 0, **fedavg: Any,
     ) -> None:  # fmt: skip
         super().__init__(**fedavg)
@@ -95,58 +97,79 @@ class MethodStrategy(FedAvg):
                 )
             if not isinstance(server_optimizer, FedAvg):
                 raise ValueError(f"{where}expected a strategy of Flower; pass FedAdam(), say")
-            server_optimizer.fraction_train = 0.0  # it samples no nodes itself
+            server_optimizer.fraction_train = 0.0  # this strategy samples the nodes
         is_number = isinstance(max_update_norm, numbers.Real)
-        if not is_number or not 0 < max_update_norm <= MOST_CHANGE:
+        if not is_number or not 0 < max_update_norm <= MAX_NORM:
             raise ValueError(
                 f"max_update_norm = {max_update_norm!r}: expected a number above 0 and at most "
-                f"{MOST_CHANGE:g}; leave it out to accept every finite update"
+                f"{MAX_NORM:g}; leave it out to accept every finite update"
             )
         self.max_update_norm, self.seed = max_update_norm, seed
         self.rejected: dict[int, dict[int, str]] = {}
         self._sent: tuple[ArrayRecord, Tensors, Arrays] | None = None
-        self._used = False  # whether any reply was
+        self._has_accepted = False  # True once any reply was accepted
 
     @abstractmethod
     def translate(self, arrays: Tensors, server_round: int) -> Arrays:
-        """Read the layers and the method's state out of the global arrays, by name."""
+        """Return the translation of the global arrays, which are given by name."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the arrays to the sampled nodes; ValueError if they are not those of the method."""
+        """Return the train messages for the sampled nodes.
+
+        Args:
+            server_round: The current round, counted from 1.
+            arrays: The global arrays, with the names of `get_peft_model_state_dict`.
+            config: The configuration that is sent to the nodes.
+            grid: The grid from which nodes are sampled.
+
+        Returns:
+            One message for each sampled node. ValueError if the arrays do not fit the method.
+        """
         tensors = {name: _tensor(name, array) for name, array in arrays.items()}
-        own = self.translate(tensors, server_round)
-        self._sent = arrays, tensors, own
+        translated = self.translate(tensors, server_round)
+        self._sent = arrays, tensors, translated
         if self.optimizer is not None:
-            extras = {name: tensor for name, tensor in tensors.items() if name not in own.names}
-            trained = _in_order(extras | own.write(own.state))
+            extras = {
+                name: tensor for name, tensor in tensors.items() if name not in translated.names
+            }
+            trained = _in_order(extras | translated.write(translated.state))
             self.optimizer.configure_train(server_round, trained, ConfigRecord(), grid)
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next arrays and the mean metrics; (None, None) without a usable reply."""
+        """Return the next global arrays and the aggregated metrics of a round.
+
+        Args:
+            server_round: The current round, counted from 1.
+            replies: The nodes' replies to the messages of `configure_train`.
+
+        Returns:
+            The next arrays and the metrics: (None, None) if no reply was accepted, and no arrays if
+            the method cannot aggregate the replies.
+        """
         if self._sent is None:
             raise RuntimeError(
                 "aggregate_train: got replies before anything was sent, expected configure_train "
                 "first; call start, or configure_train"
             )
         answered, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
-        sent, tensors, own = self._sent
-        method = own.method
-        extras = {name: tensor for name, tensor in tensors.items() if name not in own.names}
-        state = own.state | ({CLASSIFIER: flatten([*extras.values()])} if extras else {})
+        sent, tensors, translated = self._sent
+        method = translated.method
+        extras = {name: tensor for name, tensor in tensors.items() if name not in translated.names}
+        state = translated.state | ({CLASSIFIER: flatten([*extras.values()])} if extras else {})
         sums = Aggregate(method, state, UpdateNormCheck(self.max_update_norm))
-        counted = Counter(map(_layout, answered))
-        usual = max(sorted(counted), key=counted.__getitem__, default=())
+        layouts = Counter(map(_layout, answered))
+        common_layout = max(sorted(layouts), key=layouts.__getitem__, default=())
         accepted: list[RecordDict] = []
         for reply in answered:
             try:
                 with as_value_error():
-                    weight = self._weight(reply, usual)
-                    upload, fraction = _read(reply, own, extras)
+                    weight = self._weight(reply, common_layout)
+                    upload, fraction = _read(reply, translated, extras)
                     sums.offer(upload, fraction, weight)
             except ValueError as error:
                 node = reply.metadata.src_node_id
@@ -156,7 +179,7 @@ class MethodStrategy(FedAvg):
                 accepted.append(reply.content)
         if answered and not accepted:
             message = f"round {server_round}: all {len(answered)} replies were rejected"
-            if not self._used:
+            if not self._has_accepted:
                 raise ValueError(
                     f"{message}, expected at least one that can be used; the last of them: "
                     f"{self.rejected[server_round][answered[-1].metadata.src_node_id]}; build the "
@@ -165,22 +188,22 @@ class MethodStrategy(FedAvg):
             log.warning("%s, the arrays stay as they were", message)
         if not accepted:
             return None, None
-        self._used = True
+        self._has_accepted = True
         metrics = self.train_metrics_aggr_fn(accepted, self.weighted_by_key)
         try:
             new = sums.close()
         except ValueError as error:
             log.warning("round %d has no effect, the arrays stay: %s", server_round, error)
             return None, metrics
-        changed = own.write(new) | _unflattened(new.get(CLASSIFIER), extras)
+        changed = translated.write(new) | _unflattened(new.get(CLASSIFIER), extras)
         if self.optimizer is not None:
             changed |= self._stepped(server_round, changed)
-        return _record(sent, changed, own), metrics
+        return _record(sent, changed, translated), metrics
 
-    # The server's optimiser, which sees one reply: the mean.
+    # The server optimiser gets one reply: the mean.
 
     def _stepped(self, server_round: int, mean: Tensors) -> Tensors:
-        """Take the optimiser's step from what was sent to the mean."""
+        """Return the arrays after the optimiser's step from the sent arrays towards the mean."""
         assert self.optimizer is not None
         weight = MetricRecord({self.optimizer.weighted_by_key: 1.0})
         content = RecordDict({"arrays": _in_order(mean), "metrics": weight})
@@ -191,38 +214,40 @@ class MethodStrategy(FedAvg):
 
     # Replies.
 
-    def _weight(self, reply: Message, usual: object) -> float:
-        """Return the weight of a reply; ValueError unless its metrics are like most replies'."""
-        if _layout(reply) != usual:
-            raise ValueError(f"its metrics are {shown(_layout(reply))}, most have {shown(usual)}")
+    def _weight(self, reply: Message, common_layout: object) -> float:
+        """Return a reply's weight; ValueError unless its metrics are laid out as most replies'."""
+        if _layout(reply) != common_layout:
+            raise ValueError(
+                f"its metrics are {shown(_layout(reply))}, most have {shown(common_layout)}"
+            )
         (metrics,) = reply.content.metric_records.values()
-        return above_zero(metrics, self.weighted_by_key, MOST_WEIGHT)
+        return above_zero(metrics, self.weighted_by_key, MAX_WEIGHT)
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Make the record that the server's optimiser works on, always in the same order."""
+    """Return the arrays in a record for the server optimiser, sorted by name."""
     return ArrayRecord({name: Array(tensors[name].numpy()) for name in sorted(tensors)})
 
 
 def _tensor(name: str, array: Array) -> Tensor:
-    """Read an array of numbers; ValueError for anything else."""
+    """Return an array as a tensor, floats as float32; ValueError unless it has numbers."""
     value = array.numpy()
     if value.dtype.kind not in "fiub":
         raise ValueError(f"array {shown(name)} is of dtype {value.dtype}, expected numbers")
     return torch.from_numpy(value if value.dtype.kind != "f" else value.astype(np.float32))
 
 
-def checked(
+def checked_array(
     arrays: Tensors, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the array of that name; ValueError if there is none, or one of another form."""
+    """Return the array of that name; ValueError if it is missing or of another shape or dtype."""
     if name not in arrays:
-        raise ValueError(f"array {name!r} is missing")  # a list of all would be long
+        raise ValueError(f"array {name!r} is missing")  # a list of all names would be long
     return check_form(arrays, name, shape, dtype)
 
 
 def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
-    """List the layers that have an array with that ending; ValueError if none has."""
+    """Return the layers that have an array with that ending; ValueError if no layer has one."""
     layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
     if not layers:
         raise ValueError(
@@ -233,7 +258,7 @@ def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
 
 
 def _layout(reply: Message) -> tuple[str, ...]:
-    """Describe the metrics of a reply: their names, and how many values lists have."""
+    """Return the names of a reply's metrics, those of lists with the list's length."""
     return tuple(
         sorted(
             f"{name}[{len(value)}]" if isinstance(value, list) else name
@@ -243,23 +268,27 @@ def _layout(reply: Message) -> tuple[str, ...]:
     )
 
 
-def _read(reply: Message, own: Arrays, extras: Mapping[str, Tensor]) -> tuple[Tensors, float]:
-    """Return a reply's upload, with the arrays that are not the method's own as one tensor."""
+def _read(
+    reply: Message, translated: Arrays, extras: Mapping[str, Tensor]
+) -> tuple[Tensors, float]:
+    """Return a reply's upload, with all other arrays as one tensor, and its budget fraction."""
     records = list(reply.content.array_records.values())
     if len(records) != 1:
         raise ValueError(f"it has {len(records)} ArrayRecords, expected 1")
     tensors = {name: _tensor(name, array) for name, array in records[0].items()}
-    values = {name: checked(tensors, name, old.shape, old.dtype) for name, old in extras.items()}
+    values = {
+        name: checked_array(tensors, name, old.shape, old.dtype) for name, old in extras.items()
+    }
     tensors = {name: tensor for name, tensor in tensors.items() if name not in values}
-    unknown = sorted(tensors.keys() - own.names)
+    unknown = sorted(tensors.keys() - translated.names)
     if unknown:
         raise ValueError(f"array {shown(unknown[0])} is unknown, expected names that were sent")
-    upload, fraction = own.read(tensors)
+    upload, fraction = translated.read(tensors)
     return upload | ({CLASSIFIER: flatten([*values.values()])} if values else {}), fraction
 
 
 def _unflattened(flat: Tensor | None, shapes: Mapping[str, Tensor]) -> Tensors:
-    """Cut one tensor into the shapes of these."""
+    """Cut a flat tensor into tensors of these shapes, by name."""
     if flat is None:
         return {}
     parts = flat.split([math.prod(tensor.shape) for tensor in shapes.values()])
@@ -269,9 +298,13 @@ def _unflattened(flat: Tensor | None, shapes: Mapping[str, Tensor]) -> Tensors:
     }
 
 
-def _record(sent: ArrayRecord, changed: Mapping[str, Tensor], own: Arrays) -> ArrayRecord:
-    """Put the changed arrays in the place of those that were sent, in the dtypes of these."""
-    arrays = {k: a for k, a in sent.items() if k not in own.names - own.fixed or k in changed}
+def _record(sent: ArrayRecord, changed: Mapping[str, Tensor], translated: Arrays) -> ArrayRecord:
+    """Return the sent arrays with the changed ones replaced, in the dtypes that were sent."""
+    arrays = {
+        k: a
+        for k, a in sent.items()
+        if k not in translated.names - translated.fixed or k in changed
+    }
     for name, tensor in changed.items():
         value = tensor.detach().numpy()
         arrays[name] = Array(value.astype(sent[name].dtype) if name in sent else value.copy())

@@ -1,16 +1,16 @@
 """Take part with a PEFT model and any training loop: load, choose, train, collect, restore.
 
-    load_arrays(model, arrays)              the global arrays, as the strategy sent them
-    choose(model, 0.5, score="weight")      what half of the budget trains
+    load_arrays(model, arrays)              load the global arrays that the strategy sent
+    choose(model, 0.5, score="weight")      train half of the adapter
     ... your loop, or Trainer.train() ...   over the parameters that require gradients
-    reply = collect_arrays(model)           what the strategy expects
-    restore(model)                          the model as it was built, for the next client
+    reply = collect_arrays(model)           collect the arrays that the strategy expects
+    restore(model)                          restore the built model for the next client
 
-Heads that are not chosen stay in the forward pass as constants, ranks that are not are left out
-of it until `restore`: both have neither a gradient nor an optimiser's state, and no weight decay
-moves them. So make the optimiser after `choose`. For that a chosen parameter is parametrised
-(torch.nn.utils.parametrize), which `restore` undoes. A state dict has it whole, so that the model
-is saved, and loaded, as ever.
+Until `restore`, heads that are not chosen are constants in the forward pass, and ranks that are not
+chosen are left out of it. Neither has a gradient or optimiser state, and weight decay leaves both
+unchanged. So make the optimiser after `choose`. `choose` parametrises the parameters
+(torch.nn.utils.parametrize), and `restore` undoes that. State dicts still have whole tensors, so
+the model is saved and loaded as usual.
 """
 
 import numbers
@@ -30,55 +30,55 @@ from ravan_flwr.methods.multihead import SCORINGS, best_heads
 from ravan_flwr.strategies.lora import RESIDUAL, RESIDUAL_RANK
 from ravan_flwr.strategies.ravan import BASES, HEADS
 
-_KEPT = "_pretrained_weight"  # of a layer to whose weight a residual was added
+_PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
 
 
 def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
-    """Put the global arrays into the active adapter of a PEFT model.
+    """Load the global arrays into the active adapter of a PEFT model, and undo `choose`.
 
-    Scales that are not among them become one. What FedEx-LoRA adds to the weights is added, until
-    `restore`. ValueError if an array is missing, unknown or of another shape: then `choose` is
-    undone, and no value has changed.
+    Scales that are missing become one. FedEx-LoRA's residuals are added to the pretrained weights
+    until `restore`. ValueError if an array is missing, unknown or of another shape: then no value
+    has changed.
 
     Args:
-        model: What `get_peft_model` returned.
-        arrays: The message's record, by the names of `get_peft_model_state_dict`.
+        model: nn.Module. The model that `get_peft_model` returned.
+        arrays: ArrayRecord. The message's record, with the names of `get_peft_model_state_dict`.
     """
     restore(model)
     tensors = {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
     tensors.pop(RESIDUAL_RANK, None)
-    added = {name: tensors.pop(name) for name in list(tensors) if _part(name) in RESIDUAL}
-    own = _adapter(model)
-    for name in [*own, *tensors]:
-        if name not in tensors and _part(name) in ("ravan_s", *BASES):
+    added = {name: tensors.pop(name) for name in list(tensors) if _last_part(name) in RESIDUAL}
+    current = _adapter_tensors(model)
+    for name in [*current, *tensors]:
+        if name not in tensors and _last_part(name) in ("ravan_s", *BASES):
             continue
-        actual, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, own))
+        actual, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, current))
         if actual != expected:
             shapes = ["none" if shape is None else f"shape {shape}" for shape in (actual, expected)]
             raise ValueError(
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
-    changes = _changes(model, added)
+    changes = _residual_changes(model, added)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             if name in tensors:
                 tensor.copy_(tensors[name])
-            elif _part(name) == "ravan_s":
+            elif _last_part(name) == "ravan_s":
                 tensor.fill_(1.0)
         for base, change in changes:
-            setattr(base, _KEPT, base.weight.data)
+            setattr(base, _PRETRAINED_WEIGHT, base.weight.data)
             base.weight.data = base.weight.data + change.to(base.weight)
 
 
-def _changes(model: nn.Module, added: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
-    """Compute what FedEx-LoRA adds to each weight; ValueError where it does not fit there."""
+def _residual_changes(model: nn.Module, added: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+    """Return base layers, each with FedEx-LoRA's change of its weight; ValueError for misfits."""
     changes, known = [], set()
-    for name, layer in _layers(model, "lora_A"):
+    for name, layer in _adapted_layers(model, "lora_A"):
         parts = [f"{name}.{part}" for part in RESIDUAL]
         B, A, residual = map(added.get, parts)
         if B is A is residual is None:
-            continue  # its base layer may have no weight of that name
+            continue  # the base layer may have no attribute `weight`
         known |= {*parts}
         base, sides = layer.get_base_layer(), (layer.out_features, layer.in_features)
         if not base.weight.is_floating_point():
@@ -94,7 +94,7 @@ def _changes(model: nn.Module, added: Mapping[str, Tensor]) -> list[tuple[Any, T
                 f"arrays: what FedEx-LoRA adds to {name} has another shape than the layer, or a "
                 f"part of it is missing, expected {sides}; build the model as the server does"
             )
-        change = layer.scaling[_active(model)] * residual
+        change = layer.scaling[_active_adapter(model)] * residual
         changes.append((base, change.mT if layer.fan_in_fan_out else change))
     if unknown := sorted(added.keys() - known):
         raise ValueError(
@@ -108,21 +108,23 @@ def choose(
     model: nn.Module, fraction: float, score: str = "random", *, selection: str = "layer",
     generator: torch.Generator | None = None, backward: Callable[[], object] | None = None,
 ) -> dict[str, list[int]]:  # fmt: skip
-    """Train from now on what a budget fraction pays for: some heads, or the first ranks of a LoRA.
+    """Train only what a budget fraction allows: some heads, or the first ranks of a LoRA.
 
     Args:
-        model: What `get_peft_model` returned, with the global arrays in it.
-        fraction: The client's budget, above 0 and at most 1: floor(fraction * heads) heads or
-            floor(fraction * r) ranks of each layer, at least one.
-        score: Which heads come first. "random"; "weight": those that have changed their layer
-            most; "gradient": those along which the loss falls fastest.
-        selection: "layer": so many heads in each layer. "global": so many on average, the best of
-            all layers.
-        generator: Of random scores, and of ties; PyTorch's own if left out.
-        backward: Runs one mini-batch forward and backward, for `score="gradient"`.
+        model: nn.Module. The model that `get_peft_model` returned, with the global arrays loaded.
+        fraction: float. The client's budget fraction, above 0 and at most 1. It allows
+            floor(fraction * heads) heads or floor(fraction * r) ranks of each layer, at least one.
+        score: str (default: "random"). How heads are ranked. "random"; "weight": by how much they
+            have changed their layer; "gradient": by how fast the loss falls along them.
+        selection: str (default: "layer"). "layer": the same number of heads in each layer.
+            "global": the same number on average, the best of all layers.
+        generator: torch.Generator | None (default: None). Generator of random scores and of ties;
+            None uses PyTorch's default generator.
+        backward: Callable | None (default: None). Function that runs one mini-batch forward and
+            backward; required for `score="gradient"`.
 
     Returns:
-        By layer the chosen heads, or ranks.
+        The numbers of the chosen heads, or ranks, by layer name.
     """
     if not isinstance(fraction, numbers.Real) or not 0 < fraction <= 1:
         raise ValueError(
@@ -130,19 +132,20 @@ def choose(
             "adapter that this client trains; pass 0.5 for half of it, say"
         )
     choices = {"score": (score, SCORINGS), "selection": (selection, ("layer", "global"))}
-    for what, (value, names) in choices.items():
+    for argument, (value, names) in choices.items():
         if value not in names:
             raise ValueError(
-                f"{what} = {value!r}: expected one of {', '.join(names)}; pass {what}={names[0]!r}"
+                f"{argument} = {value!r}: expected one of {', '.join(names)}; pass "
+                f"{argument}={names[0]!r}"
             )
     if score == "gradient" and backward is None:
         raise ValueError(
             "backward = None: score='gradient' expects a function that runs one mini-batch forward "
             "and backward; pass backward=lambda: model(**batch).loss.backward(), say"
         )
-    adapter = _active(model)
-    with_heads = _layers(model, "ravan_H")
-    if not with_heads and not _layers(model, "lora_A"):
+    adapter = _active_adapter(model)
+    with_heads = _adapted_layers(model, "ravan_H")
+    if not with_heads and not _adapted_layers(model, "lora_A"):
         raise ValueError(
             f"model: adapter {adapter!r} has neither heads nor a LoRA to choose from, expected "
             "one of RavanConfig or LoraConfig; make the model with it, or leave choose out"
@@ -157,7 +160,7 @@ def choose(
             chosen[name] = heads
             for parameters in (layer.ravan_H, layer.ravan_s):
                 _train_rows(parameters, adapter, heads, keep=True)
-    for name, layer in _layers(model, "lora_A"):
+    for name, layer in _adapted_layers(model, "lora_A"):
         A, B = layer.lora_A[adapter], layer.lora_B[adapter]
         chosen[name] = list(range(affordable(fraction, len(A.weight))))
         _train_rows(A, "weight", chosen[name], keep=False)
@@ -166,56 +169,66 @@ def choose(
 
 
 def collect_arrays(model: nn.Module) -> ArrayRecord:
-    """Return what a client sends: the trained part of the active adapter, in float32.
+    """Return the arrays that a client sends: the trained part of the active adapter, in float32.
 
-    Of a layer with heads the products s_i H_i, (selected, r, r), and which heads they are,
-    (selected,). Of a LoRA the factors that are trained, (r, in) and (out, r), of the chosen ranks.
-    Everything else of the adapter whole, such as `modules_to_save`.
+    Args:
+        model: nn.Module. The model that `get_peft_model` returned, after training.
+
+    Returns:
+        For a layer with heads: the products s_i H_i, (selected, r, r), and the heads' numbers,
+        (selected,). For a LoRA: the trained factors, (r, in) and (out, r), with the chosen ranks.
+        All other arrays of the adapter, such as those of `modules_to_save`, are whole.
     """
-    adapter = _active(model)
-    arrays = {k: t for k, t in _adapter(model).items() if _part(k) not in ("ravan_s", *BASES)}
-    for name, layer in _layers(model, "ravan_H"):
-        index = _index(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
+    adapter = _active_adapter(model)
+    arrays = {
+        k: t for k, t in _adapter_tensors(model).items() if _last_part(k) not in ("ravan_s", *BASES)
+    }
+    for name, layer in _adapted_layers(model, "ravan_H"):
+        index = _chosen_rows(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
         products = layer.heads(adapter).cores()
         arrays[f"{name}.ravan_H"], arrays[f"{name}.{HEADS}"] = products[index], index
-    for name, layer in _layers(model, "lora_A"):
+    for name, layer in _adapted_layers(model, "lora_A"):
         for part, dim in (("lora_A", 0), ("lora_B", 1)):
             factor = getattr(layer, part)[adapter]
-            index = _index(factor, "weight", factor.weight.shape[dim])
+            index = _chosen_rows(factor, "weight", factor.weight.shape[dim])
             arrays[f"{name}.{part}.weight"] = factor.weight.index_select(dim, index)
             if not factor.weight.requires_grad:
                 del arrays[f"{name}.{part}.weight"]
-    return ArrayRecord({name: _plain(tensor) for name, tensor in arrays.items()})
+    return ArrayRecord({name: _copied_to_cpu(tensor) for name, tensor in arrays.items()})
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `choose`, and take away what `load_arrays` added to the pretrained weights.
+    """Undo `choose`, and remove the residuals that `load_arrays` added to pretrained weights.
 
-    The adapter keeps its values, and all of it is trained again that was before `choose`.
+    The adapter keeps its values. The parameters that were trainable before `choose` are trainable
+    again.
+
+    Args:
+        model: nn.Module. The model that `get_peft_model` returned.
     """
     _undo_choice(model)
     for module in model.modules():
-        if hasattr(module, _KEPT):
-            module.weight.data = getattr(module, _KEPT)
-            delattr(module, _KEPT)
+        if hasattr(module, _PRETRAINED_WEIGHT):
+            module.weight.data = getattr(module, _PRETRAINED_WEIGHT)
+            delattr(module, _PRETRAINED_WEIGHT)
 
 
 def _undo_choice(model: nn.Module) -> None:
-    for module, name in list(_chosen(model)):
+    for module, name in list(_chosen_tensors(model)):
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
-        rows.keep = True  # the tensor becomes what this shows now
+        rows.keep = True  # so the whole tensor keeps the values of rows that were not trained
         for hook in rows.hooks:
             hook.remove()
         parametrize.remove_parametrizations(module, name)
-        getattr(module, name).grad = None  # it had the shape of what was chosen
+        getattr(module, name).grad = None  # its shape was that of the chosen rows
 
 
 class _Rows(nn.Module):
-    """Show chosen rows of a tensor as its parameter, the others as constants, or as zeros."""
+    """Parametrise a tensor by its chosen rows; the other rows are constants, or zeros."""
 
     index: Tensor
-    values: Tensor  # of all rows; those of the chosen ones are not shown
-    hooks: tuple[RemovableHandle, ...]  # of the module whose tensor it is
+    values: Tensor  # of all rows; `forward` replaces the chosen ones
+    hooks: tuple[RemovableHandle, ...]  # registered on the module that has the tensor
 
     def __init__(self, tensor: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
@@ -245,7 +258,7 @@ def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, di
 
 
 def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put the whole tensor into a state dict, in the place of the rows that are trained."""
+    """Replace the trained rows in a state dict by the whole tensor."""
     rows: Any = module.parametrizations[name][0]  # type: ignore[index]
     trained = state.pop(f"{prefix}parametrizations.{name}.original")
     state[prefix + name] = rows.values.index_copy(rows.dim, rows.index, trained.detach())
@@ -254,33 +267,33 @@ def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str
 def _load_whole(
     name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:  # fmt: skip
-    """Load a whole tensor as the rows that are trained, and the others."""
+    """Split a whole tensor of a state dict into trained rows and constants."""
     if prefix + name in state:
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]
         rows.values.copy_(tensor := state.pop(prefix + name))
         state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(tensor)
 
 
-def _chosen(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Find the tensors of which rows were chosen."""
+def _chosen_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield module and name of each tensor of which rows were chosen."""
     for module in model.modules():
         if parametrize.is_parametrized(module):
-            for name, made in module.parametrizations.items():  # type: ignore[operator,union-attr]
-                if isinstance(made[0], _Rows):
+            for name, stack in module.parametrizations.items():  # type: ignore[operator,union-attr]
+                if isinstance(stack[0], _Rows):
                     yield module, name
 
 
-def _index(module: nn.Module, name: str, number: int) -> Tensor:
-    """Return the chosen rows of a tensor, or all of that number."""
+def _chosen_rows(module: nn.Module, name: str, number: int) -> Tensor:
+    """Return the numbers of a tensor's chosen rows: all `number` rows where none were chosen."""
     if parametrize.is_parametrized(module, name):
-        made: Any = module.parametrizations
-        index: Tensor = made[name][0].index
+        parametrizations: Any = module.parametrizations
+        index: Tensor = parametrizations[name][0].index
         return index
     return torch.arange(number, device=next(module.parameters()).device)
 
 
-def _active(model: nn.Module) -> str:
-    """Return the name of the adapter in use; ValueError if it is no PEFT model, or has several."""
+def _active_adapter(model: nn.Module) -> str:
+    """Return the name of the active adapter; ValueError unless a PEFT model has exactly one."""
     name = getattr(model, "active_adapter", None)
     if not isinstance(name, str):
         raise ValueError(
@@ -290,9 +303,9 @@ def _active(model: nn.Module) -> str:
     return name
 
 
-def _layers(model: nn.Module, attribute: str) -> list[tuple[str, Any]]:
-    """Find the adapted layers that have such tensors of the active adapter."""
-    adapter = _active(model)
+def _adapted_layers(model: nn.Module, attribute: str) -> list[tuple[str, Any]]:
+    """Return the layers, by name, whose attribute has tensors of the active adapter."""
+    adapter = _active_adapter(model)
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -300,12 +313,14 @@ def _layers(model: nn.Module, attribute: str) -> list[tuple[str, Any]]:
     ]
 
 
-def _adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the active adapter, whole, which share their memory with the model."""
+def _adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole tensors of the active adapter; they share memory with the model."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (only clients with PEFT need it)
 
     return dict(
-        get_peft_model_state_dict(model, adapter_name=_active(model), save_embedding_layers=False)
+        get_peft_model_state_dict(
+            model, adapter_name=_active_adapter(model), save_embedding_layers=False
+        )
     )
 
 
@@ -313,8 +328,8 @@ def _scores(
     score: str, model: nn.Module, layers: list[tuple[str, Any]], generator: torch.Generator | None,
     backward: Callable[[], object] | None,
 ) -> Tensor:  # fmt: skip
-    """Score the heads, (layers, heads), the higher the better."""
-    adapter = _active(model)
+    """Return the heads' scores, (layers, heads); higher is better."""
+    adapter = _active_adapter(model)
     Hs = [layer.ravan_H[adapter] for _, layer in layers]
     if score == "random":
         return torch.rand(len(layers), len(Hs[0]), generator=generator)
@@ -339,12 +354,12 @@ def _scores(
     return torch.stack(norms).cpu()
 
 
-def _part(name: str) -> str:
+def _last_part(name: str) -> str:
     """Return the last part of an array's name."""
     return name.rpartition(".")[2]
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, in float32 unless it has whole numbers."""
+def _copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor's values on the CPU, in float32 unless they are integers."""
     copied = tensor.detach().cpu().contiguous()
     return copied.float() if copied.is_floating_point() else copied

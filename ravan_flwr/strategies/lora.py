@@ -1,10 +1,11 @@
 """Aggregate PEFT's LoRA by the baselines' rules.
 
 Global arrays of a layer: `<layer>.lora_A.weight` (r, in) and `<layer>.lora_B.weight` (out, r). A
-reply has those that the method's clients train, of the first ranks that the client's budget pays
-for where the method lets ranks differ. FedEx-LoRA's arrays have also what was added to the weight:
-`<layer>.residual_B` (out, k) and `<layer>.residual_A` (k, in), or `<layer>.residual` (out, in) from
-the round on in which that is smaller. A client adds it, times its LoRA's scaling.
+reply has the arrays that the method's clients train. Where ranks may differ, it has the first ranks
+that the client's budget fraction allows. FedEx-LoRA's global arrays also have the residual added to
+the weight so far: `<layer>.residual_B` (out, k) and `<layer>.residual_A` (k, in), or
+`<layer>.residual` (out, in) as soon as that is smaller. A client adds the residual, times its
+LoRA's scaling.
 """
 
 from typing import ClassVar
@@ -17,9 +18,9 @@ from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
-from ravan_flwr.strategies.base import MethodStrategy, checked, layers_in
+from ravan_flwr.strategies.base import MethodStrategy, checked_array, layers_in
 
-RESIDUAL_RANK = "residual_rank"  # of all that was added so far
+RESIDUAL_RANK = "residual_rank"  # of the residual so far
 RESIDUAL = ("residual_B", "residual_A", "residual")
 
 
@@ -43,24 +44,26 @@ class LoraArrays:
             Layer(layer, len(B), A.shape[1])
             for layer, B, A in zip(self.layers, Bs, As, strict=True)
         ]
-        made = get_method(method)(Settings(seed=seed, rank=rank), sides, 0).in_round(server_round)
-        assert isinstance(made, LoraMethod)
-        self.method = made
-        self.trained = made.sent
-        fixed = set("BA") - set(made.in_state)  # travel, and are never trained
+        round_method = get_method(method)(Settings(seed=seed, rank=rank), sides, 0).in_round(
+            server_round
+        )
+        assert isinstance(round_method, LoraMethod)
+        self.method = round_method
+        self.trained = round_method.sent
+        fixed = set("BA") - set(round_method.in_state)  # sent, and never trained
         parts = ("lora_A.weight", "lora_B.weight", *RESIDUAL)
         of_layers = {f"{layer}.{part}" for layer in self.layers for part in parts}
         self.names = frozenset({*of_layers, RESIDUAL_RANK})
         self.fixed = frozenset(f"{layer}.lora_{n}.weight" for layer in self.layers for n in fixed)
-        self._factors = made.pack(Bs, As)
-        self.state = {name: self._factors[name] for name in made.in_state}
-        if isinstance(made, ResidualLora):
-            self.state |= self._residual(made, arrays)
+        self._factors = round_method.pack(Bs, As)
+        self.state = {name: self._factors[name] for name in round_method.in_state}
+        if isinstance(round_method, ResidualLora):
+            self.state |= self._residual(round_method, arrays)
 
     def _residual(self, method: ResidualLora, arrays: Tensors) -> Tensors:
-        """Read what was added to the weights so far."""
+        """Return the residual that was added to the weights so far."""
         if RESIDUAL_RANK not in arrays:
-            return method.no_residual()
+            return method.empty_residual()
         names = (f"{layer}.{part}" for layer in self.layers for part in RESIDUAL)
         rank = arrays[RESIDUAL_RANK].to(torch.int32)
         return {
@@ -69,7 +72,7 @@ class LoraArrays:
         }
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
-        """Return the factors that the method's clients train, in one tensor each."""
+        """Return the factors that the method's clients train, as one tensor each, and r / rank."""
         rank = int(_factor(upload, self.layers[0], "B").shape[-1])
         least = self.rank if self.method.parts is None else 1
         if not least <= rank <= self.rank:
@@ -79,7 +82,9 @@ class LoraArrays:
         for layer in self.method.layers:
             sides = {"B": (layer.out_features, rank), "A": (rank, layer.in_features)}
             for name, factors in parts.items():
-                factors.append(checked(upload, f"{layer.name}.lora_{name}.weight", sides[name]))
+                factors.append(
+                    checked_array(upload, f"{layer.name}.lora_{name}.weight", sides[name])
+                )
         extra = sorted(upload.keys() - {f"{x}.lora_{n}.weight" for x in self.layers for n in parts})
         if extra:
             raise ValueError(
@@ -89,7 +94,7 @@ class LoraArrays:
         return {name: flatten(factors) for name, factors in parts.items()}, rank / self.rank
 
     def write(self, state: Tensors) -> Tensors:
-        """Return the factors of every layer, and what was added to its weight."""
+        """Return the factors of every layer, and the residual of its weight."""
         factors = dict(zip("BA", self.method.split(self._factors | state), strict=True))
         arrays = {
             f"{layer}.lora_{name}.weight": factor
@@ -108,7 +113,7 @@ class LoraArrays:
 
 
 def _factor(arrays: Tensors, layer: str, name: str) -> Tensor:
-    """Return a factor of a layer; ValueError if it is not there."""
+    """Return a factor of a layer; ValueError if it is missing."""
     if f"{layer}.lora_{name}.weight" not in arrays:
         raise ValueError(f"array '{layer}.lora_{name}.weight' is missing")
     return arrays[f"{layer}.lora_{name}.weight"]
@@ -120,26 +125,27 @@ class LoraStrategy(MethodStrategy):
     FedIT has no strategy here: it is Flower's `FedAvg` over the same arrays.
 
     Args:
-        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+        **fedavg: The arguments of `MethodStrategy`, and those of `FedAvg`, by name.
     """
 
     def translate(self, arrays: Tensors, server_round: int) -> LoraArrays:
+        """Return the translation of the global arrays for this round."""
         return LoraArrays(arrays, self.method, seed=self.seed, server_round=server_round)
 
 
 class FedExLoraStrategy(LoraStrategy):
-    """Average B and A, and send what that loses for the pretrained weight (Singhal et al., 2024).
+    """Average B and A, and add the averaging error to the pretrained weight (Singhal et al., 2024).
 
-    `load_arrays` adds it to the weight, and `restore` takes it away again.
+    The error is sent as a residual: `load_arrays` adds it to the weight, `restore` removes it.
     """
 
     method: ClassVar[str] = "fedex-lora"
 
 
 class FFALoraStrategy(LoraStrategy):
-    """Average B; A travels as it is in the initial arrays (Sun et al., 2024).
+    """Average B, and keep A as in the initial arrays (Sun et al., 2024).
 
-    Clients freeze A: `parameter.requires_grad_(False)` where "lora_A" is in the name.
+    Clients must freeze A: `parameter.requires_grad_(False)` where "lora_A" is in the name.
     """
 
     method: ClassVar[str] = "ffa-lora"
@@ -148,7 +154,7 @@ class FFALoraStrategy(LoraStrategy):
 class HetLoraStrategy(LoraStrategy):
     """Average LoRAs of different ranks, weighted by the norms of their products (Cho et al., 2024).
 
-    Clients train the first ranks, as many as `choose` makes of their budget fraction.
+    Clients train the first ranks; `choose` sets their number from the budget fraction.
     """
 
     method: ClassVar[str] = "hetlora"
@@ -157,34 +163,34 @@ class HetLoraStrategy(LoraStrategy):
 class FlexLoraStrategy(LoraStrategy):
     """Decompose the mean of the products of LoRAs of different ranks (Bai et al., 2024).
 
-    Clients train the first ranks, as many as `choose` makes of their budget fraction.
+    Clients train the first ranks; `choose` sets their number from the budget fraction.
     """
 
     method: ClassVar[str] = "flexlora"
 
 
 class RaFLoraStrategy(LoraStrategy):
-    """Average the products rank by rank, over the clients that hold a rank (Wu et al., 2026)."""
+    """Average the products rank by rank, over the clients that have a rank (Wu et al., 2026)."""
 
     method: ClassVar[str] = "raflora"
 
 
 class FedSVDStrategy(LoraStrategy):
-    """Average B, and make B and A anew by an SVD of their product (Lee et al., 2025).
+    """Average B, and recompute B and A by an SVD of their product (Lee et al., 2025).
 
-    Clients freeze A, which changes from round to round.
+    Clients must freeze A, which changes from round to round.
     """
 
     method: ClassVar[str] = "fedsvd"
 
 
 class FedRotLoraStrategy(LoraStrategy):
-    """Turn the clients' factors to one another before they are averaged (Zhang et al., 2026)."""
+    """Align the clients' factors by rotations before averaging them (Zhang et al., 2026)."""
 
     method: ClassVar[str] = "fedrot-lora"
 
 
 class LoraFairStrategy(LoraStrategy):
-    """Average B and A, and correct B for what that loses (Bian et al., 2025)."""
+    """Average B and A, and correct B for the averaging error (Bian et al., 2025)."""
 
     method: ClassVar[str] = "lora-fair"

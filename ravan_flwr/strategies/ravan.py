@@ -1,13 +1,13 @@
-"""Average RAVAN's heads, and Fed-SB's one, under the names of PEFT's tuner.
+"""Average the heads of RAVAN, and the single head of Fed-SB, under the names of PEFT's tuner.
 
 Global arrays of a layer: `<layer>.ravan_H` (heads, r, r), and `<layer>.ravan_s` (heads,) where the
 tuner trains scales. A reply has, for each layer,
 
-    <layer>.ravan_H       (selected, r, r)    the products s_i H_i of the heads that were trained
-    <layer>.ravan_heads   (selected,)         which heads these are, counted from 0
+    <layer>.ravan_H       (selected, r, r)    the products s_i H_i of the trained heads
+    <layer>.ravan_heads   (selected,)         the numbers of these heads, counted from 0
 
-`ravan_heads` may be missing where all heads were trained, in order, and `ravan_s` may be there
-instead of a product: so a client that sends its PEFT state dict as it is takes part as well.
+A whole PEFT state dict is a valid reply, too: without `ravan_heads` all heads count as trained, in
+order, and `ravan_s` (selected,), if present, is multiplied into `ravan_H`.
 """
 
 from typing import Any, ClassVar
@@ -20,10 +20,10 @@ from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.tensors import pack_bits
-from ravan_flwr.strategies.base import MethodStrategy, checked, layers_in
+from ravan_flwr.strategies.base import MethodStrategy, checked_array, layers_in
 
 HEADS = "ravan_heads"
-BASES = ("ravan_A", "ravan_B")  # which travel where the tuner saves them
+BASES = ("ravan_A", "ravan_B")  # sent where the tuner saves them
 
 
 class RavanArrays:
@@ -44,13 +44,13 @@ class RavanArrays:
         self.names = frozenset(f"{layer}.{part}" for layer in self.layers for part in parts)
         self.fixed = frozenset(f"{layer}.{part}" for layer in self.layers for part in BASES)
         self.scaled = [f"{layer}.ravan_s" for layer in self.layers if f"{layer}.ravan_s" in arrays]
-        # What the sides of a layer are makes no difference to the server.
+        # The server's result does not depend on a layer's in and out features.
         side = self.heads * self.rank
         method_settings = Settings(
             rank=self.rank, heads=self.heads, init="normal", selection="any", **settings
         )
-        of_side = [Layer(layer, side, side) for layer in self.layers]
-        self.method = get_method(method)(method_settings, of_side, 0)
+        square_layers = [Layer(layer, side, side) for layer in self.layers]
+        self.method = get_method(method)(method_settings, square_layers, 0)
         H = torch.stack([self._all_heads(arrays, layer) for layer in self.layers])
         self.state = {"H": H if self.method.parts else H[:, 0]}
 
@@ -62,16 +62,16 @@ class RavanArrays:
         return products
 
     def _products(self, arrays: Tensors, layer: str) -> tuple[Tensor, list[int]]:
-        """Return a layer's products (selected, r, r) in the order of their heads, and the heads."""
+        """Return a layer's products (selected, r, r), sorted by head, and their heads' numbers."""
         index = arrays.get(f"{layer}.{HEADS}", torch.arange(self.heads))
         heads = self._heads(f"{layer}.{HEADS}", index)
-        H = checked(arrays, f"{layer}.ravan_H", (len(heads), self.rank, self.rank))
+        H = checked_array(arrays, f"{layer}.ravan_H", (len(heads), self.rank, self.rank))
         if f"{layer}.ravan_s" in arrays:
-            H = checked(arrays, f"{layer}.ravan_s", (len(heads),))[:, None, None] * H
+            H = checked_array(arrays, f"{layer}.ravan_s", (len(heads),))[:, None, None] * H
         return H[torch.tensor(heads).argsort()], sorted(heads)
 
     def _heads(self, name: str, index: Tensor) -> list[int]:
-        """Check which heads a reply has."""
+        """Return a reply's head numbers; ValueError unless they are valid and unique."""
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(
                 f"array {name!r} is {index.dtype} {tuple(index.shape)}, expected whole numbers in "
@@ -87,7 +87,7 @@ class RavanArrays:
         return heads
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
-        """Return {"H": products, "heads": packed bits}; the budget is the client's business."""
+        """Return {"H": products, "heads": packed bits}, and 1.0: a client may train any number."""
         if self.method.parts is None:  # Fed-SB: one head, always whole
             return {"H": torch.cat([self._all_heads(upload, layer) for layer in self.layers])}, 1.0
         chosen = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
@@ -99,7 +99,7 @@ class RavanArrays:
         return {"H": torch.cat(products), "heads": pack_bits(chosen.flatten())}, 1.0
 
     def write(self, state: Tensors) -> Tensors:
-        """Return H of every layer, and scales of one: a product holds them."""
+        """Return H of every layer, and scales of one: the products include the scales."""
         H = state["H"].view(len(self.layers), self.heads, self.rank, self.rank)
         arrays = {
             f"{layer}.ravan_H": of_layer for layer, of_layer in zip(self.layers, H, strict=True)
@@ -110,9 +110,9 @@ class RavanArrays:
 class RavanStrategy(MethodStrategy):
     """Average each head over the replies that trained it (RAVAN, equation 8).
 
-    A head that no reply trained stays as it was. What is averaged are the products s_i H_i, so that
-    the mean's weight is exactly the mean of the clients' weights. Every other array, such as a
-    classifier of `modules_to_save`, is averaged as `FedAvg` does.
+    A head that no reply trained is unchanged. The products s_i H_i are averaged, so the weight of
+    the mean is exactly the mean of the clients' weights. All other arrays, such as a classifier of
+    `modules_to_save`, are averaged as `FedAvg` does.
 
     With `initial_arrays = ArrayRecord(get_peft_model_state_dict(model))` of a model with
     `RavanConfig`, `start` is that of Flower:
@@ -121,19 +121,20 @@ class RavanStrategy(MethodStrategy):
         result = strategy.start(grid, initial_arrays, num_rounds=10)
 
     Args:
-        head_mean: "trained": over the replies that trained a head, as in the paper. "all": over all
-            replies, of which those that did not train it count with the head as it was.
-        weighted_by_key: The metric by which replies are weighted. Unweighted means, as in the
-            paper, are those of clients that report the same number.
-        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+        head_mean: str (default: "trained"). "trained": average a head over the replies that trained
+            it, as in the paper. "all": average over all replies; a reply that did not train a head
+            counts with the head that was sent.
+        weighted_by_key: str (default: "num-examples"). The metric by which replies are weighted.
+            Means are unweighted, as in the paper, if all clients report the same number.
+        **kwargs: The arguments of `MethodStrategy`, and those of `FedAvg`, by name.
     """
 
     method: ClassVar[str] = "ravan"
 
     def __init__(
-        self, *, head_mean: str = "trained", weighted_by_key: str = "num-examples", **how: Any
+        self, *, head_mean: str = "trained", weighted_by_key: str = "num-examples", **kwargs: Any
     ) -> None:
-        super().__init__(weighted_by_key=weighted_by_key, **how)
+        super().__init__(weighted_by_key=weighted_by_key, **kwargs)
         if head_mean not in ("trained", "all"):
             raise ValueError(
                 f"head_mean = {head_mean!r}: expected 'trained' (over the replies that trained a "
@@ -142,24 +143,26 @@ class RavanStrategy(MethodStrategy):
         self.head_mean = head_mean
 
     def translate(self, arrays: Tensors, server_round: int) -> RavanArrays:  # noqa: ARG002
+        """Return the translation of the global arrays."""
         return RavanArrays(arrays, self.method, {"head_mean": self.head_mean})
 
 
 class FedSBStrategy(MethodStrategy):
-    """Average the one core of Fed-SB: RAVAN with one head that every client trains whole.
+    """Average the core of Fed-SB: RAVAN with one head, which every client trains whole.
 
-    Clients use `RavanConfig(num_heads=1, trainable_scales=False)`. Fed-SB's own bases come from a
-    first round of full fine-tuning, which this loop does not hold: pass them among the initial
-    arrays (`save_bases=True`), or let the seed make them. The app's `method=fed-sb` holds that
+    Clients use `RavanConfig(num_heads=1, trainable_scales=False)`. Fed-SB computes its bases in a
+    first round of full fine-tuning, which this strategy does not have. Pass them in the initial
+    arrays (`save_bases=True`), or use the bases of the seed. The app's `method=fed-sb` has that
     round.
 
     Args:
-        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+        **fedavg: The arguments of `MethodStrategy`, and those of `FedAvg`, by name.
     """
 
     method: ClassVar[str] = "fed-sb"
 
     def translate(self, arrays: Tensors, server_round: int) -> RavanArrays:  # noqa: ARG002
+        """Return the translation of the global arrays; ValueError unless layers have one head."""
         translated = RavanArrays(arrays, self.method, {})
         if translated.heads != 1:
             raise ValueError(

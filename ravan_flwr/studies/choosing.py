@@ -1,12 +1,11 @@
-"""Choose a rate for each row of a study, the same way and with the same effort for all.
+"""Choose a rate for each row of a study, by the same procedure and budget for all rows.
 
-That is the learning rate, or a value of the key that the row's table names.
+A rate is a learning rate, or a value of the key that the row's table names.
 
-All rates of the grid are measured with the same seeds, on a validation split. While the best is the
-largest or smallest of those tried, the next of the grid is measured as well, a number of times at
-most. A grid may have several rungs: few seeds and rounds first, more of both for the better rates
-(successive halving). All of it follows from the results, so that it is the same whenever it is
-asked.
+All rates of the grid are measured with the same seeds, on a validation split. While the best rate
+is the largest or smallest tried, the grid is extended beyond it, up to `extensions` times. A grid
+may have several rungs (successive halving): few seeds and rounds first, more of both for the better
+rates. The choice is a function of the results: the same results give the same choice.
 """
 
 import math
@@ -20,20 +19,20 @@ from ravan_flwr.studies.results import Result, Results, interval
 from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Rung, Study, Table
 from ravan_flwr.tasks import sign_of
 
-_IN_HALVES = (2.9, 3.5)  # steps of a grid with two rates a decade: 3 and 10 / 3
+_HALF_DECADE = (2.9, 3.5)  # bounds of a step of two rates a decade: 3 or 10 / 3
 
 
 @dataclass(frozen=True)
 class Score:
-    """Hold what a rate has reached, by seed."""
+    """The metric and the loss that a rate reached, by seed."""
 
     metric: str
     values: list[float]
-    losses: list[float]  # empty where none is measured
+    losses: list[float]  # empty if no loss was measured
 
     @classmethod
     def of(cls, results: Sequence[Result], metric: str = "", last: int = 0) -> "Score":
-        """Read it from the results of one rate's runs."""
+        """Return the score of the results of one rate's runs."""
         losses = [result.final["loss"] for result in results if "loss" in result.final]
         values = [result.value(metric, last) for result in results]
         return cls(metric or results[0].metric, values, losses)
@@ -47,77 +46,77 @@ class Score:
         return statistics.mean(self.values)
 
     @property
-    def order(self) -> tuple[float, float]:
-        """Compare by the mean metric, of equals by the smaller loss."""
+    def sort_key(self) -> tuple[float, float]:
+        """Return a key that sorts by the mean metric, ties by the smaller loss."""
         return sign_of(self.metric) * self.mean, -statistics.mean(self.losses or [0.0])
 
     def without(self, number: int) -> "Score":
-        """Leave one seed out."""
+        """Return the score without one seed, given by its position."""
         values, losses = ([*x[:number], *x[number + 1 :]] for x in (self.values, self.losses))
         return Score(self.metric, values, losses)
 
     def beats(self, other: "Score") -> bool:
-        """Tell whether it is better by more than noise.
+        """Return whether this score is significantly better than the other.
 
-        That is: the 95 % interval of the differences, paired by seed, lies above zero. Two seeds
-        have no interval, and then the better mean beats.
+        The 95 % interval of the differences, paired by seed, must be above zero. Fewer than three
+        seeds have no interval: then the means decide, ties by the smaller loss.
         """
         pairs = zip(self.values, other.values, strict=True)
         difference = interval([sign_of(self.metric) * (a - b) for a, b in pairs])
-        if difference.holds_zero is None:
-            return self.order > other.order
-        return difference.mean > 0 and not difference.holds_zero
+        if difference.contains_zero is None:
+            return self.sort_key > other.sort_key
+        return difference.mean > 0 and not difference.contains_zero
 
 
 Scores = Mapping[float, Score]  # by rate
 
 
 def ranked(scores: Scores) -> list[float]:
-    """List the rates, the best first; of equals the smaller."""
-    return sorted(scores, key=lambda rate: (*scores[rate].order, -rate), reverse=True)
+    """Return the rates, the best first; of ties the smaller first."""
+    return sorted(scores, key=lambda rate: (*scores[rate].sort_key, -rate), reverse=True)
 
 
-def alike(scores: Scores) -> list[float]:
-    """List the rates that the best one does not beat by more than noise, from the smallest."""
+def rates_as_good(scores: Scores) -> list[float]:
+    """Return the rates that are not significantly worse than the best, in ascending order."""
     best = scores[ranked(scores)[0]]
     return sorted(rate for rate, score in scores.items() if not best.beats(score))
 
 
 def grid_around(rate: float) -> list[float]:
-    """List the rates from a decade below this one to a decade above, as far as the key takes.
+    """Return the rates from a decade below this rate to a decade above, within the key's range.
 
-    Two rates a decade: 1, 3, 10, 30, ... around such a rate. A rate that is none of these keeps its
-    own digits in every decade: 5e-5, 1.7e-4, 5e-4.
+    There are two rates a decade: 1, 3, 10, 30, ... around a rate of this series. Another rate keeps
+    its own digits in every decade: 5e-5, 1.7e-4, 5e-4.
     """
     digits = rate / 10.0 ** math.floor(math.log10(rate) + 1e-9)
     between = float(f"{rate * (3 if digits < 2.5 else 10 / 3):.1e}")
     rates = (rate / 10, between / 10, rate, between, rate * 10)
-    return [float(f"{value:.12g}") for value in rates if _allowed(value, RATE)]
+    return [float(f"{value:.12g}") for value in rates if _is_allowed(value, RATE)]
 
 
-def beyond(best: float, tried: Collection[float], key: str = RATE) -> float | None:
-    """Return the rate to try next where the best is the largest or smallest tried; else None."""
+def rate_beyond(best: float, tried: Collection[float], key: str = RATE) -> float | None:
+    """Return the next rate beyond the best if it is the largest or smallest tried; else None."""
     ordered = sorted(tried)
     if len(ordered) < 2 or best not in (ordered[0], ordered[-1]) or ordered[0] <= 0:
         return None
     neighbour = ordered[-2] if best == ordered[-1] else ordered[1]
     step = best / neighbour
-    if _IN_HALVES[0] < max(step, 1 / step) < _IN_HALVES[1]:  # then a decade from the neighbour
+    if _HALF_DECADE[0] < max(step, 1 / step) < _HALF_DECADE[1]:  # a decade from the neighbour
         further = float(f"{neighbour * (10 if step > 1 else 0.1):.12g}")
     else:
         further = float(f"{best * step:.2g}")
-    return further if _allowed(further, key) else None
+    return further if _is_allowed(further, key) else None
 
 
-def _allowed(rate: float, name: str) -> bool:
-    """Tell whether the key takes this rate."""
+def _is_allowed(rate: float, name: str) -> bool:
+    """Return whether this rate is in the key's range."""
     key = KEYS[name]
     return key.above < rate <= key.high
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Hold the rates of a rung, and the scores of those of which every seed is done."""
+class RungResult:
+    """The result of a rung: its rates, and the scores of rates whose seeds are all done."""
 
     rung: Rung
     rates: list[float]
@@ -126,39 +125,42 @@ class Measured:
 
 @dataclass(frozen=True)
 class RateChoice:
-    """Hold what was measured of a row's rates, as far as it is."""
+    """The measurements of a row's rates so far, and the choice that results from them."""
 
     grid: Grid
-    tried: list[float]  # in order
-    rungs: list[Measured]
-    open: bool  # are some of them still to be run?
+    tried: list[float]  # ascending
+    rungs: list[RungResult]
+    pending: bool  # are some of these runs still to be done?
 
     @property
     def scores(self) -> dict[float, Score]:
-        """Return the scores of the last rung that has some."""
-        return next((measured.scores for measured in reversed(self.rungs) if measured.scores), {})
+        """Return the scores of the last rung that has any."""
+        return next((result.scores for result in reversed(self.rungs) if result.scores), {})
 
     @property
     def runs(self) -> int:
-        """Count the runs that this takes."""
-        return sum(len(measured.rates) * len(measured.rung.seeds) for measured in self.rungs)
+        """Return the number of runs of all rungs."""
+        return sum(len(result.rates) * len(result.rung.seeds) for result in self.rungs)
 
     @property
     def rate(self) -> float | None:
-        """Return the best; None where none is measured."""
+        """Return the best rate; None if none is measured."""
         return ranked(self.scores)[0] if self.scores else None
 
     @property
     def by_seed(self) -> dict[int, float] | None:
-        """Return what each seed takes by the others; None where a validation split decides."""
+        """Return each seed's rate, best by the other seeds; None with a validation split."""
         if self.grid.validation_share is not None or not self.scores:
             return None
-        best = (ranked(view)[0] for view in _views(self.grid, self.rungs[-1].rung, self.scores))
+        best = (
+            ranked(scores)[0]
+            for scores in _leave_one_out(self.grid, self.rungs[-1].rung, self.scores)
+        )
         return dict(zip(self.rungs[-1].rung.seeds, best, strict=True))
 
     @property
     def seeds(self) -> int:
-        """Return with how many seeds each was measured."""
+        """Return the number of seeds of the last rung."""
         return len(self.rungs[-1].rung.seeds)
 
     @property
@@ -168,44 +170,46 @@ class RateChoice:
 
     @property
     def within_noise(self) -> list[float]:
-        """List the rates that the best does not beat by more than noise, the best too."""
-        return alike(self.scores) if self.scores else []
+        """Return the rates that are not significantly worse than the best, and the best."""
+        return rates_as_good(self.scores) if self.scores else []
 
     @property
     def alternatives(self) -> list[float]:
-        """List those of them that are not the best."""
+        """Return the rates that are not significantly worse than the best, without the best."""
         return [rate for rate in self.within_noise if rate != self.rate]
 
 
 def choose(row: Row, results: Results) -> RateChoice | None:
-    """Choose the rate of a row from what is measured; None where its settings say it."""
-    row = row.chosen_as or row
+    """Choose the rate of a row from the results so far; None if its settings fix the rate."""
+    row = row.rate_source or row
     if (grid := row.grid) is None:
         return None
-    tried, rungs, open_ = sorted(grid.values), list[Measured](), False
+    tried, rungs, pending = sorted(grid.values), list[RungResult](), False
     for rung in grid.rungs:
         rates = ranked(rungs[-1].scores)[: rung.rates] if rungs else list(tried)
-        measured = Measured(rung, [], {})
-        rungs.append(measured)
+        rung_result = RungResult(rung, [], {})
+        rungs.append(rung_result)
         while rates:
             for rate in sorted(rates):
                 runs = row.candidates(rate, rung)
-                measured.rates.append(rate)
+                rung_result.rates.append(rate)
                 run_results = [result for run in runs if (result := results.of(run)) is not None]
                 complete = len(run_results) == len(runs)
-                if complete and not any(result.missed(grid.metric) for result in run_results):
-                    measured.scores[rate] = Score.of(run_results, grid.metric, grid.last)
-                open_ |= any(not (results.of(run) or results.failure(run)) for run in runs)
-            may_extend = len(tried) - len(grid.values) < grid.extensions and not open_
-            rates = _following(grid, measured, tried) if may_extend else []
+                if complete and not any(
+                    result.missed_target(grid.metric) for result in run_results
+                ):
+                    rung_result.scores[rate] = Score.of(run_results, grid.metric, grid.last)
+                pending |= any(not (results.of(run) or results.failure(run)) for run in runs)
+            may_extend = len(tried) - len(grid.values) < grid.extensions and not pending
+            rates = _extension(grid, rung_result, tried) if may_extend else []
             tried = sorted([*tried, *rates])
-        if open_ or not measured.scores:
+        if pending or not rung_result.scores:
             break
-    return RateChoice(grid, tried, rungs, open_)
+    return RateChoice(grid, tried, rungs, pending)
 
 
-def _views(grid: Grid, rung: Rung, scores: Scores) -> Iterator[Scores]:
-    """Yield the scores that choices are made by: all seeds, or all but one."""
+def _leave_one_out(grid: Grid, rung: Rung, scores: Scores) -> Iterator[Scores]:
+    """Yield the scores without each seed; with a validation split, once those of all seeds."""
     if grid.validation_share is not None:
         yield scores
         return
@@ -213,19 +217,19 @@ def _views(grid: Grid, rung: Rung, scores: Scores) -> Iterator[Scores]:
         yield {rate: score.without(number) for rate, score in scores.items()}
 
 
-def _following(grid: Grid, measured: Measured, tried: Sequence[float]) -> list[float]:
-    """Return the rate to try as well, where a best one is an edge of all that were tried."""
-    for scores in _views(grid, measured.rung, measured.scores):
+def _extension(grid: Grid, rung_result: RungResult, tried: Sequence[float]) -> list[float]:
+    """Return the rate to try in addition, if a best rate is an edge of those tried."""
+    for scores in _leave_one_out(grid, rung_result.rung, rung_result.scores):
         best, *others = ranked(scores) or [math.nan]
-        # Where several rates reach the same, nothing says that others are better.
+        # Ties of the best mean are no evidence that a rate beyond is better.
         alone = all(scores[rate].mean != scores[best].mean for rate in others)
-        if scores and alone and (next_rate := beyond(best, tried, grid.key)) is not None:
+        if scores and alone and (next_rate := rate_beyond(best, tried, grid.key)) is not None:
             return [next_rate]
     return []
 
 
 def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
-    """Choose for each row of a table of which at least one rate is measured, for this table."""
+    """Return the choice of each row that chooses in this table and has a measured rate."""
     if table.rates_of:
         return {}
     choices = {name: choose(row, results) for name, row in table.rows.items()}
@@ -233,7 +237,7 @@ def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
 
 
 def runs_of(row: Row, results: Results) -> list[PlannedRun]:
-    """List a row's runs for its table; none where its learning rate is not known."""
+    """Return a row's runs for its table; none while its rate is not chosen."""
     choice = choose(row, results)
     if choice is None:
         return row.runs()
@@ -241,30 +245,30 @@ def runs_of(row: Row, results: Results) -> list[PlannedRun]:
 
 
 def runs_as_good(row: Row, results: Results) -> dict[float, list[PlannedRun]]:
-    """List a row's runs with the other rates that are as good, by rate, where its table asks."""
+    """Return a row's runs with the other rates that are as good, by rate, if `run-as-good`."""
     choice = choose(row, results) if row.run_as_good else None
     return {rate: row.runs(rate) for rate in choice.alternatives} if choice else {}
 
 
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
-    """List the runs from which learning rates are chosen, each once, as far as they are known."""
-    choices = ((row.chosen_as or row, choose(row, results)) for row in study.rows)
-    return each_once(
+    """Return the runs from which rates are chosen, each once, as far as they are known."""
+    choices = ((row.rate_source or row, choose(row, results)) for row in study.rows)
+    return unique_runs(
         run
         for row, choice in choices
-        for measured in (choice.rungs if choice else ())
-        for rate in sorted(measured.rates)
-        for run in row.candidates(rate, measured.rung)
+        for rung_result in (choice.rungs if choice else ())
+        for rate in sorted(rung_result.rates)
+        for run in row.candidates(rate, rung_result.rung)
     )
 
 
-def planned(study: Study, results: Results) -> list[PlannedRun]:
-    """List the runs of the tables, each once, as far as learning rates are chosen."""
+def table_runs(study: Study, results: Results) -> list[PlannedRun]:
+    """Return the runs of the tables, each once, as far as rates are chosen."""
     best = (run for row in study.rows for run in runs_of(row, results))
     alternatives = (runs for row in study.rows for runs in runs_as_good(row, results).values())
-    return each_once(chain(best, chain.from_iterable(alternatives)))
+    return unique_runs(chain(best, chain.from_iterable(alternatives)))
 
 
-def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Drop runs that mean the same, in whatever order their settings stand."""
+def unique_runs(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """Drop duplicates: runs whose settings are equal, in any order."""
     return list({run.name: run for run in runs}.values())

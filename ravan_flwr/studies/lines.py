@@ -1,4 +1,4 @@
-"""Compare the rows of a table: means over seeds, differences paired by seed, what is the best."""
+"""Compare the rows of a table: means over seeds, differences paired by seed, the best rows."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,29 @@ from ravan_flwr.tasks import sign_of
 
 @dataclass(frozen=True)
 class Line:
-    """Hold a row of a table, with the results of its seeds that are done."""
+    """A row of a table, with the results of its seeds that are done."""
 
     table: Table
     row: str
     metric: str
     results: Mapping[int, Result]  # by seed
     values: Mapping[int, float]  # of the metric
-    as_good: Mapping[float, Mapping[int, float]]  # the same with the other rates that are as good
-    seeds: int  # that the study names
-    choice: RateChoice | None  # of the learning rate, where it is chosen from a grid
-    difference: Interval | None = None  # from the row that differences are to
-    late: Interval | None = None  # from that row, in the mean of the last evaluations
-    change: Interval | None = None  # from the same row of another table
-    p_holm: float | None = None  # of a planned difference, corrected for their number
-    steady: bool = False  # does it stand so to that row with any of the rates that are as good?
-    best: bool = False  # or not significantly different from it
+    as_good: Mapping[float, Mapping[int, float]]  # values by rate, of the other rates as good
+    seeds: int  # number of seeds in the study
+    choice: RateChoice | None  # of the rate, if it is chosen from a grid
+    difference: Interval | None = None  # to the row `against`
+    late: Interval | None = None  # to that row, of the means of the last evaluations
+    change: Interval | None = None  # from the same row of the table `change-from`
+    p_holm: float | None = None  # p-value of a planned contrast, corrected by Holm's method
+    robust: bool = False  # better, or worse, with any of the rates as good?
+    best: bool = False  # the best row, or not significantly different from it
 
     @classmethod
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
-        """Read a row's results; None where no run of it is done, or one has missed its target."""
+        """Return a row's line; None if no run is done, or a run missed its target."""
         row = table.rows[name]
         by_seed = _by_seed(runs_of(row, results), results)
-        if not by_seed or any(result.missed(table.metric) for result in by_seed.values()):
+        if not by_seed or any(result.missed_target(table.metric) for result in by_seed.values()):
             return None
 
         def values_of(by_seed: Mapping[int, Result]) -> dict[int, float]:
@@ -43,7 +43,7 @@ class Line:
             return {
                 seed: result.value(table.metric, last)
                 for seed, result in by_seed.items()
-                if not result.missed(table.metric)
+                if not result.missed_target(table.metric)
             }
 
         return cls(
@@ -74,21 +74,21 @@ class Line:
 
     @property
     def merit(self) -> float:
-        """Return the mean such that larger is better."""
+        """Return the mean with a sign such that larger is better."""
         return sign_of(self.metric) * self.interval.mean
 
     def mean_of(self, name: str) -> float | None:
-        """Average a number of the results over the seeds; None where a run has not noted it."""
+        """Return the mean over seeds of a field of the results; None if a run did not record it."""
         numbers = [getattr(result, name) for result in self.results.values()]
         return None if None in numbers else statistics.mean(numbers)
 
     @property
     def client_seconds(self) -> float | None:
-        """Average over the seeds what all clients took."""
+        """Return the mean over seeds of all clients' training seconds."""
         return self.mean_of("client_seconds")
 
     def change_in(self, results: Results) -> Interval | None:
-        """Find how far it is from the row of its name in the table that its own names."""
+        """Return the difference from the row of the same name in the table `change-from`."""
         base = self.table.change_from
         if base is None or self.row not in base.rows:
             return None
@@ -96,7 +96,7 @@ class Line:
         return difference(self.values, line.values) if line else None
 
     def compared_to(self, reference: "Line") -> "Line":
-        """Compare it with another row, also in the mean of the last evaluations, if asked."""
+        """Return the line with its differences to a row; `late` too, if `compare-last` is set."""
         last = self.table.compare_last
         values, reference_values = ([x.values, *x.as_good.values()] for x in (self, reference))
         standings = {self._standing(difference(a, b)) for a, b in product(values, reference_values)}
@@ -104,11 +104,11 @@ class Line:
             self,
             difference=difference(self.values, reference.values),
             late=difference(self._late(last), reference._late(last)) if last else None,
-            steady=standings in ({"better"}, {"worse"}),
+            robust=standings in ({"better"}, {"worse"}),
         )
 
     def _late(self, last: int) -> dict[int, float]:
-        """Average by seed over the last evaluations, of runs that have so many."""
+        """Return the mean of the last evaluations by seed, of runs that have at least `last`."""
         return {
             seed: statistics.mean(course[-last:])
             for seed, result in self.results.items()
@@ -117,18 +117,18 @@ class Line:
 
     @property
     def standing(self) -> str:
-        """Say how it stands to the row that differences are to, where that can be told."""
+        """Return "better", "worse" or "alike", to the row `against`; "" without an interval."""
         return self._standing(self.difference)
 
     def _standing(self, difference: Interval | None) -> str:
-        if difference is None or difference.holds_zero is None:
+        if difference is None or difference.contains_zero is None:
             return ""
-        if difference.holds_zero:
+        if difference.contains_zero:
             return "alike"
         return "better" if sign_of(self.metric) * difference.mean > 0 else "worse"
 
-    def moved(self, rate: float) -> Interval | None:
-        """Find how far it ends from where it is with one of the other rates that are as good."""
+    def shift(self, rate: float) -> Interval | None:
+        """Return the difference that another of the rates as good makes to the values."""
         return difference(self.as_good[rate], self.values)
 
 
@@ -138,7 +138,7 @@ def _by_seed(runs: Sequence[PlannedRun], results: Results) -> dict[int, Result]:
 
 
 def lines_of(table: Table, results: Results) -> list[Line]:
-    """Compare the rows of which at least one run is done."""
+    """Return the table's lines, compared, of the rows with at least one finished run."""
     lines = [line for name in table.rows if (line := Line.of(table, name, results)) is not None]
     reference = next((line for line in lines if line.row == table.against), None)
     best = max((line for line in lines if line.competes), key=lambda x: x.merit, default=None)
@@ -158,22 +158,22 @@ def lines_of(table: Table, results: Results) -> list[Line]:
     ]
 
 
-def missed(table: Table, results: Results) -> dict[str, str]:
-    """Say of how many runs a row has no time, since one of them ended before its target."""
+def runs_without_time(table: Table, results: Results) -> dict[str, str]:
+    """Return texts by row, "1 of 3 runs": the runs that ended before their target."""
     counts = {}
     for name, row in table.rows.items():
         run_results = _by_seed(runs_of(row, results), results).values()
-        if few := sum(result.missed(table.metric) for result in run_results):
-            counts[name] = f"{few} of {len(run_results)} runs"
+        if num_missed := sum(result.missed_target(table.metric) for result in run_results):
+            counts[name] = f"{num_missed} of {len(run_results)} runs"
     return counts
 
 
 def _is_as_good(line: Line, best: Line) -> bool:
-    """Return whether the best is not significantly different, or without an interval equal."""
+    """Return whether no significant difference to the best exists; without interval, a tie."""
     gap = difference(line.values, best.values)
-    if gap is None or gap.holds_zero is None:
+    if gap is None or gap.contains_zero is None:
         return line.merit == best.merit
-    return gap.holds_zero
+    return gap.contains_zero
 
 
 _STANDINGS = {
@@ -184,11 +184,11 @@ _STANDINGS = {
 
 
 def sentence(table: Table, lines: Sequence[Line]) -> str:
-    """Name the rows that are significantly better and worse, by intervals that do not hold zero."""
+    """Return sentences that list the significantly better and worse rows (95 % intervals)."""
     named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
     texts = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
-    # Were the rows run with all rates that are as good, and have some such?
-    run = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
+    # Are all runs done with the rates that are as good?
+    complete = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
     if not texts and len(lines) > 1:
         reference = next((x.values for x in lines if x.row == table.against), None)
         texts = [f"Row {table.against} is not done, so that there are no differences."]
@@ -196,10 +196,10 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
             least = min(len(x.values.keys() & reference.keys()) for x in lines)
             seeds = "one seed" if least == 1 else f"{least} seeds"
             texts = [f"With {seeds} there is no interval, so no row is called better than another."]
-    elif (named["better"] or named["worse"]) and run and all(run):
-        steady = ", ".join(line.row for line in lines if line.steady) or "none"
+    elif (named["better"] or named["worse"]) and complete and all(complete):
+        robust = ", ".join(line.row for line in lines if line.robust) or "none"
         texts.append(
-            f"With any of the rates that are as good, of both rows, this holds for: {steady}."
+            f"With any of the rates that are as good, of both rows, this holds for: {robust}."
         )
     if table.contrasts:
         rows = [x.row for x in lines if x.p_holm is not None and x.p_holm < 0.05]

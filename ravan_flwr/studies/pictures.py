@@ -1,4 +1,4 @@
-"""Draw what came of a study: a metric by round, by bytes and by seconds, and by learning rate."""
+"""Draw the results of a study: a metric by round, by bytes, by seconds, and by learning rate."""
 
 import re
 import statistics
@@ -17,26 +17,26 @@ from ravan_flwr.reports.charts import (
     Chart,
     Series,
     differences,
-    least_and_greatest,
+    min_and_max,
     panels,
     points,
 )
-from ravan_flwr.reports.run_charts import courses
+from ravan_flwr.reports.run_charts import metric_charts
 from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results, interval
-from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
+from ravan_flwr.studies.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
 from ravan_flwr.tasks import TIME, is_fraction
 
 
 def charts(table: Table, results: Results) -> list[Chart]:
-    """Draw a table's pictures, and its rows' spectra where it asks for them."""
+    """Return a table's charts, and its rows' spectra if the table has `spectra`."""
     rows = lines_of(table, results)
     pictures = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
     pictures += _sensitivity(table, results)
-    if table.spectra:  # of the runs whose directories are there
+    if table.spectra:  # of the runs whose directories exist
         folder = results.folder
         paths = {
             name: [path for run in runs_of(row, results) if (path := run.directory(folder))]
@@ -48,15 +48,17 @@ def charts(table: Table, results: Results) -> list[Chart]:
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
-    """Draw where each row ended in each table, as points with intervals."""
+    """Return a chart of each row's final metric in each table, as points with intervals."""
     tables = {table.title: lines_of(table, results) for table in study.tables}
     tables = {title: lines for title, lines in tables.items() if lines}
     names = list(dict.fromkeys(line.row for lines in tables.values() for line in lines))
     metrics = {line.metric for lines in tables.values() for line in lines}
     if len(metrics) != 1:
-        return []  # nothing is done, or nothing can be compared
+        return []  # no run is done, or the tables have different metrics
     metric = metrics.pop()
-    ends = [{x.row: (x.interval.mean, x.interval.half) for x in rows} for rows in tables.values()]
+    ends = [
+        {x.row: (x.interval.mean, x.interval.half_width) for x in rows} for rows in tables.values()
+    ]
     values = {name: [end.get(name) for end in ends] for name in names}
     about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
     title = f"{metric.capitalize()} by table"
@@ -65,29 +67,32 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
 
 
 def slug(title: str) -> str:
-    """Make a part of a file's name of a title."""
+    """Return a title as a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Let a band be the mean's 95 % interval, or reach over all where there are too few seeds."""
-    if len(values) < LEAST:
-        return least_and_greatest(values)
+    """Return the ends of the mean's 95 % interval; with too few seeds, least and greatest."""
+    if len(values) < MIN_SEEDS:
+        return min_and_max(values)
     intervals = [interval(list(map(float, column))) for column in values.T]
-    means, halves = values.mean(0), np.asarray([interval.half for interval in intervals], float)
+    means, halves = (
+        values.mean(0),
+        np.asarray([interval.half_width for interval in intervals], float),
+    )
     return means - halves, means + halves
 
 
 def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
-    """Draw the differences of a table with planned contrasts, and where its rows end by bytes."""
+    """Return a chart of differences and final metrics by bytes, if the table has contrasts."""
     if not table.contrasts or not rows:
         return []
     metric, against = rows[0].metric, table.against
     scale, in_points, unit = (100, "points", "%") if is_fraction(metric) else (1, metric, metric)
     values = {
-        row.row: (scale * row.difference.mean, scale * row.difference.half)
+        row.row: (scale * row.difference.mean, scale * row.difference.half_width)
         for row in rows
-        if row.difference and row.difference.half is not None
+        if row.difference and row.difference.half_width is not None
     }
     if not values:
         return []
@@ -95,7 +100,7 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
         row.row: (
             statistics.mean((x.bytes_up + x.bytes_down) / 1e6 for x in row.results.values()),
             scale * row.interval.mean,
-            scale * (row.interval.half or 0),
+            scale * (row.interval.half_width or 0),
         )
         for row in rows
     }
@@ -111,7 +116,7 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
-    """Draw the metric by round, by megabyte, by the clients' seconds and by time, where noted."""
+    """Return charts of the metric by round, bytes, client seconds and time, if recorded."""
     metric = rows[0].first.metric if rows[0].metric == TIME else rows[0].metric
     curves = {row.row: [result.curve for result in row.results.values()] for row in rows}
     keys = ["round"] if any(len(x["round"]) > 1 for xs in curves.values() for x in xs) else []
@@ -120,50 +125,52 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         keys.append("client-seconds")
     if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)
-    bands = f" {_said_of_bands(rows)}"
-    return courses(metric, curves, keys, grey=table.against, ends=band_ends, bands=bands)
+    bands = f" {_band_caption(rows)}"
+    return metric_charts(metric, curves, keys, grey=table.against, ends=band_ends, bands=bands)
 
 
-def _said_of_bands(rows: Sequence[Line]) -> str:
+def _band_caption(rows: Sequence[Line]) -> str:
     least = min(len(row.values) for row in rows)
     if least == 1:
         return "One seed."
-    kind = "95 % intervals of the mean" if least >= LEAST else "from the least to the greatest"
+    kind = "95 % intervals of the mean" if least >= MIN_SEEDS else "from the least to the greatest"
     return f"Bands: {kind} over {least} seeds."
 
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
-    """Draw the metric by rate, a panel for each row whose rate is chosen."""
+    """Return a chart of the metric by rate, a panel for each row whose rate is chosen."""
     choices = choices_of(table, results)
     if not choices:
         return []
     scores = next(iter(choices.values())).scores
     metric = next(iter(scores.values())).metric
-    name = table.chosen_in_words
+    name = table.chosen_key_name
     seeds = {len(score.values) for choice in choices.values() for score in choice.scores.values()}
 
     def mark(axes: Axes, series: Series) -> None:
-        """Mark the rates that were tried, those as good as the best, and the best."""
+        """Mark the rates that were tried: filled if as good as the best, large if the best."""
         choice = choices[series.label]
         with mpl.rc_context(STYLE):
             for rate, score in choice.scores.items():
                 face = COLOURS[0] if rate in choice.within_noise else "white"
-                look: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
+                colours: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
                 size = 7 if rate == choice.rate else 4
-                axes.plot([rate], [score.mean], marker="o", markersize=size, **look)
+                axes.plot([rate], [score.mean], marker="o", markersize=size, **colours)
 
-    held_out = not table.leave_one_seed_out
-    where = "the validation split of clients" if held_out else "examples that no client trains on"
+    has_split = not table.leave_one_seed_out
+    examples = (
+        "the validation split of clients" if has_split else "examples that no client trains on"
+    )
     caption = Caption(
-        f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
+        f"{metric}-by-{'rate' if table.chosen_key == RATE else table.chosen_key}",
         f"{metric.capitalize()} by {name}",
-        f"The {metric} on {where}, by {name}; {min(seeds)} seeds. The "
+        f"The {metric} on {examples}, by {name}; {min(seeds)} seeds. The "
         "large point is the one that was chosen; filled points are not significantly different "
         "from it.",
     )
     series = [_by_rate(name, choice) for name, choice in choices.items()]
-    look: dict[str, Any] = {"ends": band_ends, "logarithmic": True, "mark": mark}
-    return [panels(caption, series, table.against, name, metric, **look)]
+    options: dict[str, Any] = {"ends": band_ends, "logarithmic": True, "mark": mark}
+    return [panels(caption, series, table.against, name, metric, **options)]
 
 
 def _by_rate(name: str, choice: RateChoice) -> Series:

@@ -1,4 +1,4 @@
-"""Run a study: each run is a process of its own, and what is done already is left alone."""
+"""Run a study: each run is a process of its own, and finished runs are not repeated."""
 
 import logging
 import os
@@ -14,25 +14,25 @@ from queue import SimpleQueue
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.choosing import candidates, each_once, planned
+from ravan_flwr.studies.choosing import candidates, table_runs, unique_runs
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import LEAST, PlannedRun, Study, read_study
+from ravan_flwr.studies.spec import MIN_SEEDS, PlannedRun, Study, read_study
 from ravan_flwr.studies.tables import Page, write_tables
-from ravan_flwr.training.machine import CORES, in_turn, usable_cores, visible_gpus
+from ravan_flwr.training.machine import CORES, assign_gpus, usable_cores, visible_gpus
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The engine, how many runs are at work at a time, and what each may take of a GPU."""
+    """The engine, the number of concurrent runs, and the number of clients on a GPU."""
 
     engine: str = "process"
     jobs: int = 1
     clients_per_gpu: int | None = None
 
     def command(self, run: PlannedRun, folder: Path) -> list[str]:
-        """Build the command of one run."""
+        """Return the command of one run."""
         command = run.command(folder, self.engine)
         if self.engine != "flower":
             return command
@@ -42,9 +42,9 @@ class RunOptions:
         return command
 
     def divides_gpus(self, runs: Sequence[PlannedRun]) -> bool:
-        """Tell whether each run at work has GPUs of its own; not where a run names its device."""
-        named = [dict(run.settings + run.overrides).get("device", AUTO) for run in runs]
-        return self.engine == "process" and self.jobs > 1 and {*named} <= {AUTO, "cuda"}
+        """Return whether concurrent runs divide the GPUs; not if a run sets its own device."""
+        devices = [dict(run.settings + run.overrides).get("device", AUTO) for run in runs]
+        return self.engine == "process" and self.jobs > 1 and {*devices} <= {AUTO, "cuda"}
 
 
 def run_study(
@@ -57,56 +57,56 @@ def run_study(
     tables_only: bool = False,
     overrides: Mapping[str, Scalar] | None = None,
 ) -> bool:
-    """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed.
+    """Run the missing runs, `jobs` at a time, and write the tables; return True if none failed.
 
-    The tables go into a `page` as well, if one is named, and the record of the runs beside it.
-    With `tables_only` nothing is run: the tables show what is done. `overrides` says where this
-    machine has the data, the model and a device; the runs are the same as elsewhere.
+    With a `page`, its tables are written too, and the record of the runs is beside it. With
+    `tables_only` nothing is run: the tables show the finished runs. `overrides` has this machine's
+    data, model and device; they do not change which runs the study has.
     """
     path, folder = Path(path), Path(folder)
     study = read_study(path, overrides)
-    place = Page.of(Path(page), path, study) if page is not None else None
+    result_page = Page.of(Path(page), path, study) if page is not None else None
     _warn_of_few_seeds(study)
-    results = Results(folder, place.record if place else None)
+    results = Results(folder, result_page.record if result_page else None)
     if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
         run_missing(study, results, RunOptions(engine, jobs, clients_per_gpu))
-    runs = each_once([*candidates(study, results), *planned(study, results)])
-    lacking = [run for run in runs if results.of(run) is None]
-    nothing = "; nothing is run" * tables_only
-    log.info("%s: %d runs of %d are not done%s", study.title, len(lacking), len(runs), nothing)
-    failed = {str(run): reason for run in lacking if (reason := results.failure(run)) is not None}
+    runs = unique_runs([*candidates(study, results), *table_runs(study, results)])
+    missing = [run for run in runs if results.of(run) is None]
+    suffix = "; nothing is run" * tables_only
+    log.info("%s: %d runs of %d are not done%s", study.title, len(missing), len(runs), suffix)
+    failed = {str(run): reason for run in missing if (reason := results.failure(run)) is not None}
     for run, reason in failed.items():
         log.warning("failed: %s: %s", run, reason)
     write_tables(study, results, failed)
     log.info("tables: %s", folder / "results.md")
-    if place:
-        place.write(results)
-        log.info("page: %s, with its numbers in %s", place.path, place.folder)
+    if result_page:
+        result_page.write(results)
+        log.info("page: %s, with its numbers in %s", result_page.path, result_page.folder)
     return not failed
 
 
 def _warn_of_few_seeds(study: Study) -> None:
     rungs = [rung for row in study.rows if row.grid for rung in row.grid.rungs]
-    seeds = min((len(rung.seeds) for rung in rungs), default=LEAST)
-    if seeds < LEAST:
+    seeds = min((len(rung.seeds) for rung in rungs), default=MIN_SEEDS)
+    if seeds < MIN_SEEDS:
         log.warning(
             "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "
             "%d or more under choose: seeds",
-            *(seeds, "s" * (seeds != 1), LEAST),
+            *(seeds, "s" * (seeds != 1), MIN_SEEDS),
         )
 
 
 def run_missing(study: Study, results: Results, options: RunOptions) -> None:
-    """Run what is not done, table by table: rates first, until no row wants another.
+    """Run the missing runs, table by table: first those that choose rates, then the table's own.
 
-    What a run has come to, and why one failed, is in `results` afterwards.
+    Afterwards `results` has the result, or the reason of the failure, of each run.
     """
     attempted: set[PlannedRun] = set()
     for table in study.tables:
-        part = Study(study.title, [table])
+        table_study = Study(study.title, [table])
         while True:
-            for runs in (candidates(part, results), planned(part, results)):
+            for runs in (candidates(table_study, results), table_runs(table_study, results)):
                 todo = [run for run in runs if not (results.of(run) or run in attempted)]
                 if todo:
                     break
@@ -119,34 +119,36 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
 
 
 def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
-    """Run these, and log after each how long the rest of them may take."""
+    """Run these runs, and log after each the estimated time left."""
     environment = dict(os.environ)
-    if options.jobs > 1:  # side by side they share the cores; a number of the user's is kept
+    if (
+        options.jobs > 1
+    ):  # concurrent runs share the cores; a limit in the environment still applies
         environment[CORES] = str(max(1, usable_cores() // options.jobs))
-    places: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for place in in_turn(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
-        places.put(place)
+    gpu_slots: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for gpu_slot in assign_gpus(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
+        gpu_slots.put(gpu_slot)
 
     def execute(run: PlannedRun) -> str:
-        place = places.get()
+        gpu_slot = gpu_slots.get()
         try:
-            return children.run(options.command(run, results.folder), environment | place)
+            return children.run(options.command(run, results.folder), environment | gpu_slot)
         finally:
-            places.put(place)
+            gpu_slots.put(gpu_slot)
 
     children, pool = _Children(), ThreadPoolExecutor(options.jobs)
     started, rounds_done, rounds = time.monotonic(), 0, sum(run.num_rounds for run in todo)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
-            run, last = waiting[future], future.result()
+            run, last_line = waiting[future], future.result()
             rounds_done += run.num_rounds
             left = minutes((time.monotonic() - started) / rounds_done * (rounds - rounds_done))
             if results.of(run) is None:
-                results.note_failure(run, last)
-            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last)
+                results.add_failure(run, last_line)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last_line)
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)  # no further run begins
+        pool.shutdown(wait=False, cancel_futures=True)  # start no further run
         children.end()
         raise
     finally:
@@ -154,21 +156,21 @@ def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> N
 
 
 class _Children:
-    """Starts the processes of runs, each in a thread that waits for it, and can end all."""
+    """Start the processes of runs, each in a thread that waits for it, and terminate them."""
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), False
         self._started: list[subprocess.Popen[str]] = []
 
     def run(self, command: list[str], environment: dict[str, str]) -> str:
-        """Run a command; return the last line that it wrote."""
-        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        """Run a command; return its line that starts with "done", else the last line."""
+        devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
         with self._lock:
             if self._ended:
                 return "the study was ended"
             try:
                 child = subprocess.Popen(
-                    command, env=environment, text=True, stdin=nothing, stdout=pipe, stderr=pipe
+                    command, env=environment, text=True, stdin=devnull, stdout=pipe, stderr=pipe
                 )
             except OSError as error:
                 return str(error)
@@ -178,8 +180,8 @@ class _Children:
         return next((line for line in reversed(lines) if line.startswith("done")), lines[-1])
 
     def end(self) -> None:
-        """Ask all processes to end; their threads return when they have."""
+        """Terminate all processes; their threads return when the processes have ended."""
         with self._lock:
             self._ended = True
             for child in self._started:
-                child.terminate()  # which does nothing to one that has ended
+                child.terminate()  # no effect on a process that has ended

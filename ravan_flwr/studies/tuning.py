@@ -1,9 +1,9 @@
 """Choose the learning rate of a method by a study of one row, and write it into the preset.
 
-Rates around the method's default begin with a quarter of the rounds and one seed. The better half
-of them gets half of the rounds, the best two get all rounds and three seeds: successive halving.
-The test examples take no part. Where the best of a rung is the largest or smallest rate of all, the
-next is tried, too.
+The search is successive halving. Rates around the method's default are run for a quarter of the
+rounds with one seed. The better half is run for half of the rounds, and the best two for all rounds
+with three seeds. Test examples are not used. If the best rate of a rung is the largest or smallest
+tried, the next rate beyond it is tried too.
 """
 
 import importlib.metadata
@@ -19,8 +19,8 @@ from typing import Any, cast
 import yaml
 
 from ravan_flwr.config.keys import as_key_values, check_key
-from ravan_flwr.config.presets import own_preset, preset_file
-from ravan_flwr.config.run_config import HELD_BACK, Config, read_config
+from ravan_flwr.config.presets import preset_file, with_preset_path
+from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import Scalar
@@ -32,35 +32,43 @@ from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import ModelAndData, validation_size
 
-SEED, SEEDS = 100, 3  # the first seed, and how many the last rung has, unless some are given
-# What a tuning sets itself, in every run, or what is the folder's that it writes to.
-OWN = ("learning-rate", "evaluate-on", "eval-every", "resume", "output-dir", "report", "tracking")
-FEW = 100  # with fewer examples to compare on, a single answer is more than a percent
-# With one of these the rate is that of another model or other data than the preset's.
-_OTHER = ("model", "data", "targets", "glue-task")
+SEED, SEEDS = 100, 3  # default first seed, and number of seeds of the last rung
+# Settings that a tuning sets itself in every run, or that belong to its output folder.
+RESERVED_KEYS = (
+    "learning-rate",
+    "evaluate-on",
+    "eval-every",
+    "resume",
+    "output-dir",
+    "report",
+    "tracking",
+)
+FEW_EXAMPLES = 100  # with fewer validation examples, one answer is more than a percent
+# With one of these settings the rate is not for the preset's own model and data.
+_MODEL_AND_DATA = ("model", "data", "targets", "glue-task")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Hold what is tuned: the settings of every run, and the row that chooses."""
+    """A planned tuning: the settings of every run, and the row that chooses."""
 
-    request: dict[str, Scalar]  # what the person gave
-    preset: Path  # its file
-    config: Config  # as the settings resolve
+    request: dict[str, Scalar]  # the user's settings
+    preset: Path  # the preset's file
+    config: Config  # the resolved settings
     row: Row
     grid: Grid
 
     @property
     def study(self) -> Study:
-        """Return the study that it is."""
+        """Return the tuning as a study of one row."""
         title = f"Learning rate of {self.config.method} in preset {self.config.preset}"
         rows = {self.config.method: self.row}
         return Study(title, [Table(title=self.config.method, rows=rows)])
 
     def describe(self) -> str:
-        """Tell a person what will be run."""
+        """Return a text that lists the planned runs."""
         config, grid = self.config, self.grid
         extension = "; more where the best is the largest or smallest" if grid.extensions else ""
         runs = [len(rung.seeds) * (rung.rates or len(grid.values)) for rung in grid.rungs]
@@ -86,15 +94,17 @@ def plan_tuning(
     rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> Tuning:
-    """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
-    if conflicts := {key: value for key, value in request.items() if key in OWN}:
+    """Return the tuning, with checked settings: around the default rate, or of these rates."""
+    if conflicts := {key: value for key, value in request.items() if key in RESERVED_KEYS}:
         raise ValueError(
             f"tune: got {' '.join(as_key_values(conflicts))}, expected settings other than "
-            f"{', '.join(OWN)}, which it sets itself; leave it out, or name rates to try with "
-            "--rates and a folder with --output"
+            f"{', '.join(RESERVED_KEYS)}, which it sets itself; leave it out, or name rates to try "
+            "with --rates and a folder with --output"
         )
-    own: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
-    settings = own_preset({"preset": "digits-vit", "method": "ravan", **own, **request})
+    validation: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": VALIDATION_SHARE}
+    settings = with_preset_path(
+        {"preset": "digits-vit", "method": "ravan", **validation, **request}
+    )
     if seeds and "seed" in settings:
         raise ValueError(
             f"--seeds: got seed={settings['seed']} beside it, expected one of them; leave one out"
@@ -103,15 +113,15 @@ def plan_tuning(
         if numbers and len(set(numbers)) < max(2, len(numbers)):
             raise ValueError(f"{option}: got {list(numbers)}, expected at least two different ones")
     first = int(check_key("seed", settings.pop("seed", SEED)))
-    chosen = tuple(seeds) or tuple(range(first, first + SEEDS))
-    for seed in chosen:
+    run_seeds = tuple(seeds) or tuple(range(first, first + SEEDS))
+    for seed in run_seeds:
         check_key("seed", seed)
     for rate in rates:
         check_key("learning-rate", rate)
     config = read_config(settings | ({"learning-rate": rates[0]} if rates else {}))
-    begin = tuple(sorted(set(rates))) or tuple(grid_around(config.learning_rate))
+    start_rates = tuple(sorted(set(rates))) or tuple(grid_around(config.learning_rate))
     grid = Grid(
-        "learning-rate", begin, _rungs(len(begin), config.num_rounds, chosen),
+        "learning-rate", start_rates, _rungs(len(start_rates), config.num_rounds, run_seeds),
         0 if rates else EXTENSIONS, config.validation_share,
     )  # fmt: skip
     row = Row(settings, number_of_clients(config, num_clients), (), grid)
@@ -119,18 +129,18 @@ def plan_tuning(
 
 
 def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
-    """Plan a quarter of the rounds, half, and all; equal lengths count once."""
-    before: dict[int, Rung] = {}
-    for part in (4, 2):
-        length, number = math.ceil(rounds / part), rates if not before else math.ceil(rates / 2)
-        if length < rounds and number > min(rates, 2) and length not in before:
-            before[length] = Rung(seeds[:1], number, length)
-    # Of a single round no part can be run: then all rates get it, with every seed.
-    return (*before.values(), Rung(seeds, min(rates, 2) if before else rates, rounds))
+    """Return rungs of a quarter, half and all of the rounds; equal lengths make one rung."""
+    shorter: dict[int, Rung] = {}
+    for divisor in (4, 2):
+        length, number = math.ceil(rounds / divisor), rates if not shorter else math.ceil(rates / 2)
+        if length < rounds and number > min(rates, 2) and length not in shorter:
+            shorter[length] = Rung(seeds[:1], number, length)
+    # A single round has no shorter rung: then all rates are run with every seed.
+    return (*shorter.values(), Rung(seeds, min(rates, 2) if shorter else rates, rounds))
 
 
 def check_validation_size(tuning: Tuning) -> int:
-    """Count the examples that all clients hold back; ValueError where one has none to train on."""
+    """Return the size of all validation splits; ValueError if a client has none to train on."""
     numbers = []
     for seed in tuning.grid.rungs[-1].seeds:
         config = replace(tuning.config, seed=seed)
@@ -144,7 +154,7 @@ def check_validation_size(tuning: Tuning) -> int:
             )
         numbers.append(sum(validation_size(config, size) for size in sizes))
     number = min(numbers)
-    if number < FEW:
+    if number < FEW_EXAMPLES:
         log.warning(
             "the validation splits have %d examples in all, so that one answer changes the metric "
             "by %.1f %%: rates may differ by chance; raise validation-share, or use more examples",
@@ -155,11 +165,11 @@ def check_validation_size(tuning: Tuning) -> int:
 
 
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
-    """Run what is not done yet, and write `results.md`; RuntimeError where every rate failed."""
+    """Run the missing runs, and write `results.md`; RuntimeError if every rate failed."""
     study, results = tuning.study, Results(folder)
     run_missing(study, results, options)
     runs = candidates(study, results)
-    failed = {str(run): why for run in runs if (why := results.failure(run)) is not None}
+    failed = {str(run): text for run in runs if (text := results.failure(run)) is not None}
     choice = choose(tuning.row, results)
     if choice is None or not choice.rungs[-1].scores:
         run, reason = next(iter(failed.items()))
@@ -169,48 +179,50 @@ def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
 
 
 def summary(choice: RateChoice) -> str:
-    """Write the rate that was chosen, and those that are as good as it, for people."""
+    """Return a text with the chosen rate, and the other rates compared to it."""
     rate, scores = cast(float, choice.rate), choice.scores
     best = scores[rate]
     text = [f"learning rate {rate:g}: {best.metric} {best} ({_length(choice.rungs[-1].rung)})"]
     for value in sorted(set(scores) - {rate}):
-        noise = "within noise of it" if value in choice.alternatives else "worse by more than noise"
-        text.append(f"  {value:g}: {scores[value]}, {noise}")
+        standing = "not significantly worse" if value in choice.alternatives else "worse"
+        text.append(f"  {value:g}: {scores[value]}, {standing}")
     if choice.at_the_edge:
         tried = ", ".join(f"{value:g}" for value in choice.tried)
         text.append(
-            f"  it is the last of the rates tried ({tried}): a better one may lie beyond; name "
+            f"  it is at the edge of the rates tried ({tried}): a better rate may be beyond; name "
             "others with --rates"
         )
     if any(rate not in measured.scores for measured in choice.rungs for rate in measured.rates):
-        text.append("  some runs failed; results.md says why")
+        text.append("  some runs failed; results.md has the reasons")
     return "\n".join(text)
 
 
 def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
-    """Write the rate into the preset's file; return what was done, for people."""
+    """Write the rate into the preset's file; return a text with the outcome."""
     path, rate, method = tuning.preset, cast(float, choice.rate), tuning.config.method
     comments = notes(tuning, choice)
-    changes = as_key_values({key: tuning.request[key] for key in _OTHER if key in tuning.request})
+    changes = as_key_values(
+        {key: tuning.request[key] for key in _MODEL_AND_DATA if key in tuning.request}
+    )
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if not write:
-            why = "--no-write"
+            reason = "--no-write"
         elif changes:
-            why = f"the rate was chosen with {' '.join(changes)}, which the preset does not have"
+            reason = f"the rate was chosen with {' '.join(changes)}, which the preset does not have"
         elif not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-            why = "the file is read-only"
+            reason = "the file is read-only"
         else:
-            place = path.resolve()
-            edited = with_rate(place.read_bytes().decode("utf-8"), method, rate, comments)
-            write_atomically(place, edited.encode())
-            place.chmod(mode)
+            target = path.resolve()
+            edited = with_rate(target.read_bytes().decode("utf-8"), method, rate, comments)
+            write_atomically(target, edited.encode())
+            target.chmod(mode)
             return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
     except (ValueError, OSError, LookupError) as error:
-        why = str(error)
+        reason = str(error)
     return "\n".join(
         [
-            f"not written to {path}: {why}. Give {RATE}={rate:g}, or write in a preset of your "
+            f"not written to {path}: {reason}. Give {RATE}={rate:g}, or write in a preset of your "
             "own:",
             f"{RATE}:",
             *(f"  # tune of {method}: {note}" for note in comments),
@@ -220,7 +232,7 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
 
 
 def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
-    """Write what the rate was chosen from, for the comment above it."""
+    """Return the comment above the rate: score, seeds, rounds, rates tried, version, date."""
     score = choice.scores[cast(float, choice.rate)]
     shown = {k: v for k, v in tuning.request.items() if k not in ("preset", "method", "seed")}
     suffix = f", with {' '.join(as_key_values(shown))}" if shown else ""
@@ -237,14 +249,14 @@ def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
 
 
 def _length(rung: Rung) -> str:
-    """Write how long its runs are, and with which seeds."""
+    """Return a rung's rounds and seeds as text."""
     return f"{count(rung.rounds or 0, 'round')}, seed {' '.join(map(str, rung.seeds))}"
 
 
 def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
-    """Return the text with a method's rate, and notes above it in place of earlier ones.
+    """Return a preset's text with a method's rate, and notes above it in place of earlier notes.
 
-    ValueError, which says why, where that cannot be done in this file.
+    Raise ValueError, with the reason, if this file cannot be edited.
     """
     expected = _loaded(text)
     rates = expected.get(RATE) or {}
@@ -255,20 +267,20 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     try:
         if _loaded(edited) == expected:
             return edited
-    except ValueError:  # it is not read as it looks
+    except ValueError:  # the edited text is not valid YAML
         pass
     raise ValueError(f"it writes its {RATE} in a way that no edit of one line can change")
 
 
 def as_written(rate: float) -> str:
-    """Write a rate so that YAML reads the same number: 3.0e-3, since 3e-3 would be a text."""
+    """Return a rate as YAML reads it: 3.0e-3, since YAML reads 3e-3 as a string."""
     digits = next(n for n in range(1, 18) if float(f"{rate:.{n}e}") == rate)
     mantissa, exponent = f"{rate:.{digits}e}".split("e")
     return f"{mantissa}e{int(exponent):+d}"
 
 
 def _loaded(text: str) -> dict[str, Any]:
-    """Read the text as a preset is read; ValueError if it is no mapping."""
+    """Return the text's YAML mapping; raise ValueError if it is not a mapping."""
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -279,29 +291,29 @@ def _loaded(text: str) -> dict[str, Any]:
 
 
 def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
-    """Put the method's line, with its notes, in place of the former one, or first in the block.
+    """Return the text with the method's line and notes, in place of the old, or first in the block.
 
-    A comment behind the former rate stays.
+    A comment after the old rate stays.
     """
-    end = "\r\n" if "\r\n" in text else "\n"
-    lines = text.removesuffix(end).split(end)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    lines = text.removesuffix(newline).split(newline)
     root: Any = yaml.compose(text)
     entries = {key.value: (key, value) for key, value in root.value}
     if RATE not in entries:
         lines.append(f"{RATE}:")
     key, block = entries.get(RATE, (None, None))
-    at, indent, tail = (key.start_mark.line + 1 if key else len(lines)), "  ", ""
+    index, indent, tail = (key.start_mark.line + 1 if key else len(lines)), "  ", ""
     rates = block.value if isinstance(block, yaml.MappingNode) else []
     if not rates:
-        lines[at - 1] = lines[at - 1].replace("{}", "", 1)
+        lines[index - 1] = lines[index - 1].replace("{}", "", 1)
     for name, value in rates:
         indent = " " * name.start_mark.column
         if name.value == method:
-            at, tail = name.start_mark.line, lines[value.end_mark.line][value.end_mark.column :]
-            del lines[at : value.end_mark.line + 1]
+            index, tail = name.start_mark.line, lines[value.end_mark.line][value.end_mark.column :]
+            del lines[index : value.end_mark.line + 1]
     note = f"# tune of {method}: "
-    while lines[at - 1].lstrip().startswith(note):
-        at -= 1
-        del lines[at]
-    own = [indent + x for x in (*(note + line for line in notes), f"{method}: {rate}{tail}")]
-    return end.join([*lines[:at], *own, *lines[at:], ""])
+    while lines[index - 1].lstrip().startswith(note):
+        index -= 1
+        del lines[index]
+    new_lines = [indent + x for x in (*(note + line for line in notes), f"{method}: {rate}{tail}")]
+    return newline.join([*lines[:index], *new_lines, *lines[index:], ""])

@@ -1,4 +1,4 @@
-"""Define what a task is: how examples become tensors, what the loss and the metrics are."""
+"""Define the base class of tasks: how examples become tensors, and the loss and metrics."""
 
 import hashlib
 import inspect
@@ -26,30 +26,30 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Batch = dict[str, Tensor]  # every tensor's first dimension runs over the examples
 Columns = dict[str, np.ndarray]
 
-EVALUATION_BATCH = 256  # examples of an evaluation, or of a prediction, at a time
-IN_MEMORY = 2**28  # bytes of encoded examples; what is larger is read from its file
+EVALUATION_BATCH = 256  # examples that are evaluated or predicted at a time
+IN_MEMORY = 2**28  # bytes of encoded examples in memory; larger tables are read from their file
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Hold examples as tensors, each of one shape, in memory or in a memory-mapped file.
+    """Examples as tensors of fixed shapes, in memory or in a memory-mapped file.
 
-    `answers` are the right answers of each, for tasks that are measured on texts.
+    `answers` has the correct answers of each example, for tasks that are scored on texts.
     """
 
     table: Batch | datasets.Dataset
-    rows: np.ndarray  # which of the table
+    rows: np.ndarray  # the table's rows that are examples here
     answers: Sequence[Sequence[str]] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def select(self, rows: np.ndarray) -> "Encoded":
-        """Select some of the examples."""
+        """Return the examples of these rows."""
         return replace(self, rows=self.rows[rows])
 
     def take(self, rows: np.ndarray) -> Batch:
-        """Make a batch of these rows."""
+        """Return a batch of these rows."""
         chosen = self.rows[rows]
         if isinstance(self.table, dict):
             index = torch.from_numpy(chosen)
@@ -57,27 +57,27 @@ class Encoded:
         return tensors_of(self.table, chosen)
 
     def only(self, name: str) -> "Encoded":
-        """Leave out all tensors but one, which then is all that is read of a file."""
+        """Return the examples with this tensor only; no other is then read from a file."""
         table = self.table
         column = {name: table[name]} if isinstance(table, dict) else table.select_columns(name)
         return replace(self, table=column)
 
     def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
-        """List the right answers of these rows; none where a label is all there is."""
+        """Return the correct answers of these rows; an empty list for tasks with labels only."""
         return [self.answers[row] for row in self.rows[rows]] if self.answers else []
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Say which means an evaluation has, over what, and what follows from them."""
+    """The means that an evaluation reports, their unit, and metrics that are derived from them."""
 
     names: Sequence[str] = ("loss", "accuracy")  # that clients report
-    unit: str = "examples"  # what these are means over: examples or tokens
-    most: int = 1  # units that an example has, at most
-    completed: Callable[[Mapping[str, float]], dict[str, float]] = dict
+    unit: str = "examples"  # over which means are taken: examples or tokens
+    most: int = 1  # units per example, at most
+    completed: Callable[[Mapping[str, float]], dict[str, float]] = dict  # adds derived metrics
 
     def means(self, sums: Mapping[str, float], examples: int) -> dict[str, float]:
-        """Make means of what was measured on so many examples, and what follows from them."""
+        """Return the means, and the metrics derived from them, for sums over the examples."""
         number = sums.get(self.unit, examples)
         means = {name: value / number for name, value in sums.items() if name != self.unit}
         return self.completed(means)
@@ -86,19 +86,19 @@ class Measures:
 class Task(ABC):
     """Define one kind of learning problem, on one data set, for one model.
 
-    What only some commands and options ask of a task stands in extensions.py: predictions, texts
-    side by side, gradients of each example.
+    extensions.py has what only some commands and options need: predictions, packing, and
+    gradients by example.
 
-    `reader` is what turns examples into numbers as the model expects: an image processor or a
-    tokenizer, from the model's folder; None for a model that travels with the app.
+    `reader` turns examples into the model's inputs: an image processor or a tokenizer from the
+    model's folder; None for a model that is bundled with the app.
     """
 
     metric: str  # the name of the metric by which runs are compared
-    classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
-    auto_class: ClassVar[str]  # of transformers, which finds the class of an architecture
-    pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
-    peft_type: ClassVar[str | None] = None  # PEFT's name for what an adapter of the task does
-    masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded
+    classifies: ClassVar[bool] = True  # whether labels are predicted, which a tally counts
+    auto_class: ClassVar[str]  # transformers' auto class that loads the network
+    pipeline: ClassVar[str]  # transformers' pipeline for a trained model; "" if there is none
+    peft_type: ClassVar[str | None] = None  # PEFT's task type
+    masks: ClassVar[bool] = True  # whether attention gets a mask when examples may be padded
 
     def __init__(
         self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None],
@@ -106,12 +106,12 @@ class Task(ABC):
         settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.data, self.max_length = data, max_length
-        self.settings = settings or {}  # of the keys that its row names
+        self.settings = settings or {}  # values of the keys in its `TaskInfo.keys`
         self._model_folder, self._model_config = model_folder, model_config
 
     @cached_property
     def reader(self) -> Any:
-        """Load the reader when it is first needed: a plan needs none."""
+        """Return the reader, loaded when it is first needed: a plan needs none."""
         folder = self._model_folder()
         if folder is None:
             return None
@@ -120,87 +120,87 @@ class Task(ABC):
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:
-        """Read what the model's config.json says."""
+        """Return the content of the model's config.json."""
         return self._model_config()
 
     @abstractmethod
     def load_reader(self, folder: Path) -> Any:
-        """Load the model's own reader."""
+        """Load the model's tokenizer or image processor; None if the task needs none."""
 
-    def check_sizes(self) -> None:  # noqa: B027 (most models take any)
-        """Refuse sizes that the model does not have, by its config.json alone."""
+    def check_sizes(self) -> None:  # noqa: B027 (most models take any size)
+        """Raise ValueError for sizes that the model does not support, by its config.json alone."""
 
-    def check(self) -> None:  # noqa: B027 (most can do what any reader can)
-        """Refuse what cannot be learned with the model's reader, before anything is trained."""
+    def check(self) -> None:  # noqa: B027 (most tasks work with any reader)
+        """Raise ValueError if the task cannot be trained with the model's reader."""
 
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
-        """Leave out, before examples are partitioned, those that cannot be learned."""
+        """Return the examples that can be learned; this is called before partitioning."""
         return examples
 
     @abstractmethod
     def encode(self, examples: datasets.Dataset) -> Encoded:
         """Encode all examples as tensors, once, before training; columns are named by role."""
 
-    def adjust(self, network: nn.Module) -> None:  # noqa: B027 (most networks are ready)
-        """Tell the network what it has to know of the reader."""
+    def adjust(self, network: nn.Module) -> None:  # noqa: B027 (most networks need nothing)
+        """Set the network's options that depend on the reader or the task."""
 
     @property
     def outputs(self) -> int:
-        """Return how many numbers the network puts out: one for each label."""
+        """Return the number of the network's outputs: one for each label."""
         return len(self.data.labels)
 
     @abstractmethod
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
+        """Return shape and dtype of every tensor of a batch, for a model of that configuration."""
 
     @property
     def cut_at(self) -> int:
-        """Return how many tokens of a text others are to read, too."""
+        """Return the maximum length that an exported tokenizer gets, in tokens."""
         return self.max_length
 
     def lengths(self, examples: Encoded) -> np.ndarray | None:
-        """Count what of each example is no padding; None where all have one shape."""
+        """Return each example's number of tokens without padding; None if all are equally long."""
         return None
 
     def collate(self, batch: Batch) -> Batch:
-        """Bring a batch into the form in which it goes to the device."""
+        """Convert a batch to the form that is sent to the accelerator."""
         return batch
 
     @property
     def evaluation_batch(self) -> int:
-        """Return how many examples are evaluated, or predicted for, at a time."""
+        """Return how many examples are evaluated or predicted at a time."""
         return EVALUATION_BATCH
 
     def transient(self, config: Any, batch_size: int) -> int:
-        """Count the bytes that a step takes for a moment, beside what it keeps or computes."""
+        """Return the bytes that a step allocates temporarily, besides saved tensors and results."""
         return 0
 
     def size(self, batch: Batch) -> int:
-        """Return over how many things `loss` is the mean: examples."""
+        """Return the number of units that `loss` averages over: examples by default."""
         return len(next(iter(batch.values())))
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        """Compute the mean loss over the batch."""
+        """Return the mean loss over the batch."""
 
     @abstractmethod
     def measure(
         self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to.
+        """Return `loss` and the metrics, as sums over the batch; add the labels to a given tally.
 
-        Where the measures' unit is not examples, there is a sum of that name to divide by.
+        If the measures' unit is not examples, the result also has the number of units.
         """
 
     @property
     def measures(self) -> Measures:
-        """Return what an evaluation's sums become."""
+        """Return which means an evaluation reports, and how they follow from its sums."""
         return Measures(("loss", self.metric))
 
 
 def as_rows(columns: Mapping[str, Sequence[Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a batch of columns as its examples, each by these roles."""
+    """Return the examples of a batch of columns, each as a mapping of these roles to values."""
     values = zip(*(columns[role] for role in roles), strict=True)
     return [dict(zip(roles, row, strict=True)) for row in values]
 
@@ -209,12 +209,13 @@ def mapped(
     examples: datasets.Dataset, function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     features: Mapping[str, Any], settings: Mapping[str, Any], keep: Sequence[str] = (),
 ) -> datasets.Dataset:  # fmt: skip
-    """Make new columns of all examples, and keep some of the old ones as they are.
+    """Apply `function` to all examples, batch by batch; `keep` names old columns to keep.
 
-    They are cached. `settings` has what `function` depends on beside the examples and its code.
+    The result is cached by the examples, the code and `settings`. So `settings` must have
+    everything else that `function` depends on.
     """
     key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
-    folder = Path(__file__).parent  # with whatever `function` may call
+    folder = Path(__file__).parent  # of the code that `function` may call
     files = [Path(inspect.getfile(function)), *sorted(folder.glob("*.py"))]
     code = b"".join(path.read_bytes() for path in (*files, folder.parent / "data/rows.py"))
     fingerprint = hashlib.sha256(key.encode() + code).hexdigest()[:16]
@@ -231,29 +232,29 @@ def mapped(
 
 @contextmanager
 def _one_process(examples: datasets.Dataset, fingerprint: str) -> Iterator[None]:
-    """Let one process at a time make what is not in the cache: the others find it there."""
+    """Let one process at a time write a missing cache file; the others then read it."""
     for file in examples.cache_files[:1]:
-        # As `datasets` names it.
-        made = Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
-        if not made.exists():
-            with FileLock(f"{made}.lock"):
+        # The name that `datasets` gives it.
+        cache_file = Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
+        if not cache_file.exists():
+            with FileLock(f"{cache_file}.lock"):
                 yield
             return
     yield
 
 
 def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
-    """Take columns of numbers as encoded examples: in memory, or large ones from their file."""
+    """Return columns of numbers as encoded examples: small ones in memory, large ones by file."""
     rows = np.arange(len(encoded))
     small = encoded.data.nbytes <= IN_MEMORY
     return Encoded(tensors_of(encoded, rows) if small else encoded, rows)
 
 
 def tensors_of(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
-    """Read some rows as tensors of the types that they have in the file, which no format keeps."""
+    """Return rows as tensors of the file's types, which no format of `datasets` preserves."""
     selection: np.ndarray | slice = rows
     if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-        selection = slice(int(rows[0]), int(rows[-1]) + 1)  # which is read many times faster
+        selection = slice(int(rows[0]), int(rows[-1]) + 1)  # a slice is read many times faster
     table = encoded.with_format("arrow")[selection]
     tensors = {}
     for name, feature in encoded.features.items():

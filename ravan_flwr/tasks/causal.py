@@ -1,10 +1,10 @@
-"""Go on with a text: instruction tuning of a decoder, by its pretrained language-model head.
+"""Instruction tuning of a decoder, with its pretrained language-model head.
 
-An example is a conversation (`messages`), which the tokenizer's chat template writes, or a prompt
-with a completion; the prompt may be made of columns. The answers are learned: every turn of the
-assistant with the token that ends it, or the completion with the token for the end; with
-`loss-on: all` every token. Loss and perplexity are by token: sums over all tokens of all examples,
-divided once.
+An example is a conversation (`messages`), rendered by the tokenizer's chat template, or a prompt
+with a completion; the prompt may combine several columns. The answers are learned: every turn of
+the assistant with the token that ends it, or the completion with the end token. With
+`loss-on: all` every token is learned. Loss and perplexity are by token: sums over all tokens of all
+examples, divided once.
 """
 
 import math
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.tasks.base import Batch, Measures
-from ravan_flwr.tasks.decoder import Decoder, Learned, follows
+from ravan_flwr.tasks.decoder import Decoder, ExampleTokens, next_is_learned
 from ravan_flwr.tasks.extensions import ByExample, Packs
 from ravan_flwr.tasks.forms import Row, conversation, messages_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
-from ravan_flwr.tasks.tokens import fitted, tokens_of
+from ravan_flwr.tasks.tokens import shortened, tokens_of
 
-MOST_LOSS = 100.0  # by token; what is beyond it would be no finite perplexity
+MOST_LOSS = 100.0  # by token; a much larger loss would overflow as perplexity
 
 
 class Causal(Decoder, Packs, ByExample):
@@ -30,20 +30,20 @@ class Causal(Decoder, Packs, ByExample):
 
     metric = "perplexity"
     right = "completion"
-    talk = "messages"
+    messages_role = "messages"
 
-    def read(self, row: Row) -> Learned:
-        everything = self.data.loss_on == "all"
+    def read(self, row: Row) -> ExampleTokens:
+        learn_all = self.data.loss_on == "all"
         if self.data.prompts:
-            written = self.form.answered(row, "completion")
+            annotated = self.form.answered(row, "completion")
         else:
-            written = conversation(self.reader, messages_of(row["messages"]))
-        all_tokens = tokens_of(self.reader, written, everything=everything)
-        tokens = fitted(all_tokens, self.max_length, self.data.overlong, everything=everything)
-        return Learned([tokens], len(all_tokens) > len(tokens), written.unlearned)
+            annotated = conversation(self.reader, messages_of(row["messages"]))
+        all_tokens = tokens_of(self.reader, annotated, learn_all=learn_all)
+        tokens = shortened(all_tokens, self.max_length, self.data.overlong, learn_all=learn_all)
+        return ExampleTokens([tokens], len(all_tokens) > len(tokens), annotated.unlearned)
 
     def packed(self, batch: Batch) -> Batch:
-        return packed(batch, follows(batch)) or self.collate(batch)
+        return packed(batch, next_is_learned(batch)) or self.collate(batch)
 
     def made_up(self, config: Any, number: int) -> Batch:
         batch = super().made_up(config, number)

@@ -1,8 +1,7 @@
-"""Define what tasks of a decoder have in common: they read texts, cut them, and write answers.
+"""Define what tasks of a decoder have in common: tokenizing texts, cutting them, and generation.
 
-An example becomes tokens, of which some are learned: those of answers. What cannot be learned is
-left out before partitioning, and counted. The network is used by its pretrained
-language-model head.
+An example becomes tokens, of which those of answers are learned. Examples that cannot be learned
+are left out before partitioning, and counted. The network keeps its pretrained language-model head.
 """
 
 import dataclasses
@@ -36,40 +35,40 @@ from ravan_flwr.tasks.tokens import (
 
 log = logging.getLogger(__name__)
 
-EVALUATION_TOKENS = 16_384  # of an evaluation at a time
+EVALUATION_TOKENS = 16_384  # that are evaluated at a time
 ENCODED = ("input_ids", "learned", "length")
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
-    """Hold the texts of an example, as they are learned, and what was lost of them."""
+class ExampleTokens:
+    """The tokens of an example's texts, and what is not learned of them."""
 
     texts: Sequence[Tokens]
-    is_cut: bool  # from the front
-    unlearned: int = 0  # earlier answers that are read alone
+    is_cut: bool  # whether tokens were removed from the front
+    unlearned: int = 0  # earlier answers that are input only, without a loss
 
 
 class Decoder(Predicts):
-    """Read texts with answers, of which an example has one or several."""
+    """Tokenize examples of one or several texts with answers, and generate answers."""
 
     prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
     auto_class = "AutoModelForCausalLM"
     pipeline = "text-generation"
     peft_type = "CAUSAL_LM"
-    masks = False  # padding is at the ends, where no token sees it
-    texts: ClassVar[int] = 1  # that an example is
+    masks = False  # padding is at the ends, and no token attends to later ones
+    texts: ClassVar[int] = 1  # per example
 
-    talk: ClassVar[str]  # the column of whole conversations
+    messages_role: ClassVar[str]  # the role of the column with whole conversations
 
     @cached_property
     def form(self) -> Form:
-        """Return what writes the examples."""
-        return Form(self.reader, self.data.prompts, self.talk)
+        """Return the `Form` that converts examples to texts."""
+        return Form(self.reader, self.data.prompts, self.messages_role)
 
     @abstractmethod
-    def read(self, row: Row) -> Learned:
-        """Write an example, and read its tokens; UnreadableError if it cannot be learned."""
+    def read(self, row: Row) -> ExampleTokens:
+        """Return an example's tokens; UnreadableError if it cannot be learned."""
 
     def load_reader(self, folder: Path) -> Any:
         tokenizer = load_tokenizer(folder)
@@ -78,7 +77,7 @@ class Decoder(Predicts):
                 f"model {folder}: its tokenizer has no token for the end of a text, expected one, "
                 "by which answers end; choose another model"
             )
-        tokenizer.padding_side = "left"  # for those who let an export answer
+        tokenizer.padding_side = "left"  # for generation with an exported model
         if self.data.chat_template:
             tokenizer.chat_template = self.data.chat_template
         return tokenizer
@@ -93,7 +92,7 @@ class Decoder(Predicts):
 
     def check(self) -> None:
         most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
-        tokens.pop(self.reader.pad_token, None)  # it is never read
+        tokens.pop(self.reader.pad_token, None)  # the network never reads it
         last = max(tokens, key=tokens.__getitem__)
         if isinstance(most, int) and tokens[last] >= most:
             raise ValueError(
@@ -106,7 +105,7 @@ class Decoder(Predicts):
     # From examples to tokens.
 
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
-        """Write and read all examples, and leave out those that teach nothing, and report them."""
+        """Tokenize all examples; leave out those that cannot be learned, and log how many."""
         self.check()
         roles = {role for role, _ in self.data.columns} - {column_of(self.data)}
         keep = [name for name in examples.column_names if name not in roles]
@@ -118,17 +117,17 @@ class Decoder(Predicts):
             "data": self.data,
             "task": type(self).__name__,
         }
-        made = mapped(examples, self._encode_batch, self._features(), settings, keep)
-        problems = made["problem"][:]
+        encoded = mapped(examples, self._encode_batch, self._features(), settings, keep)
+        problems = encoded["problem"][:]
         report_skipped_examples(problems)
-        report_cut_examples(sum(made["cut"][:]), len(made), self.max_length)
-        if unlearned := sum(made["unlearned"][:]):
+        report_cut_examples(sum(encoded["cut"][:]), len(encoded), self.max_length)
+        if unlearned := sum(encoded["unlearned"][:]):
             log.warning(
-                "examples: %d earlier answers of conversations are read, but not learned, since "
+                "examples: %d earlier answers of conversations are input only, not learned, since "
                 "the chat template writes them otherwise when more messages follow", unlearned,
             )  # fmt: skip
         usable = [row for row, problem in enumerate(problems) if not problem]
-        return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
+        return encoded.select(usable).remove_columns(["cut", "unlearned", "problem"])
 
     def _features(self) -> dict[str, Any]:
         def feature(dtype: str, *inner: int) -> Any:
@@ -148,13 +147,13 @@ class Decoder(Predicts):
         }
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Encode a batch, with what is wrong with an example in place of its tokens."""
+        """Encode a batch; an invalid example has no tokens, but a `problem`."""
         read, problems = [], []
         for row in as_rows(columns, [role for role, _ in self.data.columns]):
             try:
                 example, problem = self.read(row), ""
             except UnreadableError as error:
-                example, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
+                example, problem = ExampleTokens([Tokens([], [])] * self.texts, False), str(error)
             read.append(example)
             problems.append(problem)
         texts = [tokens for example in read for tokens in example.texts]
@@ -189,23 +188,23 @@ class Decoder(Predicts):
         ids = batch["input_ids"][:, :length].long()
         if "learned" not in batch:
             return _left_padded(ids, batch["length"])
-        positions = follows(batch)[:, :length].flatten().nonzero().squeeze(1)
+        positions = next_is_learned(batch)[:, :length].flatten().nonzero().squeeze(1)
         return {"input_ids": ids, "positions": positions, "targets": ids.flatten()[positions + 1]}
 
-    # What the network makes of them.
+    # The network's options, sizes and memory.
 
     def adjust(self, network: nn.Module) -> None:
         config: Any = network.config
-        config.use_cache = False  # of keys and values, for generation
+        config.use_cache = False  # the cache of keys and values is for generation
         if not next(network.parameters()).is_meta:
             check_logits(network.eval())
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        # No text of a plan is padded, and every token counts, as with `loss-on: all`.
+        # A plan assumes texts without padding, and a loss on every token, as with `loss-on: all`.
         texts, length = self.texts * batch_size, self.max_length
         return {
             "input_ids": ((texts, length), torch.int64),
-            # Without one, networks look at values to find out whether they need any.
+            # Without a mask, networks inspect values to decide whether they need one.
             "attention_mask": ((texts, 1, length, length), torch.bool),
             "positions": ((texts * (length - 1),), torch.int64),
             "targets": ((texts * (length - 1),), torch.int64),
@@ -219,14 +218,14 @@ class Decoder(Predicts):
         most = EVALUATION_TOKENS // (self.texts * self.max_length)
         return max(1, min(super().evaluation_batch, most))
 
-    # Answers.
+    # Predictions.
 
     def checked(self, role: str, value: Any) -> Any:
         return self.form.checked(role, value)
 
     @property
     def _answer_tokens(self) -> int:
-        """Return how many tokens an answer has: `target-length`, half of `max-length` at most."""
+        """Return an answer's most tokens: `target-length`, but at most half of `max-length`."""
         return min(self.data.target_length, self.max_length // 2)
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
@@ -242,10 +241,10 @@ class Decoder(Predicts):
         return [(text,) for text in self.reader.batch_decode(answers, skip_special_tokens=True)]
 
     def _ends(self, network: Any) -> list[int]:
-        """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
+        """Return the tokens that end an answer: the model's, the tokenizer's, the template's."""
         eos = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        if self.form.may_talk and (after := end_of_turn(self.reader)):
+        if self.form.may_have_messages and (after := end_of_turn(self.reader)):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)
@@ -253,45 +252,46 @@ class Decoder(Predicts):
 
 
 def padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
-    """Lay rows out in a table; what is behind their ends is zero, and never looked at."""
+    """Return the rows as one array, padded at the right with zeros, which are never used."""
     table = np.zeros((len(rows), length), dtype=np.int64)
     for line, row in zip(table, rows, strict=True):
         line[: len(row)] = row
     return table
 
 
-def follows(batch: Batch) -> Tensor:
-    """Say which positions count, (texts, tokens): those whose next token is learned."""
+def next_is_learned(batch: Batch) -> Tensor:
+    """Return the mask of the positions whose next token is learned, (texts, tokens)."""
     mask = batch["learned"].roll(-1, 1)
     mask[:, -1] = False
     return mask
 
 
 def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
-    """Move texts to the right ends of their rows, so that what is generated follows at once."""
+    """Move the padding to the left, so that generated tokens directly follow the text."""
     width = ids.shape[1]
-    places = torch.arange(width)[None] - (width - lengths.long()[:, None])
-    mask = places >= 0
-    return {"input_ids": ids.gather(1, places.clamp(min=0)) * mask, "attention_mask": mask.long()}
+    sources = torch.arange(width)[None] - (width - lengths.long()[:, None])
+    mask = sources >= 0
+    return {"input_ids": ids.gather(1, sources.clamp(min=0)) * mask, "attention_mask": mask.long()}
 
 
 def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
-    """Write at most so many tokens after each prompt, up to the first that ends an answer.
+    """Return at most `most` generated tokens for each prompt, up to the first end token.
 
-    Decoding is greedy, with keys and values kept. Nothing of the model's own way to generate is
-    taken over: no temperature, no penalty.
+    Decoding is greedy, with cached keys and values. The model's own generation config is ignored:
+    no temperature, no penalty.
     """
-    own = network.generation_config
+    previous = network.generation_config
     network.generation_config = GenerationConfig(
         max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
         pad_token_id=ends[0],
     )  # fmt: skip
     try:
         with torch.no_grad():
-            written = network.generate(**batch)
+            generated = network.generate(**batch)
     finally:
-        network.generation_config = own
+        network.generation_config = previous
     width = batch["input_ids"].shape[1]
     return [
-        list(takewhile(lambda token: token not in ends, row)) for row in written[:, width:].tolist()
+        list(takewhile(lambda token: token not in ends, row))
+        for row in generated[:, width:].tolist()
     ]

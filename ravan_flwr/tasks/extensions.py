@@ -1,10 +1,10 @@
-"""Define what a task may do beside what every task does (base.py), and what asks for it.
+"""Define optional abilities of a task, beyond what every task has (base.py), and their users.
 
 Predicts     the command `predict`
-Packs        `batching=packed`: short texts side by side; its row says packs=True
-ByExample    `privacy=example`, and a plan of it
+Packs        `batching=packed`: short texts side by side; its `TaskInfo` has packs=True
+ByExample    `privacy=example`, and its plan
 
-`Classification` is what every task with a classifier on top shares.
+`Classification` is the base class of tasks with a classifier.
 """
 
 from abc import abstractmethod
@@ -19,23 +19,26 @@ from ravan_flwr.data.rows import text_of
 from ravan_flwr.tasks.base import Batch, Columns, Task
 from ravan_flwr.tasks.tally import Tally
 
-Wanted = TypeVar("Wanted", bound=Task)
+Ability = TypeVar("Ability", bound=Task)
 
 
 class Predicts(Task):
     """Predict for examples without labels."""
 
-    # What is predicted of an example, by name: texts, but for a `probability`.
+    # The names of the predicted values of an example: texts, except `probability`.
     prediction_columns: ClassVar[tuple[str, ...]]
-    right: ClassVar[str] = "label"  # the role of the column that has the right answers
+    right: ClassVar[str] = "label"  # the role of the column with the correct answers
 
     @property
     def input_roles(self) -> list[str]:
-        """List the roles of the columns from which is predicted."""
+        """Return the roles of the input columns of a prediction."""
         return [role for role, _ in self.data.columns if role != self.right]
 
     def checked(self, role: str, value: Any) -> Any:
-        """Check one value of an example, no image; else raise UnreadableError."""
+        """Return a value of an example if it is valid; otherwise raise UnreadableError.
+
+        Images are checked elsewhere.
+        """
         return text_of(role, value)
 
     @abstractmethod
@@ -44,33 +47,33 @@ class Predicts(Task):
 
     @abstractmethod
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
-        """Predict the `prediction_columns` of each of some encoded inputs."""
+        """Return the `prediction_columns` of each encoded input in a batch."""
 
 
 class Packs(Task):
-    """Lay short texts side by side in a batch."""
+    """Pack short texts side by side into the rows of a batch."""
 
     @abstractmethod
     def packed(self, batch: Batch) -> Batch:
-        """Do what `collate` does, with texts side by side where two fit into a row."""
+        """Return the batch as `collate` does, with several texts in a row where they fit."""
 
 
 class ByExample(Task):
-    """Have a loss of each example, and examples that nobody has to try it with."""
+    """Support gradients by example: sizes of examples, and random examples to test with."""
 
     def sizes(self, batch: Batch) -> Tensor:
-        """Count how many of the things over which `loss` is the mean belong to each example."""
+        """Return how many of the units that `loss` averages over belong to each example."""
         return torch.ones(len(next(iter(batch.values()))))
 
     def made_up(self, config: Any, number: int) -> Batch:
-        """Make a batch of random examples, the same on every machine."""
+        """Return a batch of `number` random examples, the same on every machine."""
         examples = []
         for seed in range(number):
             random, example = torch.Generator().manual_seed(seed), {}
             for name, (shape, dtype) in self.shapes(config, 1).items():
                 if dtype.is_floating_point:
                     example[name] = torch.randn(shape, generator=random, dtype=dtype)
-                elif dtype is torch.bool:  # networks make such a mask of one by token
+                elif dtype is torch.bool:  # networks derive such a mask from one by token
                     example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
                 else:
                     most = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
@@ -79,9 +82,9 @@ class ByExample(Task):
         return {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
 
 
-def task_with(kind: Callable[..., Wanted], task: Task, setting: str) -> Wanted:
-    """Return the task as one of that kind; ValueError if it is none, with what was asked for."""
-    cls = cast(type[Wanted], kind)
+def task_with(ability: Callable[..., Ability], task: Task, setting: str) -> Ability:
+    """Return the task as an instance of `ability`; ValueError with the setting if it is none."""
+    cls = cast(type[Ability], ability)
     if not isinstance(task, cls):
         raise ValueError(
             f"{setting}: got task {type(task).__name__}, which is no {cls.__name__}, expected one "
@@ -91,14 +94,14 @@ def task_with(kind: Callable[..., Wanted], task: Task, setting: str) -> Wanted:
 
 
 class Classification(Predicts, ByExample):
-    """Predict one label of several, in the batch's `labels`."""
+    """Predict one of several classes; `labels` in a batch has the correct ones."""
 
     metric = "accuracy"
     prediction_columns = ("label", "probability")
 
     @abstractmethod
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
-        """Compute the logits, (examples, labels)."""
+        """Return the logits, (examples, labels)."""
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(network, batch), batch["labels"])
@@ -119,7 +122,7 @@ class Classification(Predicts, ByExample):
 
 
 def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Sum loss and right answers over a batch."""
+    """Return the sums of loss and correct predictions over a batch."""
     right = (logits.argmax(-1) == labels).sum()
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     return {"loss": float(loss), "accuracy": float(right)}

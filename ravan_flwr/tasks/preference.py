@@ -1,15 +1,15 @@
-"""Prefer one answer to another: DPO of a decoder (Rafailov et al., 2023).
+"""Preference tuning of a decoder by DPO (Rafailov et al., 2023).
 
     loss = -log sigmoid(r(chosen) - r(rejected)),    r(y) = beta log(p(y | x) / p_ref(y | x))
 
-The reference p_ref is the same network without its adapters, so that no second copy is kept. Each
-adapter begins as zero, so the reference is the model as the run begins. A model that is to begin
-after supervised training is `model`: a run's result, exported as merged.
+The reference p_ref is the same network without its adapters, so no second copy is kept. Each
+adapter begins as zero, so the reference is the model at the beginning of the run. To start after
+supervised training, set `model` to a run's result that was exported as merged.
 
 An example is a prompt, made of columns, with the columns `chosen` and `rejected`: texts, or lists
-of messages. Where these two columns are all there is, they have whole conversations that differ in
-the last answer. Answers that are too long with their prompt lose its front, both as much.
-Nothing drops out: policy and reference are to differ by what is learned alone.
+of messages. Without prompt columns, these two have whole conversations that differ in the last
+answer. If prompt and answer are too long, the front of the prompt is cut, equally for both answers.
+Dropout is off, so that policy and reference differ only by what is learned.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ravan_flwr.adapters import without_adapters
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
-from ravan_flwr.tasks.decoder import Decoder, Learned
+from ravan_flwr.tasks.decoder import Decoder, ExampleTokens
 from ravan_flwr.tasks.forms import Row, messages_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import losses_of_texts
@@ -38,7 +38,7 @@ class Preference(Decoder):
 
     metric = "accuracy"
     right = "chosen"
-    talk = "chosen"
+    messages_role = "chosen"
     texts = 2
 
     @property
@@ -46,7 +46,7 @@ class Preference(Decoder):
         roles = [role for role, _ in self.data.columns if role not in PAIR]
         return roles or ["chosen"]
 
-    def read(self, row: Row) -> Learned:
+    def read(self, row: Row) -> ExampleTokens:
         if not self.data.prompts:
             first, second = (messages_of(row[role])[:-1] for role in PAIR)
             if first != second:
@@ -55,11 +55,11 @@ class Preference(Decoder):
         if pair[0].ids == pair[1].ids:
             raise UnreadableError("its chosen and rejected answers are the same")
         fitting = _fitted(pair, self.max_length, self.data.overlong)
-        return Learned(fitting, len(fitting[0]) < len(pair[0]))
+        return ExampleTokens(fitting, len(fitting[0]) < len(pair[0]))
 
     def lengths(self, examples: Encoded) -> np.ndarray:
         longest: np.ndarray = super().lengths(examples).max(1)
-        return self.texts * longest  # since both texts are padded to it
+        return self.texts * longest  # both texts are padded to the longer one
 
     def collate(self, batch: Batch) -> Batch:
         if "learned" in batch:  # a row for each text, chosen and rejected in turn
@@ -79,8 +79,8 @@ class Preference(Decoder):
         return len(batch["input_ids"]) // self.texts
 
     def rewards(self, network: nn.Module, batch: Batch) -> Tensor:
-        """Compute beta log(p / p_ref) of the answers, (pairs, 2): chosen, rejected."""
-        with torch.no_grad(), without_adapters(network):  # first: then the other's are not kept yet
+        """Return beta log(p / p_ref) of the answers, (pairs, 2): chosen, rejected."""
+        with torch.no_grad(), without_adapters(network):  # before the policy's activations exist
             reference = losses_of_texts(network, **batch)
         policy = losses_of_texts(network, **batch)
         rewards: Tensor = float(self.settings["beta"]) * (reference - policy)
@@ -110,15 +110,15 @@ TASK = Preference
 
 
 def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
-    """Cut the prompt's front where the longer answer does not fit behind it; both as much."""
-    over = max(map(len, pair)) - most
-    if over <= 0:
+    """Cut the prompt's front, equally in both texts, so that the longer text has `most` tokens."""
+    excess = max(map(len, pair)) - most
+    if excess <= 0:
         return [*pair]
     if overlong == "drop":
         raise UnreadableError("it has more tokens than max-length")
     cut = []
     for tokens in pair:
-        if tokens.learned.index(True) <= tokens.first + over:
+        if tokens.learned.index(True) <= tokens.first + excess:
             raise UnreadableError("its longer answer leaves no room for a prompt within max-length")
-        cut.append(tokens.without_front(over))
+        cut.append(tokens.without_front(excess))
     return cut

@@ -1,7 +1,7 @@
-"""Answer questions on a context in free text: SQuAD's F1, averaged over questions.
+"""Question answering over a context by generated text, scored by SQuAD's F1, averaged.
 
-Answers are compared as bags of words, in lower case, without punctuation and articles; the
-right answer that fits best counts (Rajpurkar et al., 2016).
+Answers are compared as bags of words, in lower case, without punctuation and articles. The
+best-matching correct answer counts (Rajpurkar et al., 2016).
 """
 
 import re
@@ -21,7 +21,7 @@ class QuestionAnswering(TextToText):
     right = "answers"
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
-        # SQuAD's own are mappings, whose `text` has them.
+        # SQuAD's answers are mappings with the texts in `text`.
         column = [x["text"] if isinstance(x, dict) else x for x in examples["answers"]]
         if missing := [row for row, answers in enumerate(column) if not answers]:
             raise ValueError(
@@ -41,12 +41,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """List the words that count."""
+    """Return the words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(answer: str, right: str) -> float:
-    """Compute the harmonic mean of precision and recall of an answer's words."""
+    """Return the harmonic mean of precision and recall of an answer's words."""
     predicted, expected = Counter(words(answer)), Counter(words(right))
     if not predicted or not expected:
         return float(predicted == expected)

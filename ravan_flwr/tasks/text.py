@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.model_folder import reading
+from ravan_flwr.data.model_folder import model_file_errors
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
 from ravan_flwr.tasks.extensions import Classification
 
@@ -47,15 +47,15 @@ class Text(Classification):
     def adjust(self, network: nn.Module) -> None:
         config = cast(Any, network).config
         # A decoder classifies by its last token that is not padding. A plan has no reader.
-        planned = next(network.parameters()).is_meta
-        config.pad_token_id = 0 if planned else self.reader.pad_token_id
-        config.use_cache = False  # of keys and values, for generation
+        is_plan = next(network.parameters()).is_meta
+        config.pad_token_id = 0 if is_plan else self.reader.pad_token_id
+        config.use_cache = False  # the cache of keys and values is for generation
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         length = self.max_length
         return {
             "input_ids": ((batch_size, length), torch.int64),
-            # What networks make of a mask by token, by looking at its values, is this.
+            # Networks would derive this mask from one by token, by inspecting its values.
             "attention_mask": ((batch_size, 1, length, length), torch.bool),
             "labels": ((batch_size,), torch.int64),
         }
@@ -78,7 +78,7 @@ TASK = Text
 
 
 def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
-    """Refuse texts of more tokens than the model has positions."""
+    """Raise ValueError if texts may have more tokens than the model has positions."""
     positions = model_config.get("max_position_embeddings")
     if isinstance(positions, int) and max_length > positions:
         raise ValueError(
@@ -88,7 +88,7 @@ def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
 
 
 def complete_texts(texts: Sequence[str | None], column: str) -> Sequence[str]:
-    """Return the texts; ValueError if one is missing."""
+    """Return the texts; ValueError if a text is missing."""
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(
@@ -104,12 +104,12 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer, which pads on the right."""
-    # Without any of them transformers makes a tokenizer that knows no word.
+    # Without these files transformers would make a tokenizer with an empty vocabulary.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ValueError(
             f"model {folder}: it has no tokenizer, expected tokenizer.json; choose another model"
         )
-    with reading(str(folder), "tokenizer's files"):
+    with model_file_errors(str(folder), "tokenizer's files"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -121,35 +121,35 @@ def load_tokenizer(folder: Path) -> Any:
             "choose another model"
         )
     tokenizer.padding_side = "right"
-    with reading(str(folder), "tokenizer's files"):
+    with model_file_errors(str(folder), "tokenizer's files"):
         _check_growth(tokenizer.backend_tokenizer)
     return tokenizer
 
 
-_GROWTH = 64  # times the characters of a text that a tokenizer may make of it
+_GROWTH = 64  # the factor by which a tokenizer may lengthen a text
 
 
 def _check_growth(backend: Any) -> None:
-    """Raise ValueError if a tokenizer makes far longer texts of texts, or repeats their tokens."""
+    """Raise ValueError if a tokenizer makes texts far longer, or repeats their tokens."""
 
     def steps_of(part: Any) -> list[Any]:
         inner = [step for value in part.values() if isinstance(value, list) for step in value]
         steps = [step for step in inner if isinstance(step, dict) and "type" in step]
         return [part, *(deeper for step in steps for deeper in steps_of(step))]
 
-    def described(name: str) -> Any:  # as its file has it
+    def described(name: str) -> Any:  # the steps as the tokenizer's file has them
         part = getattr(backend, name)
         return steps_of(json.loads(part.__getstate__()) if part is not None else {})
 
     for name in ("normalizer", "decoder"):
-        growth = 1  # characters of one, at most
+        growth = 1  # most characters that replace one
         for step in described(name):
             pattern = step.get("pattern")
-            of = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
-            for made in (step.get("content"), step.get("prepend")):
-                growth *= max(1, -(-len(made or "") // max(1, of)))
+            old = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
+            for new in (step.get("content"), step.get("prepend")):
+                growth *= max(1, -(-len(new or "") // max(1, old)))
             if charsmap := step.get("precompiled_charsmap"):
-                # What SentencePiece puts in their place: after a tree, with zeros between.
+                # SentencePiece's replacements: after a trie, separated by zeros.
                 packed = base64.b64decode(charsmap)
                 replacements = packed[4 + int.from_bytes(packed[:4], "little") :].split(b"\0")
                 growth *= max(map(len, replacements))
@@ -167,7 +167,7 @@ def _check_growth(backend: Any) -> None:
 
 
 def describe(tokenizer: Any) -> dict[str, Any]:
-    """Collect everything that affects this tokenizer's output; used as a cache key."""
+    """Return everything that affects this tokenizer's output, as part of a cache key."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -175,7 +175,7 @@ def describe(tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
-    """Read texts, or pairs of texts, cut off and padded to one length."""
+    """Return the tokens of texts, or pairs of texts, truncated and padded to `length`."""
     read = tokenizer(
         *(list(text) for text in texts),
         truncation=True,
@@ -187,12 +187,12 @@ def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
 
 
 def fixed_length(names: Sequence[str], length: int) -> dict[str, Any]:
-    """Describe columns of so many tokens."""
+    """Return features of columns with `length` tokens."""
     return {name: datasets.List(datasets.Value("int32"), length=length) for name in names}
 
 
 def token_counts(examples: Encoded) -> np.ndarray:
-    """Count the tokens of each text that are no padding."""
+    """Return the number of tokens of each text, without padding."""
     examples = examples.only("attention_mask")
     parts = np.array_split(np.arange(len(examples)), -(-len(examples) // _AT_A_TIME))
     counts = [examples.take(rows)["attention_mask"].sum(1).numpy() for rows in parts]

@@ -1,7 +1,7 @@
-"""Classify by a text-to-text model, which writes the name of the label.
+"""Classify with a text-to-text model, which writes the name of the label.
 
-An answer is right if it is the name, but for white space around it (exact match). So every name
-must fit into a target whole: of two that are cut, one might be the other.
+An answer is correct if it equals the name, apart from surrounding white space (exact match). Every
+name must fit into a target whole, since two cut names might be equal.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class TextToLabel(TextToText):
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         names = {name.strip(): name for name in self.data.labels}
-        return [(names.get(x.strip(), ""), x) for x in self._written(network, batch)]
+        return [(names.get(x.strip(), ""), x) for x in self._generate(network, batch)]
 
 
 TASK = TextToLabel

@@ -1,15 +1,14 @@
-"""Compute a language model's loss on the tokens that are learned, in blocks, and pack short texts.
+"""Compute a language model's loss on the learned tokens, in blocks, and pack short texts.
 
 The logits of all positions are the largest tensor of a step: 16 texts of 512 tokens over a
-vocabulary of 128 thousand are 4 GB. Here the network's last layer is computed for the positions
-that count alone, so many at a time that their logits fit into `BLOCK` bytes. A block's logits are
-not kept: the backward pass computes them again.
+vocabulary of 128 thousand are 4 GB. Here the network's last layer is computed only for positions
+with a loss, in blocks whose logits fit into `BLOCK` bytes. A block's logits are not kept: the
+backward pass recomputes them.
 
-Packing lays short texts side by side in one row of a batch, so that less of it is padding.
-No text sees another. Positions begin anew with each, and from these transformers makes the mask of
-attention: a block for each text, within which no token sees a later one. So loss and gradients are
-those of the texts one below the other. A row is as long as the longest text of the batch: rows are
-fewer than texts, and never longer than without packing.
+Packing puts several short texts into one row of a batch, which reduces padding. No text attends to
+another. Positions restart at each text, and from them transformers derives the attention mask: a
+causal block for each text. So loss and gradients equal those without packing. A row is as long as
+the longest text of the batch: rows are fewer than texts, and never longer than without packing.
 """
 
 import inspect
@@ -23,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ravan_flwr.tasks.base import Batch
 
-BLOCK = 2**27  # bytes of the logits of a block, in float32
+BLOCK = 2**27  # bytes of a block's logits, in float32
 
 
 def summed_loss(
     network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, **where: Tensor
 ) -> Tensor:
-    """Sum -log p of the targets of all texts, as `losses_at` has them."""
+    """Return the sum of -log p of the targets of all texts; arguments as for `losses_at`."""
     blocks = losses_at(network, input_ids, positions, targets, "sum", **where)
     return sum(blocks[1:], start=blocks[0])
 
@@ -37,7 +36,7 @@ def summed_loss(
 def losses_of_texts(
     network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, **where: Tensor
 ) -> Tensor:
-    """Sum -log p of the targets of each text, (texts,)."""
+    """Return the sum of -log p of the targets of each text, (texts,)."""
     by_token = torch.cat(losses_at(network, input_ids, positions, targets, "none", **where))
     texts, length = input_ids.shape
     return by_token.new_zeros(texts).index_add(0, positions // length, by_token)
@@ -47,19 +46,19 @@ def losses_at(
     network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor, reduction: str,
     **where: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute -log p of the targets, which follow the tokens at these positions of all texts.
+    """Return -log p of the targets, block by block; the backward pass recomputes each block.
 
-    It is done block by block, and each is computed again in the backward pass. `where` is as for
-    `hidden_states`.
+    `positions` index the flattened `input_ids`; each target is the token after its position.
+    `where` is as for `hidden_states`.
     """
     hidden = hidden_states(network, input_ids, **where).flatten(0, 1).index_select(0, positions)
     rows = block_rows(network.config)
-    again = torch.is_grad_enabled() and len(targets) > rows
+    recompute = torch.is_grad_enabled() and len(targets) > rows
     blocks = []
-    for some, right in zip(hidden.split(rows), targets.split(rows), strict=True):
-        inputs = (network, some, right, reduction)
+    for states, labels in zip(hidden.split(rows), targets.split(rows), strict=True):
+        inputs = (network, states, labels, reduction)
         loss = (
-            checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False) if again
+            checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False) if recompute
             else _block(*inputs)
         )  # fmt: skip
         blocks.append(cast(Tensor, loss))
@@ -72,10 +71,10 @@ def hidden_states(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute what the last layer reads, (texts, tokens, width).
+    """Return the input of the last layer, (texts, tokens, width).
 
-    Texts are padded at their ends, and no token sees a later one: so there need be no mask, and
-    attention takes its fastest way. Texts side by side have positions.
+    Texts are padded at their ends, and no token attends to a later one. So no mask is needed, and
+    the fastest attention is used. Packed texts need `position_ids`.
     """
     where = {} if position_ids is None else {"position_ids": position_ids}
     output = network.base_model(
@@ -85,7 +84,7 @@ def hidden_states(
 
 
 def logits_of(network: Any, hidden: Tensor) -> Tensor:
-    """Compute the last layer, with what some architectures do to its logits."""
+    """Return the logits of the last layer, scaled or capped as some architectures do."""
     config, logits = network.config, network.get_output_embeddings()(hidden)
     if scale := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / scale
@@ -97,7 +96,7 @@ def logits_of(network: Any, hidden: Tensor) -> Tensor:
 
 
 def check_logits(network: Any) -> None:
-    """Refuse a network whose logits are other ones: not by its last layer alone."""
+    """Raise ValueError if the network's logits differ from those of `logits_of`."""
     tokens = torch.tensor([[0, 1]], device=next(network.parameters()).device)
     with torch.inference_mode():
         expected = network(input_ids=tokens, use_cache=False).logits
@@ -115,23 +114,23 @@ def _block(network: Any, hidden: Tensor, targets: Tensor, reduction: str) -> Ten
 
 
 def block_rows(config: Any) -> int:
-    """Count the positions of a block."""
+    """Return the number of positions in a block."""
     return max(1, BLOCK // (4 * int(config.get_text_config().vocab_size)))
 
 
 def block_bytes(config: Any, positions: int) -> int:
-    """Count what a block takes while it is worked on: logits, probabilities and gradients.
+    """Return the temporary bytes of a block: logits, probabilities and gradients.
 
-    0 where one block is all: then autograd keeps it, as anything else.
+    It is 0 if there is only one block: autograd keeps it like any other tensor.
     """
     rows = block_rows(config)
     return 0 if positions <= rows else 3 * 4 * rows * int(config.get_text_config().vocab_size)
 
 
-def _laid_into_rows(lengths: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay texts into rows as long as the longest, each into the first that has room.
+def _pack_rows(lengths: np.ndarray) -> tuple[np.ndarray, int]:
+    """Put each text into the first row that has room; rows are as long as the longest text.
 
-    Return where each begins, counted through all rows, and the number of rows. Long texts come
+    Return where each text starts in the flattened rows, and the number of rows. Long texts come
     first, so that few rows remain half empty.
     """
     length = int(lengths.max())
@@ -147,44 +146,44 @@ def _laid_into_rows(lengths: np.ndarray) -> tuple[np.ndarray, int]:
     return starts, len(filled)
 
 
-def packed(batch: Batch, follows: Tensor) -> Batch | None:
-    """Lay a batch's texts side by side; None where no row has room for a second one.
+def packed(batch: Batch, next_is_learned: Tensor) -> Batch | None:
+    """Return a batch with several texts per row; None if no row has room for a second text.
 
-    `follows`, (texts, tokens), says after which tokens one comes that is learned.
+    `next_is_learned`, (texts, tokens), marks the tokens before learned ones.
     """
     lengths = batch["length"].numpy()
-    starts, rows = _laid_into_rows(lengths)
+    starts, rows = _pack_rows(lengths)
     if rows == len(lengths):
         return None
     length = int(lengths.max())
-    ids, follows = batch["input_ids"][:, :length].long(), follows[:, :length]
-    within = torch.arange(length).expand(ids.shape)
-    texts = within < batch["length"].long()[:, None]  # no padding
-    places = torch.from_numpy(starts)[:, None] + within
+    ids, next_is_learned = batch["input_ids"][:, :length].long(), next_is_learned[:, :length]
+    within = torch.arange(length).expand(ids.shape)  # position within the text
+    is_token = within < batch["length"].long()[:, None]  # no padding
+    indices = torch.from_numpy(starts)[:, None] + within  # in the flattened rows
     shape = (rows, length)
     return {
-        "input_ids": _laid_out(ids[texts], places[texts], shape),
-        # A token of padding begins anew, too, and so is a text of its own.
-        "position_ids": _laid_out(within[texts], places[texts], shape),
-        "positions": places[follows],
-        "targets": ids.roll(-1, 1)[follows],
+        "input_ids": _scattered(ids[is_token], indices[is_token], shape),
+        # A padding token has position 0, so it is a text of its own.
+        "position_ids": _scattered(within[is_token], indices[is_token], shape),
+        "positions": indices[next_is_learned],
+        "targets": ids.roll(-1, 1)[next_is_learned],
     }
 
 
-def _laid_out(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Put values at their places; all others are zero."""
-    return torch.zeros(shape, dtype=values.dtype).flatten().scatter(0, places, values).view(shape)
+def _scattered(values: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return zeros of this shape with the values at these flat indices."""
+    return torch.zeros(shape, dtype=values.dtype).flatten().scatter(0, indices, values).view(shape)
 
 
 def check_packing(network: Any) -> None:
-    """Refuse a network in which texts side by side would see each other, with weights or without.
+    """Raise ValueError if packed texts would affect each other; a network without weights passes.
 
-    That is so where a state or a convolution runs along the row, or positions do not begin anew.
+    They do if a state or a convolution runs along the row, or positions do not restart.
     """
-    takes = "position_ids" in inspect.signature(network.base_model.forward).parameters
-    carries = bool(getattr(network, "_is_stateful", False))
-    pieces = getattr(network.config.get_text_config(), "attention_chunk_size", None)
-    if carries or pieces or not takes or not _isolates_texts(network):
+    has_positions = "position_ids" in inspect.signature(network.base_model.forward).parameters
+    is_stateful = bool(getattr(network, "_is_stateful", False))
+    chunk_size = getattr(network.config.get_text_config(), "attention_chunk_size", None)
+    if is_stateful or chunk_size or not has_positions or not _isolates_texts(network):
         raise ValueError(
             f"batching = 'packed': in {type(network).__name__} texts side by side would not be as "
             "each alone, expected attention over positions that begin anew with each; set "
@@ -193,7 +192,7 @@ def check_packing(network: Any) -> None:
 
 
 def _isolates_texts(network: Any) -> bool:
-    """Try whether a text is the same after another one as alone."""
+    """Return whether a text has the same hidden states after another text as alone."""
     device = next(network.parameters()).device
     if device.type == "meta":
         return True

@@ -1,9 +1,9 @@
-"""Turn a text with answers in it into tokens, of which those of the answers are learned.
+"""Tokenize a text with answers, and mark the tokens of the answers as learned.
 
-The whole text is read at once, as a model reads it. Where an answer begins or ends, the tokens must
-have a border: what stands before it, read alone, gives the same tokens. Else a token reaches over
-the border ("Answer: " and "yes" have " yes" in common), and the text is read in two parts, since a
-model that is given the prompt alone is to go on with the answer.
+The whole text is tokenized at once, as in a prediction. A token must end where an answer begins or
+ends: the text before that border, tokenized alone, must give the same tokens. Otherwise a token
+crosses the border (as " yes" between "Answer: " and "yes"), and the text is tokenized in two parts:
+a model that gets the prompt alone must continue with the answer.
 """
 
 import logging
@@ -13,68 +13,68 @@ from itertools import takewhile
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import Written
+from ravan_flwr.tasks.forms import AnnotatedText
 
 log = logging.getLogger(__name__)
 
-_NAMED = 5  # examples of each kind of problem
-_KINDS = 10
+_MOST_EXAMPLES = 5  # that are listed per problem
+_MOST_PROBLEMS = 10  # that are listed
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Hold a text's tokens, and which of them are learned."""
+    """A text's tokens, and which of them are learned."""
 
     ids: list[int]
     learned: list[bool]
-    first: int = 0  # how many at the front stay there whatever is cut: the token of a beginning
+    first: int = 0  # tokens at the front that are never cut: the beginning token
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def without_front(self, over: int) -> "Tokens":
-        """Cut so many tokens behind the first ones, which stay."""
-        first, end = self.first, self.first + over
+    def without_front(self, excess: int) -> "Tokens":
+        """Return the tokens without the `excess` tokens that follow the `first` ones."""
+        first, end = self.first, self.first + excess
         ids = self.ids[:first] + self.ids[end:]
         return Tokens(ids, self.learned[:first] + self.learned[end:], first)
 
 
-def tokens_of(reader: Any, written: Written, *, everything: bool = False) -> Tokens:
-    """Read a whole text, as it is learned."""
-    ids = first_tokens(reader) if written.plain else []
+def tokens_of(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False) -> Tokens:
+    """Tokenize a whole text for training; `learn_all` marks all tokens as learned."""
+    ids = first_tokens(reader) if annotated.plain else []
     learned = [False] * len(ids)
-    for part, is_answer in _parts(reader, written):
-        ids += part
-        learned += [is_answer or everything] * len(part)
-    if written.plain and written.answers:
+    for segment, is_answer in _segments(reader, annotated):
+        ids += segment
+        learned += [is_answer or learn_all] * len(segment)
+    if annotated.plain and annotated.answers:
         ids.append(reader.eos_token_id)
         learned.append(True)
     begins = bool(ids) and ids[0] == reader.bos_token_id
     return Tokens(ids, learned, int(begins))
 
 
-def question_tokens(reader: Any, written: Written, most: int) -> list[int]:
-    """Read a prompt alone, cut from its front."""
-    ids = (first_tokens(reader) if written.plain else []) + _read(reader, written.text)
+def question_tokens(reader: Any, annotated: AnnotatedText, most: int) -> list[int]:
+    """Tokenize a prompt alone; cut its front to `most` tokens."""
+    ids = (first_tokens(reader) if annotated.plain else []) + _read(reader, annotated.text)
     if not ids:
         raise UnreadableError("its prompt has no token")
     first = int(ids[0] == reader.bos_token_id)
-    over = len(ids) - most
-    return ids if over <= 0 else ids[:first] + ids[first + over :]
+    excess = len(ids) - most
+    return ids if excess <= 0 else ids[:first] + ids[first + excess :]
 
 
-def _parts(reader: Any, written: Written) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tokens from one border to the next, and whether they are an answer's."""
-    text, origin, border = written.text, 0, 0
+def _segments(reader: Any, annotated: AnnotatedText) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens between consecutive borders, and whether they belong to an answer."""
+    text, origin, border = annotated.text, 0, 0
     before: list[int] = []  # the tokens from `origin` to `border`
-    ends = [end for answer in written.answers for end in answer]
+    ends = [end for answer in annotated.answers for end in answer]
     for number, end in enumerate([*ends, len(text)]):
-        now = _read(reader, text[origin:end])
-        if now[: len(before)] != before:  # a token reaches over the border
+        tokens = _read(reader, text[origin:end])
+        if tokens[: len(before)] != before:  # a token crosses the border
             origin, before = border, []
-            now = _read(reader, text[origin:end])
-        yield now[len(before) :], number % 2 == 1
-        before, border = now, end
+            tokens = _read(reader, text[origin:end])
+        yield tokens[len(before) :], number % 2 == 1
+        before, border = tokens, end
 
 
 def _read(reader: Any, text: str) -> list[int]:
@@ -83,48 +83,51 @@ def _read(reader: Any, text: str) -> list[int]:
 
 
 def first_tokens(reader: Any) -> list[int]:
-    """Find what the tokenizer puts before every text, such as a token of the beginning."""
+    """Return the tokens that the tokenizer puts before every text, such as a beginning token."""
     read = reader("a", return_special_tokens_mask=True)
     pairs = zip(read["input_ids"], read["special_tokens_mask"], strict=True)
     return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
 
-def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False) -> Tokens:
-    """Cut what is too long from the front, or refuse it, and what teaches nothing.
+def shortened(tokens: Tokens, most: int, overlong: str, *, learn_all: bool = False) -> Tokens:
+    """Return at most `most` tokens, cut from the front, or raise UnreadableError.
 
-    Of an answer that has lost what was before it nothing is learned.
+    It is raised if `overlong` is "drop" and the text too long, or if no token can be learned. An
+    answer whose beginning was cut is not learned.
     """
-    over = len(tokens) - most
-    if over > 0 and overlong == "drop":
+    excess = len(tokens) - most
+    if excess > 0 and overlong == "drop":
         raise UnreadableError("it has more tokens than max-length")
-    if over > 0:
-        tokens, place = tokens.without_front(over), tokens.first
-        while not everything and place < len(tokens) and tokens.learned[place]:
-            tokens.learned[place] = False
-            place += 1
-    if not any(tokens.learned[1:]):  # the first token follows from nothing
+    if excess > 0:
+        tokens, index = tokens.without_front(excess), tokens.first
+        while not learn_all and index < len(tokens) and tokens.learned[index]:
+            tokens.learned[index] = False
+            index += 1
+    if not any(tokens.learned[1:]):  # no token precedes the first, so it has no loss
         raise UnreadableError(
-            "its answer alone has more tokens than max-length" if over > 0
+            "its answer alone has more tokens than max-length" if excess > 0
             else "it has no token to learn"
         )  # fmt: skip
     return tokens
 
 
-# Examples that cannot be learned, or not whole.
+# Reports of examples that are left out or cut.
 
 
 def report_skipped_examples(problems: Sequence[str]) -> None:
-    """Count the examples that are left out, by what is wrong with them; "" is nothing."""
+    """Log how many examples are left out, by problem; "" means none. ValueError if all are."""
     by_kind: dict[str, list[int]] = {}
     for number, problem in enumerate(problems, start=1):
         if problem:
             by_kind.setdefault(problem, []).append(number)
     most_first = sorted(by_kind.items(), key=lambda kind: -len(kind[1]))
     listed = []
-    for problem, numbers in most_first[:_KINDS]:
-        shown = ", ".join(map(str, numbers[:_NAMED])) + (", ..." if len(numbers) > _NAMED else "")
+    for problem, numbers in most_first[:_MOST_PROBLEMS]:
+        shown = ", ".join(map(str, numbers[:_MOST_EXAMPLES])) + (
+            ", ..." if len(numbers) > _MOST_EXAMPLES else ""
+        )
         listed.append(f"{len(numbers)}: {problem} (example {shown})")
-    reasons = "; ".join(listed) + ("; ..." if len(most_first) > _KINDS else "")
+    reasons = "; ".join(listed) + ("; ..." if len(most_first) > _MOST_PROBLEMS else "")
     number = sum(map(len, by_kind.values()))
     if number == len(problems):
         raise ValueError(
@@ -136,7 +139,7 @@ def report_skipped_examples(problems: Sequence[str]) -> None:
 
 
 def report_cut_examples(cut: int, number: int, max_length: int) -> None:
-    """Count the examples that are read without their fronts."""
+    """Log how many examples are cut from the front."""
     if cut:
         log.warning(
             "examples: %d of %d have more tokens than max-length = %d and are cut from the front; "

@@ -1,9 +1,9 @@
 """Classify images.
 
-A model's own image processor brings every image to the model's size once, as bytes; what it
-does beyond that, rescaling and normalising, is one multiplication and one addition a channel,
-done on the device. For a model without a processor an image is brought to the model's size and
-channels, and its pixels from [0, 1] to [-1, 1].
+The model's image processor resizes every image once, to bytes. Its rescaling and normalising
+are one multiplication and one addition per channel, done on the accelerator. For a model without a
+processor, an image is converted to the model's size and channels, and its pixels from [0, 1] to
+[-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.model_folder import PROCESSOR, read_json, reading
+from ravan_flwr.data.model_folder import PROCESSOR, model_file_errors, read_json
 from ravan_flwr.data.rows import UnreadableError, check_bits, image_of
 from ravan_flwr.tasks.base import (
     Batch,
@@ -44,7 +44,7 @@ class Vision(Classification):
             return None
         _check_sides(folder)
         # Pillow's resizing is the same on every machine; torchvision's depends on it.
-        with reading(str(folder), PROCESSOR):
+        with model_file_errors(str(folder), PROCESSOR):
             return AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
@@ -59,7 +59,7 @@ class Vision(Classification):
                 try:
                     image_of(value, Path())
                 except UnreadableError as error:
-                    name = (value or {}).get("path") or "one without a name"
+                    name = (value or {}).get("path") or "an image without a name"
                     wrong.append(f"{name} ({error})")
             listed = "; ".join(wrong[:10]) + ("; ..." if len(wrong) > 10 else "")
             raise ValueError(
@@ -69,7 +69,7 @@ class Vision(Classification):
 
     def _encode(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         if self.reader is None:
-            return self._as_they_are(examples, labels)
+            return self._without_processor(examples, labels)
         feature = examples.features["image"]
         first = self._pixels(_images([examples[0]["image"]], feature))[0]
         numbered = examples.remove_columns("label").add_column("labels", labels)
@@ -85,13 +85,13 @@ class Vision(Classification):
         settings = {"reader": self.reader.to_dict(), "labels": self.data.labels}
         return encoded_as_it_is(mapped(numbered, encoded, features, settings))
 
-    def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
-        sides, feature = self._sides, examples.features["image"]
+    def _without_processor(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
+        shape, feature = self._input_shape, examples.features["image"]
         if isinstance(feature, datasets.Image):
             images = np.stack(
-                [_bytes(_images([value], feature)[0], sides) for value in examples["image"]]
+                [_bytes(_images([value], feature)[0], shape) for value in examples["image"]]
             )
-        elif getattr(feature, "dtype", "") == "uint8":  # which NumPy's format would widen
+        elif getattr(feature, "dtype", "") == "uint8":  # the "numpy" format would widen it
             rows = np.arange(len(examples))
             images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
@@ -103,11 +103,11 @@ class Vision(Classification):
                 "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
             )
         images = images.astype(np.uint8) if most > 1 else images
-        # Bytes stay bytes, a quarter of the memory, until a batch of them is computed with.
+        # Bytes remain bytes until a batch is computed, which takes a quarter of the memory.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
-        if tuple(pixels.shape[1:]) != sides:
+        if tuple(pixels.shape[1:]) != shape:
             raise ValueError(
-                f"images: got arrays of {tuple(pixels.shape[1:])}, expected {sides} (channels, "
+                f"images: got arrays of {tuple(pixels.shape[1:])}, expected {shape} (channels, "
                 "height, width), the model's, since it has no preprocessor_config.json; give "
                 "images as files, which are resized"
             )
@@ -115,21 +115,23 @@ class Vision(Classification):
         return Encoded(batch, np.arange(len(labels)))
 
     @property
-    def _sides(self) -> tuple[int, int, int]:
-        """Find the channels, height and width that the model takes."""
+    def _input_shape(self) -> tuple[int, int, int]:
+        """Return the channels, height and width of the model's input."""
         height, width = _height_and_width(self.model_config["image_size"])
         return int(self.model_config.get("num_channels", 3)), height, width
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
         if self.reader is None:
-            return {"pixel_values": np.stack([_bytes(image, self._sides) for image in images])}
+            return {
+                "pixel_values": np.stack([_bytes(image, self._input_shape) for image in images])
+            }
         return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
-        """Resize to (images, channels, height, width), neither rescaled nor normalised.
+        """Return resized images, (images, channels, height, width), not rescaled or normalised.
 
-        Images that are not of one size after that, which a processor may allow, do not stack.
+        A processor may return images of different sizes; these cannot be stacked.
         """
         read = self.reader(
             images=[_rgb(image) for image in images],
@@ -150,13 +152,13 @@ class Vision(Classification):
         pixels = batch["pixel_values"]
         if pixels.dtype == torch.uint8 and self.reader is None:
             pixels = (pixels.float() / 255 * 2).sub_(1)
-        elif pixels.dtype == torch.uint8:  # as they left the processor
+        elif pixels.dtype == torch.uint8:  # resized by the processor
             scale, shift = self._affine(pixels.device)
             pixels = torch.addcmul(shift, pixels.float(), scale)
         return cast(Tensor, network(pixel_values=pixels).logits)
 
     def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return scale and shift by channel, which are what the processor does after resizing."""
+        """Return scale and shift by channel, equal to the processor's rescaling and normalising."""
         reader = self.reader
         factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
         mean, std = (reader.image_mean, reader.image_std) if reader.do_normalize else ([0.0], [1.0])
@@ -167,16 +169,16 @@ TASK = Vision
 
 
 def _height_and_width(side: Any) -> tuple[int, int]:
-    """Return height and width, of which a model may have one number."""
+    """Return height and width from a pair, or from the side of a square."""
     height, width = side if isinstance(side, list | tuple) else (side, side)
     return int(height), int(width)
 
 
-_LONGEST = 4096  # pixels of a side that a processor makes
+_LONGEST = 4096  # pixels of a side of processed images
 
 
 def _check_sides(folder: Path) -> None:
-    """Raise ValueError if an image processor makes huge images of small ones."""
+    """Raise ValueError if an image processor is configured to make huge images."""
     settings = read_json(folder / PROCESSOR, str(folder))
     for key in ("size", "crop_size", "pad_size"):
         value = settings.get(key)
@@ -193,14 +195,17 @@ def _check_sides(folder: Path) -> None:
 def _affine(
     factor: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Give scale and shift by channel, pixels * scale + shift; a GPU would wait for them."""
+    """Return scale and shift by channel, for pixels * scale + shift.
+
+    They are cached, since a GPU would wait for them.
+    """
     means = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
     stds = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
     return factor / stds, -means / stds
 
 
 def _rgb(image: Any) -> Any:
-    """Convert an image to three channels of bytes, which a processor wants."""
+    """Return an image with three channels of bytes, as a processor expects."""
     if hasattr(image, "convert"):
         check_bits(image.mode, "an image")
         return image.convert("RGB")
@@ -212,7 +217,10 @@ def _rgb(image: Any) -> Any:
 
 
 def _images(values: Sequence[Any], feature: Any) -> list[Any]:
-    """Read images that are files, and refuse missing ones; anything else stays as it is."""
+    """Return images that are read from files, and other values unchanged.
+
+    A missing image raises UnreadableError.
+    """
     if not isinstance(feature, datasets.Image):
         return list(values)
     images = [
@@ -223,19 +231,19 @@ def _images(values: Sequence[Any], feature: Any) -> list[Any]:
 
 
 def _centred(images: np.ndarray) -> Tensor:
-    """Bring images in [0, 1] to (images, channels, height, width), in [-1, 1]."""
-    return (_as_tensor(images).float() * 2).sub_(1)  # a copy less than `* 2 - 1` makes
+    """Convert images in [0, 1] to (images, channels, height, width), in [-1, 1]."""
+    return (_as_tensor(images).float() * 2).sub_(1)  # one copy less than `* 2 - 1`
 
 
 def _as_tensor(images: np.ndarray) -> Tensor:
-    """Bring images to (images, channels, height, width)."""
+    """Convert images to (images, channels, height, width)."""
     pixels = torch.from_numpy(images)
     return pixels[:, None] if pixels.ndim == 3 else pixels
 
 
-def _bytes(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
+def _bytes(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Convert an image to (channels, height, width), in [0, 255]."""
-    channels, height, width = sides
+    channels, height, width = shape
     check_bits(image.mode, "an image")
     image = image.convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):

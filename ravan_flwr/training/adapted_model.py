@@ -1,7 +1,7 @@
-"""Put a method's adapters into a frozen network and lend it to one client after the other.
+"""Put a method's adapters into a frozen network that a process's clients use in turn.
 
-The classifier, drawn from the seed, is frozen as well, or trained and averaged. Where a part of the
-model stays with each client (`Personal`), a trained classifier is in that part.
+The classifier is drawn from the seed. It is frozen as well, or trained and averaged. With a method
+that has personal parameters (`Personal`), a trained classifier is one of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,20 +15,20 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
-from ravan_flwr.training.device import computing_with, give_back_memory
+from ravan_flwr.training.device import computing_with, release_cached_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 
-FINGERPRINT = "model/fingerprint"  # in a checkpoint: numbers that follow from bases and classifier
+FINGERPRINT = "model/fingerprint"  # key in a checkpoint: numbers computed from bases and classifier
 
 
 class AdaptedModel:
-    """Lend a network with a method's adapters in it to one client after the other."""
+    """A network with a method's adapters, used by one client at a time (`holding`)."""
 
     def __init__(
         self, backbone: "Backbone", make_method: Callable[[list[Layer], int], Method], *,
         train_classifier: bool, threads: int | None = None,
     ) -> None:  # fmt: skip
-        """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
+        """Put the method's adapters into the backbone; `threads` is its number of CPU threads."""
         network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)
         self.network, self.threads = network, threads
@@ -40,72 +40,74 @@ class AdaptedModel:
         self.train_classifier = train_classifier
         if train_classifier and not classifier:
             raise ValueError(
-                "classifier = 'trained': the model has none, it answers with its pretrained "
-                "language-model head; expected 'frozen'; set it"
+                "classifier = 'trained': the model has no classifier, it answers with its "
+                "pretrained language-model head, expected 'frozen'; set classifier=frozen"
             )
         self._initial_classifier = self._flat_classifier()
-        self.has_examples_apart = False  # not known yet: private steps find out
-        self._fixed_hash = ""  # of the method's fixed tensors, once it has them
+        self.examples_are_independent = False  # set by the check in private_steps.py
+        self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
-        self._state_at_rest = self.initial_state()
-        self._load(self._state_at_rest)
+        self._idle_state = self.initial_state()
+        self._load(self._idle_state)
 
     def initial_state(self) -> Tensors:
-        """Make the global state before the first round, with the classifier if it is trained."""
+        """Return the global state before the first round, with the classifier if it is trained."""
         state = self.method.initial_state(self.adapters)
-        if self._classifier_travels:
+        if self._sends_classifier:
             state[CLASSIFIER] = self._initial_classifier.cpu().clone()
         return state
 
     def trainable_parameters(self) -> int:
-        """Count what a client with the whole budget trains, with the classifier."""
+        """Count the parameters that a client with the whole budget trains, with the classifier."""
         classifier = len(self._initial_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
 
     @property
-    def _classifier_travels(self) -> bool:
+    def _sends_classifier(self) -> bool:
         return self.train_classifier and self.method.personal is None
 
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name the tensors that stay with each client, with their shapes; none for most methods."""
+    def personal_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the personal parameters; empty for most methods."""
         if self.method.personal is None:
             return {}
         classifier = {CLASSIFIER: tuple(self._initial_classifier.shape)}
         return {**self.method.personal.shapes, **(classifier if self.train_classifier else {})}
 
     def personal_state(self) -> Tensors:
-        """Copy what stays with the client after its local steps."""
+        """Copy the client's personal parameters, after its local steps."""
         if self.method.personal is None:
             return {}
-        own = self.method.personal.collect(self.adapters)
-        return own | ({CLASSIFIER: self._flat_classifier().cpu()} if self.train_classifier else {})
+        personal = self.method.personal.collect(self.adapters)
+        return personal | (
+            {CLASSIFIER: self._flat_classifier().cpu()} if self.train_classifier else {}
+        )
 
-    def check_own(self, own: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless it is what `personal_state` returns, with finite numbers."""
-        shapes = self.own_shapes()
-        check_names(own, list(shapes))
+    def check_personal(self, personal: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless names and shapes are `personal_shapes` and all numbers finite."""
+        shapes = self.personal_shapes()
+        check_names(personal, list(shapes))
         for name, shape in shapes.items():
-            check_tensor(own, name, shape, torch.float32)
+            check_tensor(personal, name, shape, torch.float32)
 
     def _flat_classifier(self) -> Tensor:
-        """Copy the classifier's parameters, one after the other."""
+        """Return a copy of the classifier's parameters as one flat tensor."""
         parts = [parameter.detach().flatten() for parameter in self.classifier]
         return torch.cat(parts) if parts else torch.zeros(0)
 
     @property
     def calibration(self) -> Calibration:
-        """Give the method's calibration round; ValueError where it holds none."""
+        """Return the method's calibration round; ValueError for a method without one."""
         if self.method.calibration is None:
             raise ValueError(
-                f"calibration: {type(self.method).__name__} holds none, expected a method that "
-                "does; start server and clients with one configuration"
+                f"calibration: {type(self.method).__name__} has no calibration round, expected a "
+                "method that has one; start server and clients with one configuration"
             )
         return self.method.calibration
 
     def load_fixed(self, fixed: Tensors, expected: str = "") -> list[float]:
-        """Take a method's fixed tensors unless the model has them; refuse another checksum.
+        """Load a method's fixed tensors unless they are loaded; return the model's fingerprint.
 
-        Return the model's fingerprint with them.
+        Raise ValueError if their checksum is not the expected one.
         """
         fixed_hash = checksum(fixed)
         if expected and fixed_hash != expected:
@@ -119,10 +121,10 @@ class AdaptedModel:
         return self.derived
 
     def check_fingerprint(self, memory: Mapping[str, Tensor], where: str) -> None:
-        """Raise ValueError unless a checkpoint was made with the bases and classifier of this."""
-        here = torch.tensor(self.derived, dtype=torch.float64)
-        there = memory.get(FINGERPRINT, here)
-        if there.shape != here.shape or not torch.allclose(there, here, 1e-4, 1e-4):
+        """Raise ValueError unless a checkpoint's bases and classifier are those of this model."""
+        derived = torch.tensor(self.derived, dtype=torch.float64)
+        saved = memory.get(FINGERPRINT, derived)
+        if saved.shape != derived.shape or not torch.allclose(saved, derived, 1e-4, 1e-4):
             raise ValueError(
                 f"{where}: got a checkpoint of other bases, or of another classifier, than its "
                 "config.json makes on this machine, expected the same; restore config.json, or "
@@ -130,10 +132,10 @@ class AdaptedModel:
             )
 
     def _derived_fingerprint(self) -> list[float]:
-        """Compute numbers that agree where bases and classifier agree.
+        """Return numbers that are equal where bases and classifier are equal.
 
-        `seed_fingerprint` is that of what is made from the seed, `derived` that of what the
-        model has now.
+        `seed_fingerprint` is computed once, from the tensors drawn from the seed. `derived` is
+        computed again whenever fixed tensors are loaded.
         """
         weights = self._initial_classifier.cpu().double()
         ramp = torch.arange(len(weights), dtype=torch.float64).cos()
@@ -141,27 +143,28 @@ class AdaptedModel:
 
     @contextmanager
     def holding(
-        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+        self, tensors: Mapping[str, Tensor], personal: Mapping[str, Tensor] | None = None
     ) -> Iterator[None]:
-        """Load a broadcast, or a global state; afterwards the model is as it was before.
+        """Load a broadcast, or a global state, for the duration of a `with` block.
 
-        `own` is the client's part of the model, if it has one.
+        `personal` are the client's personal parameters, if it has any. Afterwards the model has its
+        initial state again.
         """
         try:
             self._load(tensors)
-            if own is not None:
-                self._put(own)
+            if personal is not None:
+                self._load_personal(personal)
             with computing_with(self.threads):
                 yield
         finally:
-            self._load(self._state_at_rest)
+            self._load(self._idle_state)
             for parameter in self.network.parameters():
                 parameter.grad = None
-            give_back_memory(self.device)
+            release_cached_memory(self.device)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, split_classifier(tensors)[0])
-        if self._classifier_travels:
+        if self._sends_classifier:
             shape = self._initial_classifier.shape
             self._set_classifier(check_tensor(tensors, CLASSIFIER, shape, torch.float32))
         elif self.train_classifier:
@@ -169,34 +172,34 @@ class AdaptedModel:
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
 
-    def _put(self, own: Mapping[str, Tensor]) -> None:
-        """Put a client's own part into the model, on top of a broadcast."""
-        self.check_own(own)
+    def _load_personal(self, personal: Mapping[str, Tensor]) -> None:
+        """Load a client's personal parameters, after a broadcast was loaded."""
+        self.check_personal(personal)
         if self.method.personal is not None:
-            self.method.personal.put(self.adapters, split_classifier(own)[0])
-        if CLASSIFIER in own:
-            self._set_classifier(own[CLASSIFIER])
+            self.method.personal.put(self.adapters, split_classifier(personal)[0])
+        if CLASSIFIER in personal:
+            self._set_classifier(personal[CLASSIFIER])
 
     def _set_classifier(self, flat: Tensor) -> None:
         with torch.no_grad():
-            # It makes the parameters views of what it is given.
+            # Copied, because vector_to_parameters makes the parameters views of its argument.
             nn.utils.vector_to_parameters(flat.to(self.device, copy=True), self.classifier)
 
     def upload(self, method: Method) -> Tensors:
-        """Collect what the client sends after its local steps, in a round of the method."""
+        """Return the tensors that the client sends after its local steps, in a round's method."""
         tensors = method.upload(self.adapters)
-        if self._classifier_travels:
+        if self._sends_classifier:
             tensors[CLASSIFIER] = self._flat_classifier().cpu()
         return tensors
 
     def parameters(self) -> list[nn.Parameter]:
-        """List what the client's optimiser is given, once its heads are chosen."""
+        """List the parameters for the client's optimiser, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
-        """Hold the loss scale of float16, which one client leaves to the next."""
+        """Return the gradient scaler of float16; its loss scale is kept from client to client."""
         return torch.amp.GradScaler(self.device.type)
 
     @property

@@ -1,9 +1,9 @@
-"""Count what attention keeps, on the meta device, as the kernel of the run's own device does.
+"""Count the tensors that attention saves for its backward pass on the run's device.
 
-PyTorch's fused kernels keep queries, keys, values, the result, one number a row, and the mask in
-float32 if there is one. Where none serves, as on the meta device itself, the plain way is taken,
-which keeps matrices of all scores, (texts, heads, tokens, tokens): far more than all else together
-for a long text.
+PyTorch's fused kernels save queries, keys, values, the result, one number per row, and the mask in
+float32 if there is one. Without a fused kernel PyTorch computes attention in plain operations. They
+save matrices of all scores, (texts, heads, tokens, tokens): for a long text far more than all other
+tensors together. The meta device has no fused kernel, so a count there must imitate one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +21,30 @@ from ravan_flwr.training.network import likely_device
 
 
 def attention_of(config: Config, network: Any, task: Task) -> AbstractContextManager[object]:
-    """Count, within it, what attention keeps in a step of this run; with one mask of all texts."""
-    masks = task.masks or config.packing
+    """Return a context in which attention on the meta device saves what the run's device saves.
+
+    The mask counts under packing, and for tasks that give attention a mask (`Task.masks`).
+    """
+    keeps_mask = task.masks or config.packing
     device = likely_device(config.device)
     if device == "cpu":
-        return _Fused(masks=masks, drops=False)
-    # No kernel of CUDA takes keys that several heads share in float32; with a mask transformers
-    # repeats them, so that one does.
+        return _FusedKernel(keeps_mask=keeps_mask, has_dropout=False)
+    # No fused CUDA kernel supports float32 keys that several heads share. With a mask, transformers
+    # repeats the keys, and a kernel supports them.
     text = network.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
-    if device == "cuda" and (masks or config.precision != "float32" or not shared):
-        return _Fused(masks=masks, drops=True)
+    if device == "cuda" and (keeps_mask or config.precision != "float32" or not shared):
+        return _FusedKernel(keeps_mask=keeps_mask, has_dropout=True)
     return nullcontext()
 
 
-class _Fused(TorchFunctionMode):
-    """Stand for a fused kernel; without dropout, where it takes none, for the plain way."""
+class _FusedKernel(TorchFunctionMode):
+    """Imitate a fused kernel; a kernel without dropout leaves dropout to the plain operations."""
 
-    def __init__(self, *, masks: bool, drops: bool) -> None:
+    def __init__(self, *, keeps_mask: bool, has_dropout: bool) -> None:
         super().__init__()
-        self.masks, self.drops = masks, drops
+        self.keeps_mask, self.has_dropout = keeps_mask, has_dropout
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
@@ -54,20 +57,23 @@ class _Fused(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if dropout_p and not self.drops:
+        if dropout_p and not self.has_dropout:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)
-        mask = attn_mask if self.masks else None
+        mask = attn_mask if self.keeps_mask else None
         if mask is not None and not mask.is_floating_point():
             mask = mask.to(query.dtype)
-        return cast(Tensor, _Kept.apply(query, key, value, mask))  # type: ignore[no-untyped-call]
+        return cast(
+            Tensor,
+            _SavedTensors.apply(query, key, value, mask),  # type: ignore[no-untyped-call]
+        )
 
 
-class _Kept(torch.autograd.Function):
-    """Keep what a fused kernel keeps, and compute nothing."""
+class _SavedTensors(torch.autograd.Function):
+    """Save the tensors that a fused kernel saves, and compute nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        by_row = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, result, by_row)
+        row_statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, result, row_statistics)
         return result

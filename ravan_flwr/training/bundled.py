@@ -1,8 +1,8 @@
-"""Read backbones that travel with the app: a `transformers` model in one JSON file.
+"""Read backbones that are bundled with the app: a `transformers` model in one JSON file.
 
-A Flower app bundle carries text files only, and does not compress them. So the weights are
-safetensors, compressed, in base85. They are kept in float16 and widened to float32, which is exact:
-every node has the same bits.
+A Flower app bundle contains text files only, and does not compress them. So the weights are
+safetensors, compressed, in base85. They are stored in float16 and converted to float32. This
+conversion is exact, so every node has the same bits.
 """
 
 import base64
@@ -19,7 +19,7 @@ FORMAT = "ravan-flwr-backbone/2"
 
 
 def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read (configuration, float32 weights) from a backbone file, whose checksum must hold."""
+    """Read (configuration, float32 weights); ValueError unless the checksum is the file's own."""
     content = _content(path)
     weights = _unpacked(content["safetensors"])
     digest = hashlib.sha256(weights).hexdigest()
@@ -33,13 +33,13 @@ def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_backbone_config(path: Path) -> dict[str, Any]:
-    """Read the configuration alone: to unpack the weights takes a hundred times as long."""
+    """Read the configuration without the weights, which take a hundred times as long to unpack."""
     config: dict[str, Any] = _content(path)["config"]
     return config
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Read what is in a backbone file, with the weights still packed."""
+    """Read a backbone file, and leave the weights packed."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if content.get("format") != FORMAT:
         raise ValueError(
@@ -50,7 +50,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _unpacked(text: str) -> bytes:
-    """Decode and decompress; nothing, whose checksum is another one, where that fails."""
+    """Decode and decompress; return b"" on failure, which has another checksum."""
     try:
         return zlib.decompress(base64.b85decode(text))
     except (ValueError, zlib.error):
@@ -66,7 +66,7 @@ def bundled_names() -> list[str]:
 
 
 def bundled_file(name: str) -> Path:
-    """Find the file of a bundled backbone."""
+    """Return the path of a bundled backbone; ValueError for an unknown name."""
     if name not in bundled_names():
         names = ", ".join(bundled_names())
         raise ValueError(f"model {name!r} is not bundled; expected one of: {names}")

@@ -1,16 +1,16 @@
-"""Count the clients of a simulation: as many as asked for, or as the data has users."""
+"""Count the clients of a simulation: the requested number, or the number of users in the data."""
 
 from ravan_flwr.config.run_config import Config
 
 
 def number_of_clients(config: Config, num_clients: int | None = None) -> int:
-    """Return how many clients there are: as asked, or as the preset says.
+    """Return the number of clients: the argument, or the number in the configuration.
 
-    A natural partition has a client for each value of its column: the data is read, and any other
-    number is refused.
+    A natural partition has one client for each value of its column. The data is then read, and any
+    other number raises ValueError.
     """
     number = config.num_clients if num_clients is None else num_clients
-    if config.division == "natural":
+    if config.partition_scheme == "natural":
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
         from ravan_flwr.data.partition import (  # noqa: PLC0415
             check_column,
@@ -24,7 +24,7 @@ def number_of_clients(config: Config, num_clients: int | None = None) -> int:
         num_values = len(set(values_of(train, column)))
         check_natural(num_values, num_values if number is None else number, column)
         number = num_values
-    assert number is not None  # the configuration has a number then
+    assert number is not None  # without a natural partition the configuration has a number
     if 0 < number < config.min_replies:
         raise ValueError(
             f"min-replies = {config.min_replies}: got num-clients = {number}, and a round gets no "

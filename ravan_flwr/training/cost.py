@@ -1,8 +1,8 @@
-"""Count what a step and a message cost before anything runs: no weights, no data, no bases.
+"""Compute the memory of a training step and the bytes of a message before a run starts.
 
-The network is built on the meta device, where tensors have shapes and nothing else. One
-forward pass there tells which tensors a training step keeps for its backward pass, so that
-the memory of a step is counted, not guessed, for every number of heads.
+No weights, data or bases are needed. The network is built on the meta device, where tensors have
+shapes only. One forward pass there shows which tensors a training step saves for its backward pass.
+So the memory of a step is counted, not guessed, for every number of heads.
 """
 
 import math
@@ -27,7 +27,7 @@ from ravan_flwr.methods import budget_fraction
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.secure.fixed_point import WIDTH
-from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around
+from ravan_flwr.secure.schedule import GIVEN, Schedule, Traffic, make_schedule, most_protocol_bytes
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
@@ -47,15 +47,15 @@ ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 ea
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Count the bytes of one training step, by what they are for."""
+    """The bytes of one training step, by purpose."""
 
-    weights: int  # everything that is frozen and there anyway: backbone and bases
-    trained: int  # values, gradients and Adam's moments of what is trained
-    activations: int  # kept for the backward pass
+    weights: int  # frozen tensors: backbone and bases
+    trained: int  # values, gradients and Adam's moments of the trained parameters
+    activations: int  # saved for the backward pass
 
     @property
     def added(self) -> int:
-        """Count what a step takes beyond the model itself."""
+        """Return the bytes of a step beyond the model itself."""
         return self.trained + self.activations
 
     @property
@@ -64,60 +64,64 @@ class StepMemory:
 
 
 class Skeleton:
-    """Hold the adapted network without weights, as plans and footprints count it."""
+    """The adapted network without weights, from which plans and footprints are computed."""
 
     def __init__(self, config: Config) -> None:
         self.config = config = settle(config)
         self.task = make_task(config)
         stored_dtype = backbone_dtype(config, likely_device(config.device))
-        built = build_skeleton(config.model, self.task, stored_dtype)
-        self.network = built.network.requires_grad_(False)
+        backbone = build_skeleton(config.model, self.task, stored_dtype)
+        self.network = backbone.network.requires_grad_(False)
         prepare_network(self.network, config)
-        self.saved = 0  # bytes, by keeping the backbone in few bits
+        self.saved_bytes = 0  # by quantizing the backbone
         if config.quantize != "none":
             bits = BITS[config.quantize]
-            weights = [m.weight for m in quantizable(self.network, built.classifier).values()]
-            self.saved = round(sum(w.numel() * (w.element_size() - bits / 8) for w in weights))
-        # Which heads are chosen is all the same, and scores cannot be computed here.
+            weights = [m.weight for m in quantizable(self.network, backbone.classifier).values()]
+            self.saved_bytes = round(
+                sum(w.numel() * (w.element_size() - bits / 8) for w in weights)
+            )
+        # The choice of heads does not change the counts, and meta tensors have no scores.
         unscored = replace(config, scoring="random")
-        self.method = make_method(unscored, find_layers(self.network, built.targets), built.size)
-        pretrained = pretrained_parameters(self.network, built.classifier)
+        self.method = make_method(
+            unscored, find_layers(self.network, backbone.targets), backbone.size
+        )
+        pretrained = pretrained_parameters(self.network, backbone.classifier)
         self.adapters = self.method.install(self.network, pretrained)
-        self.classifier = built.classifier if config.classifier == "trained" else []
+        self.classifier = backbone.classifier if config.classifier == "trained" else []
         for parameter in self.classifier:
             parameter.requires_grad_(True)
 
     @cached_property
-    def around(self) -> Bytes | None:
-        """Count the bytes of a secure round beside what is trained; None of another round."""
-        return most_around(self._schedule()) if self.config.secure_aggregation else None
+    def secure_overhead(self) -> Traffic | None:
+        """Return the bytes of a secure round beside its masked numbers; None without one."""
+        return most_protocol_bytes(self._schedule()) if self.config.secure_aggregation else None
 
     def receive(self, fraction: float) -> None:
-        """Load what a client with that budget fraction is sent first."""
+        """Load the first broadcast to a client with that budget fraction."""
         method = self.largest_round()
         method.load(self.adapters, method.broadcast(method.initial_state(self.adapters), fraction))
 
     def choose(self, fraction: float) -> list[nn.Parameter]:
-        """Choose what a client with that budget fraction trains, and return it."""
+        """Choose the parameters that a client with that budget fraction trains; return them."""
         method = self.largest_round()
         method.choose(self.adapters, fraction, generator(0), lambda: None)
         return self.trained()
 
     def trained(self) -> list[nn.Parameter]:
-        """List what is trained now."""
+        """List the parameters that are trained now."""
         return [*self.largest_round().parameters(self.adapters), *self.classifier]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Make the initial state, the classifier as its shape alone."""
+        """Return the initial state; the classifier is a meta tensor."""
         state = dict(self.method.initial_state(self.adapters))
         if self.classifier:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
         return state
 
     def _schedule(self) -> Schedule:
-        """Draw who would train what in a secure round of clients with the run's budgets."""
+        """Draw the schedule of a secure round of clients with the run's budgets."""
         config, state = self.config, self.state()
-        # A bound is told in as many digits as it has: none has more than this one.
+        # Bounds are sent as decimal text, and none has more digits than this one.
         longest, digest = 1e-5 / 3, GIVEN * "0"
         parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
         rows = {}
@@ -134,80 +138,85 @@ class Skeleton:
         return sum(parameter.numel() for parameter in self.classifier)
 
     def largest_round(self) -> Method:
-        """Give the method as it is in the round in which a client sends most."""
+        """Return the method of the round in which a client sends the most bytes."""
         rounds = self.method.different_rounds()
         return max(rounds, key=lambda method: method.upload_bytes(1.0))
 
     @property
     def classifier_sent(self) -> int:
-        """Count the numbers of the classifier that travel: where clients have own parts, none."""
+        """Count the classifier's numbers in a message: 0 if the classifier is personal."""
         return self.classifier_size if self.method.personal is None else 0
 
     def bytes_up(self, fraction: float) -> int:
         method = self.largest_round()
         shapes = list(method.upload_shapes(fraction).values())
-        if self.around is not None:
+        if self.secure_overhead is not None:
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
-            return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
+            return (
+                WIDTH * (numbers + 1) + self.secure_overhead.up
+            )  # one more: how many were cut off
         return self._coded(method.upload_bytes(fraction), shapes, self.config.densities[1])
 
     def bytes_down(self, fraction: float) -> int:
         initial = self.method.initial_state(self.adapters)
         sent = self.method.broadcast(initial, fraction).items()
         shapes = {n: tuple(tensor.shape) for n, tensor in sent if tensor.dtype == torch.float32}
-        around = 0 if self.around is None else self.around.down
+        secure_overhead = 0 if self.secure_overhead is None else self.secure_overhead.down
         number, sparse = self.method.broadcast_bytes(initial, fraction), sent_sparsely(self.method)
         dense = [shape for name, shape in shapes.items() if name not in sparse]
         trained = [shape for name, shape in shapes.items() if name in sparse]
         number += num_bytes(dense, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, dense))
-        return self._coded(number, trained, self.config.densities[0]) + around
+        return self._coded(number, trained, self.config.densities[0]) + secure_overhead
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], fraction: Fraction) -> int:
-        """Count the bytes on the wire, the classifier's included; most are in these shapes."""
+        """Return the bytes on the wire, with the classifier's.
+
+        `number` is the size of the method's tensors, with those of `shapes` in float32.
+        """
         remainder = number - 4 * sum(math.prod(shape) for shape in shapes)
         return remainder + num_bytes([*shapes, (self.classifier_sent,)], fraction, self.config.wire)
 
 
 @lru_cache(maxsize=64)
 def step_memory(config: Config, fraction: float) -> StepMemory:
-    """Count the memory of a step of a client with that budget fraction."""
-    built = Skeleton(config)
-    network = built.network
-    built.receive(fraction)
+    """Return the memory of a training step of a client with that budget fraction."""
+    skeleton = Skeleton(config)
+    network = skeleton.network
+    skeleton.receive(fraction)
     weights = _bytes([*network.parameters(), *network.buffers()])
-    trained = built.choose(fraction)
+    trained = skeleton.choose(fraction)
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
-    copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
-    at_a_time, task = config.micro_batch_size or config.batch_size, built.task
+    copies = _bytes(trained) - 4 * skeleton.classifier_size if added else 0  # of the chosen heads
+    number, task = config.micro_batch_size or config.batch_size, skeleton.task
     with attention_of(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
-        activations = saved_for_backward(network, task, at_a_time, by_example)
+        activations = saved_for_backward(network, task, number, by_example)
     if by_example:
-        # The gradients of so many examples, and the sums of what clipping leaves of them: in
-        # float64, as are the sums, there is one parameter's at a time, beside a copy of it.
+        # The gradients of each example in float32, and the sums of the clipped ones in float64.
+        # Of one parameter at a time there is also a float64 and a float32 copy of its gradients.
         numbers = [parameter.numel() for parameter in trained]
-        activations += 4 * at_a_time * sum(numbers) + 8 * sum(numbers)
-        activations += 12 * at_a_time * max(numbers, default=0)
-    if config.gradient_checkpointing:  # one block's are computed again where they are needed
+        activations += 4 * number * sum(numbers) + 8 * sum(numbers)
+        activations += 12 * number * max(numbers, default=0)
+    if config.gradient_checkpointing:  # one block's are recomputed at a time
         reference = replace(config, gradient_checkpointing=False, precision="float32")
         activations += step_memory(reference, fraction).activations // _checkpoints(config, network)
-    activations += cast_weights(config, network) + task.transient(network.config, at_a_time)
-    own = _bytes(trained)
-    return StepMemory(weights - (own - copies) - built.saved, ADAM * own, activations)
+    activations += cast_weights(config, network) + task.transient(network.config, number)
+    size = _bytes(trained)
+    return StepMemory(weights - (size - copies) - skeleton.saved_bytes, ADAM * size, activations)
 
 
 @lru_cache(maxsize=64)
 def step_operations(config: Config, fraction: float) -> tuple[float, float]:
-    """Count the floating-point operations of a step of a client with that budget fraction.
+    """Return the floating-point operations of a client's forward pass, and of its whole step.
 
-    The first number is that of the forward pass alone. A pass runs on the meta device, where
-    products of matrices are counted and nothing is computed. The optimiser is left out.
+    Matrix products are counted on the meta device, and nothing is computed. The optimiser is not
+    counted.
     """
-    built = Skeleton(config)
-    network, task = built.network, built.task
-    fraction = fraction if built.method.can_train(fraction) else 1.0
-    built.receive(fraction)
-    built.choose(fraction)
+    skeleton = Skeleton(config)
+    network, task = skeleton.network, skeleton.task
+    fraction = fraction if skeleton.method.can_train(fraction) else 1.0
+    skeleton.receive(fraction)
+    skeleton.choose(fraction)
     number = config.micro_batch_size or config.batch_size
     batch = meta_batch(network, task, number)
     network.train()
@@ -222,10 +231,11 @@ def step_operations(config: Config, fraction: float) -> tuple[float, float]:
 
 
 def cast_weights(config: Config, network: nn.Module) -> int:
-    """Count the copies of linear layers' weights that autocast makes in a precision of 16 bits.
+    """Return the bytes of autocast's 16-bit copies of linear layers' weights.
 
-    They stay (keeps_casts), at least until the backward pass, which needs them. With checkpoints
-    they are made again, block by block. Activations are counted in float32 all the same: some are.
+    The copies are kept (`keeps_casts`), at least until the backward pass, which needs them. With
+    gradient checkpointing they are made again block by block. Activations are counted in float32
+    even so, since some are.
     """
     if config.precision == "float32":
         return 0
@@ -234,14 +244,14 @@ def cast_weights(config: Config, network: nn.Module) -> int:
         for module in network.modules()
         if isinstance(module, nn.Linear) and module.weight.dtype != PRECISIONS[config.precision]
     ]
-    if config.quantize != "none":  # what is in few bits is unpacked when it is needed, and dropped
+    if config.quantize != "none":  # quantized weights are unpacked for each use, and dropped
         quantized = set(quantizable(network, []).values())
         linears = [linear for linear in linears if linear not in quantized]
     return sum(2 * linear.weight.numel() for linear in linears) // _checkpoints(config, network)
 
 
 def _checkpoints(config: Config, network: nn.Module) -> int:
-    """Count the parts in which the forward pass is run again for the backward pass; else one."""
+    """Count the blocks that gradient checkpointing recomputes one by one; 1 without it."""
     if not config.gradient_checkpointing:
         return 1
     return max(
@@ -250,7 +260,7 @@ def _checkpoints(config: Config, network: nn.Module) -> int:
 
 
 def meta_batch(network: PreTrainedModel, task: Task, number: int) -> Batch:
-    """Make a batch of so many examples that has shapes and nothing else."""
+    """Make a batch of `number` examples of meta tensors."""
     shapes = task.shapes(network.config, number)
     return {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
 
@@ -263,13 +273,14 @@ def saved_for_backward(
 ) -> int:
     """Count the bytes that autograd saves in a forward pass, each storage once.
 
-    Of gradients by example it is also what adapted layers read, but nothing for their parameters.
+    With `by_example` this includes the inputs of the trained layers, and nothing that is saved for
+    the gradients of their parameters.
     """
     batch = meta_batch(network, task, batch_size)
     storages = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
     saved: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         if _storage(tensor) not in storages:
             saved[_storage(tensor)] = tensor
         return tensor
@@ -277,10 +288,10 @@ def saved_for_backward(
     network.train()
     with ExitStack() as stack:
         if by_example is not None:
-            stack.enter_context(by_example.tapped(read=pack))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+            stack.enter_context(by_example.hooked(on_input=save))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
         loss = task.loss(network, batch)
-    del loss  # until here the saved tensors live, so that no two share an address
+    del loss  # it kept the saved tensors alive, so that no two shared an address
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
@@ -289,15 +300,15 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Count the bytes of tensors' values, those that share a storage once."""
+    """Count the bytes of tensors; tensors that share a storage count once."""
     different = {_storage(tensor): tensor for tensor in tensors}.values()
     return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
 def largest_fraction(config: Config, free: int) -> float:
-    """Find the budget that pays for most heads, or ranks, and whose step fits into that memory."""
+    """Return the largest budget fraction whose training step fits into `free` bytes."""
     parts = Skeleton(config).method.parts
-    if parts is None:  # whole, or left out: then the fraction is that of the memory it needs
+    if parts is None:  # trained whole or not at all: then it is the part of the needed memory
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
     def need(number: int) -> int:
@@ -306,7 +317,7 @@ def largest_fraction(config: Config, free: int) -> float:
     fitting = bisect_right(range(1, parts + 1), 0.9 * free, key=need)
     if not fitting:
         raise ValueError(
-            f"node config: budget is 'auto', and the least that can be trained needs "
+            f"node config: budget is 'auto', and the smallest trainable part needs "
             f"{need(1) / 1e6:.0f} MB beside the model, but 90 % of {free / 1e6:.0f} MB free are "
             "less; lower batch-size"
         )

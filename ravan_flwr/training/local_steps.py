@@ -1,4 +1,4 @@
-"""Do a client's local work: some steps of Adam on its own examples, or an evaluation."""
+"""Run a client's local steps of Adam on its own examples, or its evaluation."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from ravan_flwr.tasks.base import Batch, Columns, Encoded, Task
 from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.batching import evaluation_batches, in_parts, training_batches
+from ravan_flwr.training.batching import evaluation_batches, split_batches, training_batches
 
 
-def rate_in_round(config: Config, number: int) -> float:
-    """Return the clients' learning rate in a round, which counts from 1."""
+def learning_rate_in_round(config: Config, number: int) -> float:
+    """Return the clients' learning rate in a round; `number` counts from 1."""
     schedule = config.parts("learning-rate-schedule")
     start, warm_up = config.learning_rate, schedule["warm-up"]
     if 0 < number <= warm_up:
@@ -41,70 +41,74 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Say how a client trains in a round."""
+    """The settings of a client's training in one round."""
 
     number: int
     batch_size: int
     learning_rate: float
     precision: str
-    proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
+    proximal_mu: float = 0.0  # FedProx adds mu / 2 |w - w at the start of the round|^2 to the loss
     batching: str = "random"
-    micro_batch_size: int | None = None  # examples at a time; None: the whole batch
-    packing: bool = False  # short texts side by side
+    micro_batch_size: int | None = None  # examples per backward pass; None: the whole batch
+    packing: bool = False  # several short texts in one row
     weight_decay: float = 0.0
-    max_gradient_norm: float = 0.0  # 0: none
+    max_gradient_norm: float = 0.0  # 0: no clipping
 
 
 def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
-    """Say how a client with so many examples trains in that round of a run."""
+    """Return the settings of a client with `examples` examples in round `number`."""
     same = {field.name for field in fields(LocalSteps)} - {"number", "learning_rate"}
     return LocalSteps(
         config.steps_of(examples),
-        learning_rate=rate_in_round(config, number),
+        learning_rate=learning_rate_in_round(config, number),
         **{name: getattr(config, name) for name in same},
     )
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """Hold what came of a client's work."""
+    """The result of a client's local work."""
 
     upload: Tensors
-    own: Tensors  # what stays with the client; empty for most methods
-    train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
-    skipped: int = 0  # steps that float16 overflowed in, and that changed nothing
+    personal: Tensors  # the client's personal parameters; empty for most methods
+    train_loss: float  # mean over the steps, without the proximal term and the scoring batch
+    skipped: int = 0  # steps without effect, because float16 overflowed
 
 
 def train_locally(
     model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
-    steps: LocalSteps, work: ClientRound, own: Tensors | None = None, rows: Tensors | None = None,
+    steps: LocalSteps, client_round: ClientRound, personal: Tensors | None = None,
+    rows: Tensors | None = None,
 ) -> LocalResult:  # fmt: skip
-    """Do one client's round: load, choose, train, collect; the model is then as it was.
+    """Run one client's round: load, choose, train, collect; afterwards the model is reset.
 
-    `own` is the part of the model that has stayed with the client, if one has. In a secure round
-    it is said beforehand which `rows` are trained.
+    `personal` are the client's personal parameters, if it has any. `rows` are the rows to train, as
+    a secure round's schedule has them.
     """
-    stepper = Stepper(model, task, examples, steps, work)
-    with model.holding(broadcast, own), dropout_from(work.derive("dropout"), model.device):
-        return stepper.round(fraction, work, rows)
+    stepper = Stepper(model, task, examples, steps, client_round)
+    with (
+        model.holding(broadcast, personal),
+        dropout_from(client_round.derive("dropout"), model.device),
+    ):
+        return stepper.round(fraction, client_round, rows)
 
 
 def calibrate_locally(
     model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, steps: LocalSteps,
-    work: ClientRound,
+    client_round: ClientRound,
 ) -> LocalResult:  # fmt: skip
-    """Do one client's part of a calibration round."""
-    stepper = Stepper(model, task, examples, steps, work)
-    with model.holding(broadcast), dropout_from(work.derive("dropout"), model.device):
+    """Run one client's part of a calibration round."""
+    stepper = Stepper(model, task, examples, steps, client_round)
+    with model.holding(broadcast), dropout_from(client_round.derive("dropout"), model.device):
         upload = model.calibration.run(model.adapters, stepper)
     return LocalResult(upload, {}, stepper.mean_loss())
 
 
 @contextmanager
 def dropout_from(number: int, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's own generators, from which dropout draws, by this number."""
+    """Seed PyTorch's own generators, which dropout uses, for a `with` block."""
     devices = [device.index or 0] if device.type == "cuda" else []
-    # On a CPU not by torch.manual_seed, which notes the stack for a GPU to come.
+    # Not torch.manual_seed on a CPU: it records the call stack for a later start of CUDA.
     seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with torch.random.fork_rng(devices):
         seed(number % 2**63)
@@ -112,7 +116,7 @@ def dropout_from(number: int, device: torch.device) -> Iterator[None]:
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raise ValueError if a device cannot train in that precision."""
+    """Raise ValueError if the device cannot train in that precision."""
     if precision == "float16" and device.type == "cpu":
         raise ValueError(
             "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
@@ -120,21 +124,21 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 class Stepper:
-    """Run forward, backward and Adam over a client's batches, in the precision asked for."""
+    """A client's training loop: forward, backward and Adam over its batches, in one precision."""
 
     def __init__(
         self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
-        work: ClientRound,
+        client_round: ClientRound,
     ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
         lengths = task.lengths(examples) if steps.batching == "length" else None
-        order = self.order_of(len(examples), lengths, work)
-        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size)
-        lay_out = (
+        order = self.draw_batches(len(examples), lengths, client_round)
+        parts, self.part_counts = split_batches(order, steps.micro_batch_size or steps.batch_size)
+        collate = (
             task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
         )
-        self.batches = self.read(parts, lay_out)
+        self.batches = self.read(parts, collate)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
@@ -144,22 +148,22 @@ class Stepper:
         self.losses: list[Tensor] = []
         model.network.train()
 
-    def order_of(
-        self, number: int, lengths: np.ndarray | None, work: ClientRound
+    def draw_batches(
+        self, number: int, lengths: np.ndarray | None, client_round: ClientRound
     ) -> Iterator[np.ndarray]:
-        """Choose the rows of each step's batch, without end."""
-        random = work.generator("batches")
+        """Yield the rows of each step's batch, without end."""
+        random = client_round.generator("batches")
         return training_batches(number, self.steps.batch_size, random, lengths)
 
-    def read(self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]) -> Iterator[Any]:
-        """Read the examples of each part, as `backward` takes them."""
-        return _batches(self.examples, lay_out, parts, self.device)
+    def read(self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]) -> Iterator[Any]:
+        """Yield the examples of each part of a batch, in the order of the steps."""
+        return _batches(self.examples, collate, parts, self.device)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
-        """Take a round's steps on these parameters; the optimiser's state starts anew."""
-        self.losses = []  # the batch that heads were scored by is no step
-        if not parameters:  # a method without adapters, under a frozen classifier
-            self.backward()  # for the loss alone
+        """Run a round's steps on these parameters, with a new optimiser."""
+        self.losses = []  # without that of the batch that scored the heads
+        if not parameters:  # a method without adapters, with a frozen classifier
+            self.backward()  # for the loss only
             return
         optimizer = self._optimizer(parameters)
         anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
@@ -173,18 +177,20 @@ class Stepper:
             if self.steps.max_gradient_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
             self.scaler.step(optimizer)
-            if self.scaler.is_enabled():  # count a step that was skipped; no process waits
+            if self.scaler.is_enabled():  # count a skipped step, without waiting for the GPU
                 unit = torch.ones((), device=self.device)
                 before = self.scaler.scale(unit)
                 self.scaler.update()
                 self.skipped += self.scaler.scale(unit) < before
 
-    def round(self, fraction: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
-        """Choose heads, unless it is said which `rows` are trained; train, and collect."""
+    def round(
+        self, fraction: float, client_round: ClientRound, rows: Tensors | None = None
+    ) -> LocalResult:
+        """Choose heads, or train the given `rows`; run the steps and return the result."""
         model = self.model
-        method = model.method.in_round(work.round)
+        method = model.method.in_round(client_round.round)
         if rows is None:
-            method.choose(model.adapters, fraction, work.generator("heads"), self.measure)
+            method.choose(model.adapters, fraction, client_round.generator("heads"), self.measure)
         else:
             sums_changes(method).train_rows(model.adapters, rows, fraction)
         self.train(model.parameters())
@@ -192,35 +198,35 @@ class Stepper:
         return LocalResult(model.upload(method), model.personal_state(), self.mean_loss(), skipped)
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """Make Adam, or AdamW where weights decay."""
-        rate, decay = self.steps.learning_rate, self.steps.weight_decay
-        fused = True if self.device.type != "mps" else None  # False would end foreach as well
+        """Return Adam, or AdamW with weight decay."""
+        learning_rate, decay = self.steps.learning_rate, self.steps.weight_decay
+        fused = True if self.device.type != "mps" else None  # False would disable foreach, too
         if decay:
-            return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=fused)
-        return torch.optim.Adam(parameters, lr=rate, fused=fused)
+            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=decay, fused=fused)
+        return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
 
     def mean_loss(self) -> float:
-        """Average over the steps, or over a calibration's batches."""
+        """Return the mean loss over the steps, or over a calibration's batches."""
         return float(torch.stack(self.losses).mean())
 
     def backward(self) -> None:
-        """Compute gradients on the next batch, part by part; they are those of its mean loss."""
-        self.losses.append(self._over(self._next()))
+        """Compute the gradients of the next batch's mean loss, part by part."""
+        self.losses.append(self._backward_parts(self._next_parts()))
 
     def measure(self, sums: Sequence[Tensor]) -> None:
-        """Do so while hooks add to `sums` what is in proportion to these gradients.
+        """Run `backward` while hooks add terms to `sums` that are proportional to the gradients.
 
-        The loss scale of float16 is divided out. If it makes gradients too large, it is halved,
-        and the batch computed again.
+        `sums` is divided by the loss scale of float16. If the scale makes gradients overflow, it is
+        halved and the batch is computed again.
         """
         if not self.scaler.is_enabled():
             self.backward()
             return
-        parts, before = self._next(), [tensor.clone() for tensor in sums]
+        parts, before = self._next_parts(), [tensor.clone() for tensor in sums]
         while True:
             for tensor in sums:
                 tensor.zero_()
-            loss, scale = self._over(parts), self.scaler.get_scale()
+            loss, scale = self._backward_parts(parts), self.scaler.get_scale()
             if all(bool(tensor.isfinite().all()) for tensor in sums):
                 break
             if scale < 1:
@@ -233,12 +239,12 @@ class Stepper:
             tensor.div_(scale).add_(old)
         self.losses.append(loss)
 
-    def _next(self) -> list[Batch]:
-        """Take the parts of the next batch."""
-        return [next(self.batches) for _ in range(next(self.parts))]
+    def _next_parts(self) -> list[Batch]:
+        """Return the parts of the next batch."""
+        return [next(self.batches) for _ in range(next(self.part_counts))]
 
-    def _over(self, parts: Sequence[Batch]) -> Tensor:
-        """Compute the gradients of a batch's mean loss, and return the loss."""
+    def _backward_parts(self, parts: Sequence[Batch]) -> Tensor:
+        """Add the gradients of a batch's mean loss, and return the loss."""
         if len(parts) == 1:
             return self._backward(parts[0])
         sizes = [self.task.size(part) for part in parts]
@@ -247,7 +253,7 @@ class Stepper:
         return torch.stack(losses).sum()
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
-        """Add the gradients of a part of a step, which has that weight in the whole's mean."""
+        """Add the gradients of a part's mean loss times its weight in the batch's mean."""
         loss = self.loss_of(batch)
         loss = loss if weight == 1.0 else loss * weight
         if loss.requires_grad:
@@ -255,7 +261,7 @@ class Stepper:
         return loss.detach().float()
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Compute the mean loss of a part, in the precision asked for."""
+        """Return the mean loss of a part, in the configured precision."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             return self.task.loss(self.model.network, batch)
 
@@ -272,10 +278,10 @@ def measured_sums(
     model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32",
     tally: Tally | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Measure as sums over the examples."""
+    """Return the task's metrics as sums over the examples."""
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     sums: dict[str, float] = {}
-    with _asking(model.network, precision):
+    with _inference(model.network, precision):
         batches = _batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):
             answers = examples.answers_of(rows)
@@ -292,7 +298,7 @@ def evaluate_all(
     model: AdaptedModel, task: Task, sets: Mapping[str, Encoded], batch_size: int,
     precision: str = "float32", tally: Tally | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
+    """Return the metrics over all sets, and `NAME-SET` for each set if there are several."""
     total: dict[str, float] = {}
     by_set: dict[str, float] = {}
     for name, examples in sets.items():
@@ -306,33 +312,33 @@ def evaluate_all(
 
 def _batches(
     examples: Encoded,
-    lay_out: Callable[[Batch], Batch],
+    collate: Callable[[Batch], Batch],
     order: Iterator[np.ndarray],
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Bring batches to the device; the next is read while an accelerator works on this one."""
+    """Yield batches on the device; the next is read while an accelerator computes this one."""
 
     def read(rows: np.ndarray | None) -> Batch | None:
         if rows is None:
             return None
-        batch = lay_out(examples.take(rows))
+        batch = collate(examples.take(rows))
         return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
     if device.type == "cpu":
-        yield from (lay_out(examples.take(rows)) for rows in order)
+        yield from (collate(examples.take(rows)) for rows in order)
         return
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(read, next(order, None))
         while (batch := ahead.result()) is not None:
             ahead = reader.submit(read, next(order, None))
-            # From memory that is not pinned, MPS may read it while the next batch is written.
+            # MPS may read unpinned memory while the next batch is written to it.
             pinned = device.type == "cuda"
             yield {name: tensor.to(device, non_blocking=pinned) for name, tensor in batch.items()}
 
 
 @contextmanager
-def _asking(network: nn.Module, precision: str) -> Iterator[None]:
-    """Make a network ready to be asked."""
+def _inference(network: nn.Module, precision: str) -> Iterator[None]:
+    """Set a network to inference in that precision, for a `with` block."""
     device, dtype = next(network.eval().parameters()).device, PRECISIONS[precision]
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
@@ -341,8 +347,8 @@ def _asking(network: nn.Module, precision: str) -> Iterator[None]:
 def predictions(
     model: AdaptedModel, task: Task, inputs: Columns, precision: str
 ) -> list[tuple[str | float, ...]]:
-    """Predict what the task says of some encoded inputs."""
+    """Return the task's predictions for encoded inputs."""
     tensors = task.collate({name: torch.from_numpy(array) for name, array in inputs.items()})
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    with _asking(model.network, precision):
+    with _inference(model.network, precision):
         return task_with(Predicts, task, "predict").predict(model.network, tensors)

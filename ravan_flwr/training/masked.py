@@ -1,7 +1,7 @@
-"""Bring what a client trained into the rows and whole numbers of a secure round, and back.
+"""Convert a client's changes to the rows and whole numbers of a secure round, and means back.
 
-Summed up are changes: of RAVAN's heads s_i H_i less H_i, of other tensors their difference. So is
-the share of its numbers that a client had to cut off at their bounds, as a part of its own.
+The sum is over changes: s_i H_i - H_i for a head of RAVAN, and new minus old for other tensors. An
+additional part sums the fraction of each client's numbers that were cut off at their bounds.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ CUT_OFF = "/cut-off"  # no tensor has this name
 
 
 def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
-    """List what is summed up; `steps` is the learning rate times the most steps of a client."""
+    """List the parts that are summed; `steps` is the learning rate times a client's most steps."""
     rows = sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
     parts = []
-    for name in _summed(state):
+    for name in _float_names(state):
         size = state[name].numel() // rows[name]
         if size:
-            # A plan has shapes only, and no bound.
+            # The meta tensors of a plan have no values, so their bound is a placeholder.
             largest = 0.0 if state[name].is_meta else float(state[name].abs().max())
             parts.append(Part(name, rows[name], size, bound_of(steps, largest)))
     return (*parts, Part(CUT_OFF, 1, 1, 1.0))
@@ -40,26 +40,27 @@ def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple
 def selected_rows(
     method: Method, state: Mapping[str, Tensor], fraction: float, random: torch.Generator
 ) -> Bits:
-    """Tell which rows of all parts a client with that budget fraction would train."""
+    """Return which rows of all parts a client with that budget fraction would train."""
     trained = sums_changes(method).rows_trained(split_classifier(state)[0], fraction, random) | {
         CLASSIFIER: torch.ones(1).bool()
     }
-    bits = [trained[name].numpy() for name in _summed(state) if state[name].numel()]
+    bits = [trained[name].numpy() for name in _float_names(state) if state[name].numel()]
     return np.concatenate([*bits, [True]])
 
 
-def by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
-    """Cut the rows of all parts into those of each tensor."""
+def rows_by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
+    """Split the rows of all parts by tensor."""
     ends = np.cumsum([part.rows for part in parts])
     cut = np.split(rows, ends[:-1])
     return {part.name: torch.from_numpy(bits.copy()) for part, bits in zip(parts, cut, strict=True)}
 
 
 def round_digest(config: Config, state: Mapping[str, Tensor]) -> str:
-    """Hash the settings and the state with which a client of a secure round trains.
+    """Return a hash of the settings and the state with which a client of a secure round trains.
 
-    They must be the same for all. If a server sent the others a state, or a learning rate, with
-    which nothing moves, the sum would be one client's change (Pasquini et al., 2022).
+    They must be the same for all clients. A server could send all but one client a state, or a
+    learning rate, that leads to no change. Then the sum would be that client's change (Pasquini et
+    al., 2022).
     """
     settings = {k: v for k, v in config.as_dict().items() if k not in NOT_OF_RESULT}
     text = json.dumps([settings, checksum(state, digits=64)], sort_keys=True)
@@ -67,7 +68,7 @@ def round_digest(config: Config, state: Mapping[str, Tensor]) -> str:
 
 
 def check_digest(config: Config, state: Mapping[str, Tensor], schedule: Schedule) -> None:
-    """Raise ValueError unless this client has what the schedule says that all of them have."""
+    """Raise ValueError unless settings and state of this client have the schedule's hash."""
     if schedule.given != round_digest(config, state):
         raise ValueError(
             "got settings or a state that are not those of the schedule, expected what all clients "
@@ -85,12 +86,12 @@ def check_digest(config: Config, state: Mapping[str, Tensor], schedule: Schedule
 
 
 def least_cohort(config: Config, clients: int) -> int:
-    """Return how many of so many clients a round needs: two thirds of `clients-per-round`."""
+    """Return how many clients a round needs: two thirds of `clients-per-round`, or of all."""
     return max(config.secure_minimum, threshold_of(min(config.clients_per_round, clients)))
 
 
 def check_cohort(config: Config, cohort: int, clients: int) -> None:
-    """Raise ValueError unless a round has about as many of all clients as the settings say."""
+    """Raise ValueError unless the cohort's size is between `least_cohort` and the setting."""
     least, most = least_cohort(config, clients), config.clients_per_round
     if not least <= cohort <= most:
         raise ValueError(
@@ -100,22 +101,22 @@ def check_cohort(config: Config, cohort: int, clients: int) -> None:
 
 
 def check_rows(rows: Bits, schedule: Schedule, partition: int) -> None:
-    """Raise ValueError unless a client is listed for what it would have chosen.
+    """Raise ValueError unless the schedule lists a client with the rows that it would choose.
 
-    Rows that too few have chosen are left out of the schedule, for all.
+    The schedule leaves out rows that too few clients have chosen, for all clients.
     """
     listed = schedule.trained[schedule.partitions.index(partition)]
     if not np.array_equal(listed, rows & schedule.trained.any(0)):
         raise ValueError(
             "got a schedule with other heads than the seed and its budget give this client, "
-            "expected those; the server does not do as the run's settings say"
+            "expected those; the server does not follow the run's settings"
         )
 
 
 def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
-    """Raise ValueError unless a schedule is about these parts, with bounds as large at least.
+    """Raise ValueError unless a schedule has these parts, with bounds that are not lower.
 
-    With a lower bound a sum tells signs: all clients' where they agree.
+    With a lower bound a sum reveals the signs of changes, where all clients' signs agree.
     """
     expected = [(part.name, part.rows, part.size) for part in parts]
     actual = [(part.name, part.rows, part.size) for part in schedule.parts]
@@ -134,31 +135,35 @@ def to_numbers(
     method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor], schedule: Schedule,
     rows: Bits, random: np.random.Generator,
 ) -> Numbers:  # fmt: skip
-    """Round a client's changes to whole numbers, row after row as the schedule has them."""
-    filled = filled_in(method, sent, upload)
-    numbers, beyond, total = [], 0, 0
-    for part, places in schedule.spans():
+    """Round a client's changes to whole numbers, in the schedule's order of rows."""
+    filled = expand_to_state(method, sent, upload)
+    numbers, cut_off_count, total = [], 0, 0
+    for part, span in schedule.spans():
         if part.name == CUT_OFF:
             continue
         change = (filled[part.name].double() - sent[part.name].double()).view(part.rows, -1)
-        chosen = change.numpy()[rows[places]].reshape(-1)
+        chosen = change.numpy()[rows[span]].reshape(-1)
         steps, cut = to_steps(chosen, part.bound, random)
         numbers.append(steps)
-        beyond, total = beyond + cut, total + len(steps)
-    cut_off = np.array([beyond / max(1, total)])
+        cut_off_count, total = cut_off_count + cut, total + len(steps)
+    cut_off = np.array([cut_off_count / max(1, total)])
     return np.concatenate([*numbers, to_steps(cut_off, 1.0, random)[0]])
 
 
-def filled_in(method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]) -> Tensors:
-    """Bring an upload into the shapes of what was sent, NaN where nothing was trained."""
-    own, classifier = split_classifier(sent)
-    return method.expand_upload(split_classifier(upload)[0], own) | {
+def expand_to_state(
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]
+) -> Tensors:
+    """Expand an upload to the shapes of the sent state, with NaN where nothing was trained."""
+    method_tensors, classifier = split_classifier(sent)
+    return method.expand_upload(split_classifier(upload)[0], method_tensors) | {
         name: upload[name] for name in classifier
     }
 
 
-def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]]) -> Tensors:
-    """Add the mean changes to a state."""
+def add_mean_changes(
+    state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]]
+) -> Tensors:
+    """Return a state plus the mean changes."""
     return {
         name: (old.double() + torch.from_numpy(means[name]).view_as(old)).float()
         if name in means
@@ -167,6 +172,6 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
     }
 
 
-def _summed(state: Mapping[str, Tensor]) -> list[str]:
-    """List the tensors that clients change, in order: none of whole numbers, such as counts."""
+def _float_names(state: Mapping[str, Tensor]) -> list[str]:
+    """List the names of the tensors that clients change, sorted: all but those of integers."""
     return sorted(name for name, tensor in state.items() if tensor.is_floating_point())

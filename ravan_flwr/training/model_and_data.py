@@ -1,8 +1,7 @@
-"""Build model, task and examples once a process, and lend them to every client.
+"""Build model, task and examples once per process, for all clients in it.
 
-This is the project's one cache. In a simulation many clients share a process, and the
-server shares it with them when everything runs in one; each finds the model as it was,
-since `AdaptedModel.holding` puts everything back.
+This is the project's only cache. In a simulation many clients share a process, sometimes with the
+server. Each finds the model in its initial state, since `AdaptedModel.holding` resets it.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import load_splits, own_examples, settled, some_of
+from ravan_flwr.data.examples import device_examples, load_splits, some_of, with_labels
 from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.partition import (
     BY_COLUMN,
@@ -51,10 +50,10 @@ from ravan_flwr.training.private_steps import encode_each
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
-    """Make the configuration's method, over these layers of a network of that size."""
+    """Make the configured method for these layers; `size` counts the pretrained parameters."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"init", "layer_form"}
     settings = {name: getattr(config, name) for name in names}
-    # A merged weight of few bits loses every small update (adapters/merged.py).
+    # A merged weight in few bits loses small updates (adapters/merged.py).
     full_precision = config.precision == "float32" and config.quantize == "none"
     settings["layer_form"] = "auto" if full_precision else "factored"
     settings["init"] = config.parts("init")[""]
@@ -62,7 +61,7 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
 
 
 def make_task(config: Config) -> Task:
-    """Make the configuration's task; it asks the model's folder for a reader when it needs one."""
+    """Make the configured task; it loads its reader from the model's folder on first use."""
     spec, data = config.model, settle(config).data
 
     def folder() -> Path | None:
@@ -75,53 +74,53 @@ def make_task(config: Config) -> Task:
 
 
 def settle(config: Config) -> Config:
-    """Fill in what the preset leaves to the data: the labels."""
-    if config.data.settled:
+    """Fill in the labels from the data, if the preset does not list them."""
+    if config.data.labels_known:
         return config
-    return dataclasses.replace(config, data=settled(config.data))
+    return dataclasses.replace(config, data=with_labels(config.data))
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Hold what one client has."""
+    """The examples of one client."""
 
     train: Encoded
-    validation: Encoded  # held back from training; empty unless asked for
+    validation: Encoded  # empty with validation-share = 0
 
 
 def partition_of(config: Config, number: int) -> Partition:
-    """Say how so many clients share the training examples under these settings."""
+    """Return how these settings partition the training examples among `number` clients."""
     parts = config.parts("partition")
     amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
-    return Partition(config.division, amount, number, config.seed)
+    return Partition(config.partition_scheme, amount, number, config.seed)
 
 
 def column_for(config: Config, train: datasets.Dataset) -> str:
-    """Find the column by which clients are to differ; ValueError if the partition lacks it."""
-    if config.division in BY_COLUMN:
+    """Return the column by which clients differ; ValueError if the data lacks a needed one."""
+    if config.partition_scheme in BY_COLUMN:
         check_column(config.data, train)
     return column_of(config.data)
 
 
 def validation_size(config: Config, number: int) -> int:
-    """Count how many of a client's so many examples are evaluated on."""
+    """Return the size of the validation split of a client with `number` examples."""
     return math.ceil(config.validation_share * number)
 
 
 @lru_cache(maxsize=1)
 def get_model_and_data(config: Config) -> "ModelAndData":
-    """Get the model and data of this configuration; the one before it is let go."""
+    """Return the cached model and data of a configuration; another one replaces them."""
     return ModelAndData(config)
 
 
 class ModelAndData:
-    """Hold everything that depends on the configuration alone, each part made when first used."""
+    """Model, task and examples of a configuration, each created on first use."""
 
     def __init__(self, config: Config) -> None:
         self.config = config = settle(config)
         self.task = make_task(config)
         self._rows: list[np.ndarray] = []  # the rows of each client
-        self._own: dict[str, Encoded] = {}  # a device's own examples, by path
+        self._local_examples: dict[str, Encoded] = {}  # a device's own examples, by path
 
     @cached_property
     def model(self) -> AdaptedModel:
@@ -132,7 +131,7 @@ class ModelAndData:
         device = pick_device(config.device)
         stored_dtype = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, stored_dtype)
-        if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
+        if config.quantize != "none":  # before the move: unquantized, the network may not fit
             dtype = DTYPES[config.precision]
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
         torch.nn.Module.to(backbone.network, device)
@@ -149,7 +148,7 @@ class ModelAndData:
 
     @cached_property
     def backbone_fingerprint(self) -> str:
-        """Hash what is pretrained, which reads the whole of it."""
+        """Return a hash of the pretrained files, which are read completely."""
         return backbone_fingerprint(self.config.model)
 
     @cached_property
@@ -159,19 +158,19 @@ class ModelAndData:
 
     @cached_property
     def _train(self) -> datasets.Dataset:
-        """Load what clients share, without examples that cannot be learned."""
+        """Load the shared training examples, without those that cannot be learned."""
         return self.task.prepared(self.splits["train"])
 
     @cached_property
     def test_sets(self) -> dict[str, Encoded]:
-        """Encode the server's own examples, which no client has."""
+        """Encode the server's test examples, which no client has."""
         names = dict(self.config.data.tests)
         return {name: self.task.encode(self.splits[name]) for name in names}
 
     def evaluate(
         self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
-        """Evaluate the model as it is now: on the server's examples, or on other ones."""
+        """Evaluate the model in its current state on the server's test sets, or on `sets`."""
         chosen = self.test_sets if sets is None else sets
         precision, size = self.config.precision, self.task.evaluation_batch
         return evaluate_all(self.model, self.task, chosen, size, precision, tally)
@@ -181,11 +180,11 @@ class ModelAndData:
         return self.task.encode(self._train)
 
     def partition(self, partition_id: int, number: int) -> Examples:
-        """Get a client's examples, when `number` clients share them."""
+        """Return the examples of a client, one of `number`."""
         return self._split(self._shared.select(self.rows(number)[partition_id]), partition_id)
 
     def pooled(self, number: int) -> Encoded:
-        """Get what `number` clients train on, all of it, in the order of the shared examples."""
+        """Return the training examples of all `number` clients, in the order of the shared data."""
         parts = [
             rows[self._split_rows(len(rows), partition_id)[0]]
             for partition_id, rows in enumerate(self.rows(number))
@@ -193,17 +192,17 @@ class ModelAndData:
         return self._shared.select(np.sort(np.concatenate(parts)))
 
     def rows(self, number: int) -> list[np.ndarray]:
-        """Partition the rows, when `number` clients share the examples."""
+        """Return the rows of each of `number` clients."""
         config = self.config
         if len(self._rows) != number:
             column = column_for(config, self._train)
-            if config.division == "natural":
+            if config.partition_scheme == "natural":
                 self._check_users(column)
             self._rows = partition_rows(self._train, partition_of(config, number), column)
         return self._rows
 
     def _check_users(self, column: str) -> None:
-        """Raise ValueError if no example of a client of a natural partition can be learned."""
+        """Raise ValueError if a client of a natural partition has no usable example."""
         examples, train = self.splits["train"], self._train
         if train.num_rows == examples.num_rows:
             return
@@ -214,27 +213,27 @@ class ModelAndData:
             )
 
     def partition_sizes(self, number: int) -> list[int]:
-        """Count the examples that each client trains on, when `number` clients share them."""
+        """Return the number of training examples of each of `number` clients."""
         rows = self.rows(number)
         return [len(part) - validation_size(self.config, len(part)) for part in rows]
 
-    def own_examples(self, path: str, partition_id: int) -> Examples:
-        """Read a device's own examples."""
-        if path not in self._own:
-            examples = own_examples(path, self.config.data)
+    def device_examples(self, path: str, partition_id: int) -> Examples:
+        """Read and encode a device's own examples."""
+        if path not in self._local_examples:
+            examples = device_examples(path, self.config.data)
             private = self.config.privacy == "example"
-            self._own[path] = (
+            self._local_examples[path] = (
                 encode_each(self.task, examples) if private else self.task.encode(examples)
             )
-        return self._split(self._own[path], partition_id)
+        return self._split(self._local_examples[path], partition_id)
 
     def _split(self, examples: Encoded, partition_id: int) -> Examples:
-        """Hold back what the client is evaluated on."""
+        """Split a client's examples into training and validation."""
         train, validation = self._split_rows(len(examples), partition_id)
         return Examples(examples.select(train), examples.select(validation))
 
     def _split_rows(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Choose which of a client's so many examples it trains on, and which it holds back."""
+        """Return the rows of a client's training examples, and of its validation split."""
         config, rows = self.config, np.arange(number)
         size = validation_size(config, len(rows))
         if size:

@@ -1,4 +1,4 @@
-"""Build a pretrained network for a task, with its weights or as a skeleton without.
+"""Build a pretrained network for a task, with its weights or as a skeleton without weights.
 
 The parameters that the pretrained weights lack are the classifier, drawn from the seed.
 """
@@ -22,16 +22,16 @@ from torch.nn.modules.module import (
 from transformers import AutoConfig, PreTrainedModel
 
 from ravan_flwr.adapters.attach import TARGETS
-from ravan_flwr.adapters.stored import keep_in
+from ravan_flwr.adapters.stored import store_in
 from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.hub import NotHereError, no_bars
+from ravan_flwr.data.hub import NotAvailableError, no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
     config_of,
+    model_file_errors,
     model_folder,
-    reading,
     settings_in,
     weight_files,
 )
@@ -44,27 +44,27 @@ from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbo
 
 @dataclass(frozen=True)
 class Backbone:
-    """Hold a network before anything is put into it."""
+    """A network without adapters."""
 
     network: PreTrainedModel
-    classifier: list[nn.Parameter]  # what is drawn from the seed, or was trained for these labels
+    classifier: list[nn.Parameter]  # drawn from the seed, or already trained for these labels
     targets: tuple[str, ...]  # the ends of the names of the layers to adapt
-    size: int  # how many pretrained parameters
+    size: int  # the number of pretrained parameters
 
 
 def build_network(
     spec: ModelSpec, task: Task, seed: int, dtype: torch.dtype = torch.float32
 ) -> Backbone:
-    """Build the network for a task with its pretrained weights, kept in `dtype`, on the CPU."""
-    network, lacking = LOADERS[spec.source](spec, task, dtype)
-    names = {*lacking, *_heads(network, task)}
+    """Build the network for a task on the CPU, with its pretrained weights stored in `dtype`."""
+    network, missing = LOADERS[spec.source](spec, task, dtype)
+    names = {*missing, *_classifier_names(network, task)}
     classifier = [p for name, p in network.named_parameters() if name in names]
-    keep_in(network, dtype, classifier)
-    for name in lacking:  # in float32 by now
-        # So that logits of normalised features have variance one; biases are zero.
+    store_in(network, dtype, classifier)
+    for name in missing:  # now in float32
+        # Logits of normalised features then have variance one; biases are zero.
         parameter = network.get_parameter(name)
-        if parameter.ndim < 2:
-            values = torch.full(parameter.shape, float(name.endswith("weight")))  # normalisation's
+        if parameter.ndim < 2:  # weight or bias of a normalisation, or another bias
+            values = torch.full(parameter.shape, float(name.endswith("weight")))
         else:
             random = generator(seed, "classifier", name)
             values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
@@ -77,7 +77,7 @@ def build_network(
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
-    """Find the dtype that a model's weights are kept in, which may be smaller than in training."""
+    """Return the dtype of a model's stored weights, which may be smaller than that of training."""
     if spec.source == "bundled":
         return torch.float32
     settings = config_of(spec)
@@ -85,55 +85,62 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"model {spec.name}: its config.json says dtype = {name!r}, expected a dtype of "
+            f"model {spec.name}: its config.json has dtype = {name!r}, expected a dtype of "
             "PyTorch such as bfloat16; correct it, or choose another model"
         )
     return dtype
 
 
 def build_skeleton(spec: ModelSpec, task: Task, dtype: torch.dtype = torch.float32) -> Backbone:
-    """Build the same network without weights, on the meta device, for plans and estimates."""
+    """Build the network without weights on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
-    with torch.device("meta"), at_most(_TENSORS, sys.maxsize):
+    with torch.device("meta"), limit_size(_MOST_TENSORS, sys.maxsize):
         network = _architecture(settings, task, spec.name)
     task.adjust(network)
-    heads = [network.get_parameter(name) for name in _heads(network, task)]
-    keep_in(network, dtype, heads)
-    size = sum(parameter.numel() for parameter in pretrained_parameters(network, heads).values())
-    return Backbone(network, heads, _targets(spec, network), size)
+    classifier = [network.get_parameter(name) for name in _classifier_names(network, task)]
+    store_in(network, dtype, classifier)
+    size = sum(
+        parameter.numel() for parameter in pretrained_parameters(network, classifier).values()
+    )
+    return Backbone(network, classifier, _targets(spec, network), size)
 
 
-def _heads(network: PreTrainedModel, task: Task) -> list[str]:
-    """List the parameters beside the base model: the classifier, where the task has one."""
-    if task.data.target_length:  # it answers with the pretrained language-model head
+def _classifier_names(network: PreTrainedModel, task: Task) -> list[str]:
+    """List the names of the classifier's parameters: those outside the base model."""
+    if task.data.target_length:  # the task uses the pretrained language-model head
         return []
     base = network.base_model_prefix + "."
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
 
 
-# A network is built of shapes alone before its weights are read. It has more than its files have: a
-# classifier, and words that are held once for several layers.
-_TENSORS = 2**16  # of a network whose files are not there
-_TIMES, _MORE, _MORE_NUMBERS = 4, 256, 2**24
-_BUFFERS = 2**28  # numbers that are no parameters, such as masks
+# A network is built from config.json before its weights are read, so its size is limited by that of
+# the weights. It may be larger than its files: they lack a classifier, and store embeddings once
+# that several layers share.
+_MOST_TENSORS = 2**16  # of a network without files
+_SIZE_FACTOR, _EXTRA_TENSORS, _EXTRA_NUMBERS = 4, 256, 2**24
+_MOST_IN_BUFFERS = 2**28  # numbers in buffers, such as masks
 
 
 @contextmanager
-def at_most(tensors: int, numbers: int) -> Iterator[None]:
-    """Raise ValueError, in this thread, as soon as a network has more parameters than that."""
-    thread, left = threading.get_ident(), {"parameter": numbers, "buffer": numbers + _BUFFERS}
-    made = 0
+def limit_size(tensors: int, numbers: int) -> Iterator[None]:
+    """Raise ValueError as soon as a network that this thread builds is larger than that."""
+    thread, left = (
+        threading.get_ident(),
+        {"parameter": numbers, "buffer": numbers + _MOST_IN_BUFFERS},
+    )
+    registered = 0
 
     def count(kind: str, tensor: Tensor | None) -> None:
-        nonlocal made
+        nonlocal registered
         if tensor is None or threading.get_ident() != thread:
             return
-        made += 1
+        registered += 1
         left[kind] -= tensor.numel()
-        if made > tensors or left[kind] < 0:
+        if registered > tensors or left[kind] < 0:
             raise ValueError(
                 f"config.json describes a larger network than the weights are: more than "
-                f"{tensors:,} tensors, {numbers:,} numbers, or {numbers + _BUFFERS:,} in buffers"
+                f"{tensors:,} tensors, {numbers:,} numbers, or {numbers + _MOST_IN_BUFFERS:,} in "
+                "buffers"
             )
 
     hooks = (
@@ -148,15 +155,15 @@ def at_most(tensors: int, numbers: int) -> Iterator[None]:
 
 
 def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTrainedModel:
-    made = network_class(settings, task)
+    model_class = network_class(settings, task)
     config = _config(settings, task, model)
-    with reading(model, "config.json"):
-        return made(config)
+    with model_file_errors(model, "config.json"):
+        return model_class(config)
 
 
 def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
-    """Find the class of transformers that serves an architecture for a task."""
-    # By its name: the Auto classes import every architecture to find one.
+    """Return the class of transformers for an architecture and a task."""
+    # By name, because the Auto classes import every architecture to find one.
     mapping = getattr(transformers, task.auto_class)._model_mapping
     table: dict[str, str | tuple[str, ...]] = mapping._model_mapping
     kind = str(settings.get("model_type", ""))
@@ -172,11 +179,11 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
 
 
 def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
-    with reading(model, "config.json"):
+    with model_file_errors(model, "config.json"):
         config = AutoConfig.for_model(**settings)
     if not task.data.target_length:
         config.num_labels = task.outputs
-        if not config.num_labels and task.data.settled:
+        if not config.num_labels and task.data.labels_known:
             raise ValueError(
                 f"model {model}: got a task without labels, expected at least one output; name "
                 "data.labels, or let the task override `outputs`"
@@ -201,11 +208,11 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _bundled(spec: ModelSpec, task: Task, _: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Load a backbone that travels with the app, and name the parameters that it lacks."""
+    """Load a bundled backbone; return it with the names of the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec.name))
     network = _architecture(settings, task, spec.name)
     result = network.load_state_dict(weights, strict=False)
-    if result.unexpected_keys or set(result.missing_keys) != set(_heads(network, task)):
+    if result.unexpected_keys or set(result.missing_keys) != set(_classifier_names(network, task)):
         raise ValueError(
             f"model {spec.name}: its weights do not fit this transformers: unexpected "
             f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
@@ -217,25 +224,27 @@ def _bundled(spec: ModelSpec, task: Task, _: torch.dtype) -> tuple[PreTrainedMod
 def _from_folder(
     spec: ModelSpec, task: Task, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model of the hub or of a folder, and name the parameters that it lacks.
+    """Load a model of the hub or a folder; return it with the names of parameters that it lacks.
 
-    A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
-    What is to be kept in 16 bits is loaded as the files have it: never twice as large in between.
+    A classifier is kept if it was trained for the task's labels, and drawn anew otherwise. Weights
+    for 16 bits are loaded in the dtype of the files, so that they never take twice the memory.
     """
     folder = model_folder(spec)
     settings = settings_in(folder, spec.name)
     for key, expected in spec.shape:
         if key in settings and settings[key] != expected:
             raise ValueError(
-                f"model {spec.name}: its config.json says {key} = {settings[key]!r}, but the "
+                f"model {spec.name}: its config.json has {key} = {settings[key]!r}, but the "
                 f"preset's shape {expected!r}; correct the preset"
             )
-    made = network_class(settings, task)
+    model_class = network_class(settings, task)
     config = _config(settings, task, spec.name)
     tensors, numbers = check_weights(folder, spec.name)
-    limits = at_most(_TIMES * tensors + _MORE, _TIMES * numbers + _MORE_NUMBERS)
-    with no_bars(), reading(spec.name, "config.json and weights"), limits:
-        loaded: Any = made.from_pretrained(
+    limits = limit_size(
+        _SIZE_FACTOR * tensors + _EXTRA_TENSORS, _SIZE_FACTOR * numbers + _EXTRA_NUMBERS
+    )
+    with no_bars(), model_file_errors(spec.name, "config.json and weights"), limits:
+        loaded: Any = model_class.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32 if dtype == torch.float32 else stored_dtype(spec),
@@ -246,26 +255,26 @@ def _from_folder(
             trust_remote_code=False,
         )
     network, info = loaded
-    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    heads = set(_heads(network, task))
-    if wrong := sorted(name for name in lacking - heads if ".pooler." not in f".{name}"):
+    missing = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    classifier = set(_classifier_names(network, task))
+    if unexpected := sorted(name for name in missing - classifier if ".pooler." not in f".{name}"):
         raise ValueError(
-            f"model {spec.name}: its weights lack {', '.join(wrong[:5])}"
-            f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
+            f"model {spec.name}: its weights lack {', '.join(unexpected[:5])}"
+            f"{' and more' if len(unexpected) > 5 else ''} of {type(network).__name__}, which only "
             "pretraining gives; choose another model"
         )
     id2label = settings.get("id2label")
     labels = id2label if isinstance(id2label, dict) else {}
     names = tuple(str(labels.get(str(n))) for n in range(config.num_labels))
     if names != task.data.labels:
-        lacking |= heads
-    return network, [name for name, _ in network.named_parameters() if name in lacking]
+        missing |= classifier
+    return network, [name for name, _ in network.named_parameters() if name in missing]
 
 
-# source -> the network with its weights, and what it lacks; its configuration alone.
+# By source: load the network with its weights, and the names of missing parameters.
 LOADERS = {"bundled": _bundled, "hub": _from_folder}
 
-
+# By source: load the configuration only.
 CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "bundled": lambda spec: read_backbone_config(bundled_file(spec.name)),
     "hub": config_of,
@@ -273,11 +282,11 @@ CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
 
 
 def prepare_network(network: PreTrainedModel, config: Config) -> None:
-    """Let a network train as a run asks; ValueError for what it cannot do."""
+    """Enable gradient checkpointing if configured; ValueError for an unsupported setting."""
     name, kind = config.model.name, type(network).__name__
     if config.packing:
         check_packing(network)
-    # By transformers: T5 overflows, for one.
+    # Modules that transformers keeps in float32; T5's overflow in float16.
     fp32_modules = getattr(network, "_keep_in_fp32_modules", None)
     if config.precision == "float16" and fp32_modules:
         raise ValueError(
@@ -291,7 +300,7 @@ def prepare_network(network: PreTrainedModel, config: Config) -> None:
         raise ValueError(
             f"gradient-checkpointing = true: model {name}, a {kind}, cannot; leave it out"
         )
-    # The method's name of transformers 5, and that of its first releases.
+    # The method's name in transformers 5, and that in its first releases.
     newer = getattr(network, "activation_checkpointing_enable", None)
     (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
 
@@ -299,13 +308,13 @@ def prepare_network(network: PreTrainedModel, config: Config) -> None:
 def pretrained_parameters(
     network: nn.Module, classifier: Sequence[nn.Parameter]
 ) -> dict[str, nn.Parameter]:
-    """List all parameters but the classifier's, by name."""
+    """Return all parameters except the classifier's, by name."""
     skip = {id(parameter) for parameter in classifier}
     return {name: p for name, p in network.named_parameters() if id(p) not in skip}
 
 
 def backbone_fingerprint(spec: ModelSpec) -> str:
-    """Hash the files of everything pretrained."""
+    """Return a hash of the files of the pretrained weights."""
     files = (
         [bundled_file(spec.name)] if spec.source == "bundled" else weight_files(model_folder(spec))
     )
@@ -320,33 +329,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def backbone_dtype(config: Config, device: str) -> torch.dtype:
-    """Find the dtype for a device of that type; `auto`: the checkpoint's own 16 bits, on a GPU.
+    """Return the dtype of the backbone on a device; `auto` is the checkpoint's, on a GPU.
 
-    Pretrained weights that are trained, be it in a round before the first, are in float32: in 16
-    bits a weight of 0.02 does not move by steps of 1e-5.
+    Pretrained weights that are trained, even in a calibration round only, are in float32. In 16
+    bits a step of 1e-5 does not change a weight of 0.02.
     """
     if config.backbone_dtype in DTYPES:
         return DTYPES[config.backbone_dtype]
     if device != "cuda" or trains_backbone(vars(config)):
         return torch.float32
     try:
-        own = stored_dtype(config.model)
-    except NotHereError:  # a plan of a model that is not here yet; one for few bits comes in 16
+        stored = stored_dtype(config.model)
+    except NotAvailableError:  # a plan for a missing model; models to quantize have 16 bits
         return torch.float32 if config.quantize == "none" else torch.bfloat16
-    return own if own in DTYPES.values() else torch.float32
+    return stored if stored in DTYPES.values() else torch.float32
 
 
 def keeps_casts(config: Config) -> bool:
-    """Return whether weights in the 16 bits of the precision stay from step to step.
+    """Return whether weights cast to a 16-bit precision are kept from step to step.
 
-    With gradient checkpointing no more than one block's are there at a time.
+    With gradient checkpointing only one block's casts exist at a time.
     """
     without_casts = config.precision == "float32" or config.gradient_checkpointing
     return not without_casts and not trains_backbone(vars(config))
 
 
 def likely_device(name: str) -> str:
-    """Name the type of device that `pick_device` would pick, be it here or not."""
+    """Return the device type that `pick_device` would return, whether or not the device exists."""
     if name == AUTO:
         return "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name).type

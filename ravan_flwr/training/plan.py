@@ -1,4 +1,4 @@
-"""Describe what a run will cost, for people, before anything runs."""
+"""Describe the costs of a run before it starts: parameters, bytes, memory, time and privacy."""
 
 import math
 import textwrap
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ravan_flwr.config.checks import without_effect
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGET_FRACTIONS, BUDGETS, affordable
 from ravan_flwr.privacy.account import StepNoise, epsilon_of, multiplier_for
@@ -19,14 +19,14 @@ from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
-from ravan_flwr.training.machine import unused_gpus
+from ravan_flwr.training.machine import explain_unused_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
-    """Find the most heads, doubling from one, for which sqrt(N h) stays below d (section 4.3)."""
+    """Return the largest power of two h with sqrt(N h) below d, at least one (section 4.3)."""
     heads = 1
     while math.sqrt(budget_a_layer * heads * 2) < side:
         heads *= 2
@@ -34,21 +34,25 @@ def suggested_heads(budget_a_layer: float, side: int) -> int:
 
 
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
-    """Read these settings and describe what their run will cost."""
-    config = settle(read_config(own_preset(settings)))
-    if not config.model.shape:  # of which a preset says enough for a plan without the hub
+    """Return the plan of a run with these settings as text."""
+    config = settle(read_config(with_preset_path(settings)))
+    if not config.model.shape:  # a preset with a shape needs no hub for its plan
         make_task(config).check_sizes()
     lines = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := without_effect(settings):
-        lines += ["", *idle]
+    if ineffective := without_effect(settings):
+        lines += ["", *ineffective]
     return "\n".join(lines)
 
 
 def describe(config: Config) -> str:
-    """Write the plan for people."""
-    built = Skeleton(config)
+    """Return the plan of a configuration as text."""
+    skeleton = Skeleton(config)
     num_clients = config.num_clients or number_of_clients(config)
-    parts = (_sizes(config, built), _clients(config, built), _run(config, built, num_clients))
+    parts = (
+        _sizes(config, skeleton),
+        _clients(config, skeleton),
+        _run(config, skeleton, num_clients),
+    )
     batch = [f"{config.batch_size}"]
     if config.micro_batch_size:
         batch.append(f"{config.micro_batch_size} at a time")
@@ -57,19 +61,19 @@ def describe(config: Config) -> str:
 
 
 def _row(label: str, *texts: str) -> str:
-    """Write a label, and beside it what it is about, each text from a new line on."""
+    """Format a label with texts in a column beside it, each text on a new line."""
     lines = [line for text in texts for line in textwrap.wrap(text, 80, break_on_hyphens=False)]
     first, *rest = lines
     return "\n".join([f"{label:16}{first}", *(" " * 16 + line for line in rest)])
 
 
-def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
+def _sizes(config: Config, skeleton: Skeleton) -> Iterator[str]:
     """Describe layers, parameters and effective rank."""
-    method, layers = built.method, built.method.layers
+    method, layers = skeleton.method, skeleton.method.layers
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
     adapters, bound = method.trainable_parameters(), method.effective_rank_bound()
-    note = f", {adapters:,} of them beside the classifier" if built.classifier_size else ""
+    note = f", {adapters:,} of them beside the classifier" if skeleton.classifier_size else ""
     yield f"preset {config.preset}, method {config.method}, classifier {config.classifier}"
     yield _row(
         "adapted",
@@ -79,7 +83,7 @@ def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
     yield _row("rank", f"{method.rank or 'any'}" + (f", {config.heads} heads" if bound else ""))
     yield _row(
         "trained",
-        f"{adapters + built.classifier_size:,} parameters{note}",
+        f"{adapters + skeleton.classifier_size:,} parameters{note}",
         f"a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
         f"{100 * adapters / method.budget:.1f} % of that",
     )
@@ -94,43 +98,45 @@ def _sizes(config: Config, built: Skeleton) -> Iterator[str]:
         )
 
 
-def _clients(config: Config, built: Skeleton) -> Iterator[str]:
+def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
     """Tabulate bytes and memory by budget."""
     yield "                            bytes of a round            memory of a step, MB"
     yield "budget   trains            up          down    model  trained     kept      all"
     for fraction in BUDGET_FRACTIONS:
-        if not built.method.can_train(fraction):
-            yield f"{fraction:<9g}left out: the method is trained whole or not at all"
+        if not skeleton.method.can_train(fraction):
+            yield f"{fraction:<9g}not eligible: the method is trained whole or not at all"
             continue
         memory = step_memory(config, fraction)
         parts = (memory.weights, memory.trained, memory.activations, memory.total)
-        number = built.method.parts
+        number = skeleton.method.parts
         trains = "all" if number is None else f"{affordable(fraction, number)}/{number}"
         yield (
-            f"{fraction:<9g}{trains:<8}{built.bytes_up(fraction):>12,}{built.bytes_down(fraction):>14,}"
+            f"{fraction:<9g}{trains:<8}{skeleton.bytes_up(fraction):>12,}{skeleton.bytes_down(fraction):>14,}"
             + "".join(f"{part / 1e6:>9.1f}" for part in parts)
         )
 
 
-def bytes_of_round(config: Config, built: Skeleton | None = None) -> int:
-    """Count what a round with an evaluation sends at most, up and down."""
-    built = built or Skeleton(config)
-    num_clients, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
+def bytes_of_round(config: Config, skeleton: Skeleton | None = None) -> int:
+    """Return the most bytes that a round with an evaluation sends, up and down."""
+    skeleton = skeleton or Skeleton(config)
+    num_clients, down = config.num_clients or number_of_clients(config), skeleton.bytes_down(1.0)
     evaluating = num_clients if config.evaluate_on == "clients" else 0
-    return config.asked_of(num_clients) * (built.bytes_up(1.0) + down) + evaluating * down
+    return config.num_asked(num_clients) * (skeleton.bytes_up(1.0) + down) + evaluating * down
 
 
-def _run(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
-    """Describe what a round and the run send, and what may end the run."""
-    clients, rounds, method = config.asked_of(num_clients), config.num_rounds, built.method
-    up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
-    all_up, all_down, before = rounds * up, rounds * down, 0
+def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
+    """Describe the traffic of a round and of the run, and the conditions that may end the run."""
+    clients, rounds, method = config.num_asked(num_clients), config.num_rounds, skeleton.method
+    up, down = clients * skeleton.bytes_up(1.0), clients * skeleton.bytes_down(1.0)
+    all_up, all_down, calibration_bytes = rounds * up, rounds * down, 0
     if calibration := method.calibration:
-        calibrated = num_clients if calibration.everyone else clients
-        reached = min(rounds * clients, num_clients)  # clients that ever get the fixed tensors
-        initial = method.initial_state(built.adapters)  # a calibration travels in float32
-        requests = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
-        before = calibrated * calibration.bytes_up + requests
+        calibrated = num_clients if calibration.all_clients else clients
+        reached = min(rounds * clients, num_clients)  # clients that get the fixed tensors
+        initial = method.initial_state(skeleton.adapters)  # a calibration is sent in float32
+        requests = calibrated * (
+            method.broadcast_bytes(initial, 1.0) + 4 * skeleton.classifier_size
+        )
+        calibration_bytes = calibrated * calibration.bytes_up + requests
         all_up += calibrated * calibration.bytes_up
         all_down += requests + reached * calibration.bytes_down
         yield _row(
@@ -138,23 +144,25 @@ def _run(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
             f"{calibrated} clients send {calibration.bytes_up:,} bytes each; a client gets "
             f"{calibration.bytes_down:,} once",
         )
-    if config.evaluate_on == "clients":  # which are all sent the state
-        all_down += math.ceil(rounds / config.eval_every) * num_clients * built.bytes_down(1.0)
+    if config.evaluate_on == "clients":  # all clients get the state
+        all_down += math.ceil(rounds / config.eval_every) * num_clients * skeleton.bytes_down(1.0)
     reserve = clients - min(config.clients_per_round, num_clients)
     yield _row(
         "a round",
         f"{clients} of {num_clients} clients: at most {up:,} bytes up, {down:,} down",
         f"{reserve} of them are in reserve" if reserve else "",
-        _work(config, built),
-        _time(config, num_clients),
+        _steps_text(config, skeleton),
+        _time_text(config, num_clients),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
     lacks_gpu = config.device != "cpu" and not torch.accelerator.is_available()
-    if lacks_gpu and (why := unused_gpus(torch.version.cuda)):
-        yield _row("GPU", why)
+    if lacks_gpu and (advice := explain_unused_gpus(torch.version.cuda)):
+        yield _row("GPU", advice)
     if config.max_bytes is not None:
-        fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))
-        enough = "all" if fit >= rounds else f"{fit} of {rounds}"
+        within = max(
+            0, int((config.max_bytes - calibration_bytes) // bytes_of_round(config, skeleton))
+        )
+        enough = "all" if within >= rounds else f"{within} of {rounds}"
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.until_metric:
         text = f"{config.until_metric:g}: the round that reaches it is the last"
@@ -163,20 +171,20 @@ def _run(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
         text = f"{config.until_time:g} s: the round that ends then is the last"
         yield _row("until-time", text)
     if config.privacy != "none":
-        private = _private_clients if config.privacy == "client" else _private_examples
-        yield _row("privacy", *private(config, built, num_clients))
-    if (keys := built.around) is not None:
+        describe_privacy = _private_clients if config.privacy == "client" else _private_examples
+        yield _row("privacy", *describe_privacy(config, skeleton, num_clients))
+    if (overhead := skeleton.secure_overhead) is not None:
         yield _row(
             "secure",
-            f"3 bytes a number up. Keys, shares and signatures of a client take {keys.up:,} bytes "
-            f"up and {keys.down:,} down of a round of {config.clients_per_round}; each is asked 5 "
-            "times",
+            f"3 bytes a number up. Keys, shares and signatures of a client take {overhead.up:,} "
+            f"bytes up and {overhead.down:,} down of a round of {config.clients_per_round}; each "
+            "is asked 5 times",
         )
 
 
-def _work(config: Config, built: Skeleton) -> str:
-    """Say how many steps a client takes in a round."""
-    if not built.method.trainable_parameters() and not built.classifier_size:
+def _steps_text(config: Config, skeleton: Skeleton) -> str:
+    """Return how many local steps a client runs in a round, as text."""
+    if not skeleton.method.trainable_parameters() and not skeleton.classifier_size:
         return "no step of a client, since nothing is trained"
     if config.local_epochs is None:
         return f"{config.local_steps} steps of a client"
@@ -184,25 +192,27 @@ def _work(config: Config, built: Skeleton) -> str:
     return f"{passes} of a client over its examples (plan --partition counts the steps)"
 
 
-def _time(config: Config, num_clients: int) -> str:
-    """Say how long simulated devices take for a round, with the whole budget."""
+def _time_text(config: Config, num_clients: int) -> str:
+    """Return how long simulated devices take for a round with the whole budget, as text."""
     if config.devices is None:
         return ""
     work = Workload(config, num_clients, devices_of(config.devices, config.seed, num_clients))
     seconds = sorted(work.seconds(1.0, client) for client in range(num_clients))
     middle, slowest = seconds[num_clients // 2], seconds[-1]
-    return f"{middle:,.3g} s on the device in the middle, {slowest:,.3g} s on the slowest"
+    return f"{middle:,.3g} s on the median device, {slowest:,.3g} s on the slowest"
 
 
-def _private_clients(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
+def _private_clients(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
     rate, rounds = min(1.0, config.clients_per_round / num_clients), config.num_rounds
     z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
-    state = built.state()
+    state = skeleton.state()
     parts = zip(BUDGET_FRACTIONS, BUDGETS[config.parts("budgets")[""]], strict=True)
     clients = {
-        fraction: part * num_clients for fraction, part in parts if built.method.can_train(fraction)
+        fraction: part * num_clients
+        for fraction, part in parts
+        if skeleton.method.can_train(fraction)
     }
-    expected = expected_clients(built.method, state, clients, rate)
+    expected = expected_clients(skeleton.method, state, clients, rate)
     norm = config.clip_norm or FIRST_NORM
     noise = Noise(z, rate * num_clients, config.clip_norm is None, config.noise_cohort)
     size = noise_norm(state, expected, noise.of_changes * norm)
@@ -212,21 +222,21 @@ def _private_clients(config: Config, built: Skeleton, num_clients: int) -> Itera
         f"{config.delta:g}, noise multiplier {z:.4g}, each of {num_clients} clients in a round "
         f"with probability {rate:.4g}"
     )
-    yield "above are the bytes of as many as are expected: rounds have more and fewer"
+    yield "the bytes above are for the expected number of clients; rounds differ"
     yield f"noise of norm {size:.4g} on a mean of changes that are clipped to {norm:g}" + (
         "" if config.clip_norm else " at first"
     )
     if config.noise_cohort:
-        yield f"a study: as {config.noise_cohort:,} clients a round would have"
+        yield f"the noise is that of a round with {config.noise_cohort:,} clients (noise-cohort)"
     if last_round < rounds:
-        yield f"epsilon = {config.epsilon:g} ends it after {last_round} rounds"
+        yield f"epsilon = {config.epsilon:g} ends the run after {last_round} rounds"
 
 
-def _private_examples(config: Config, built: Skeleton, num_clients: int) -> Iterator[str]:
-    """Tell it of the client with the fewest examples, whose are drawn most often."""
-    built.receive(1.0)
-    trained = built.trained()
-    check_trained(built.network, trained)
+def _private_examples(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
+    """Describe the client with the fewest examples, whose examples are drawn most often."""
+    skeleton.receive(1.0)
+    trained = skeleton.trained()
+    check_trained(skeleton.network, trained)
     fewest = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
     steps = config.local_steps or 0
@@ -236,11 +246,13 @@ def _private_examples(config: Config, built: Skeleton, num_clients: int) -> Iter
     noise = StepNoise(z, config.clip_norm or 0)
     numbers = sum(parameter.numel() for parameter in trained)
     size = step_noise_norm(numbers, noise, rate * fewest)
-    usual = _usual_rounds(config, num_clients)
-    epsilon, usual_epsilon = (epsilon_of(z, rate, config.delta, n * steps) for n in (rounds, usual))
+    mean_rounds = _mean_rounds(config, num_clients)
+    epsilon, mean_epsilon = (
+        epsilon_of(z, rate, config.delta, n * steps) for n in (rounds, mean_rounds)
+    )
     yield (
         f"of each example, at the client with the fewest ({fewest}): epsilon {epsilon:.3f} if it "
-        f"trains in all {rounds} rounds, {usual_epsilon:.3f} in {usual}, as many as are usual; "
+        f"trains in all {rounds} rounds, {mean_epsilon:.3f} in {mean_rounds}, the mean per client; "
         f"delta {config.delta:g}, noise multiplier {z:.4g}, each example in a step with "
         f"probability {rate:.4g}"
     )
@@ -250,16 +262,16 @@ def _private_examples(config: Config, built: Skeleton, num_clients: int) -> Iter
     )
     last_round = _last_round(config, z, rate, steps)
     if last_round < rounds:
-        yield f"epsilon = {config.epsilon:g} leaves such a client nothing after {last_round} rounds"
+        yield f"epsilon = {config.epsilon:g} is spent by such a client after {last_round} rounds"
 
 
-def _usual_rounds(config: Config, num_clients: int) -> int:
-    """Count the rounds in which a client trains, in the mean."""
-    return math.ceil(config.num_rounds * config.asked_of(num_clients) / num_clients - 1e-9)
+def _mean_rounds(config: Config, num_clients: int) -> int:
+    """Return the mean number of rounds in which a client trains, rounded up."""
+    return math.ceil(config.num_rounds * config.num_asked(num_clients) / num_clients - 1e-9)
 
 
 def _last_round(config: Config, z: float, rate: float, steps: int) -> int:
-    """Count the rounds that epsilon leaves room for."""
+    """Return the number of rounds within epsilon."""
 
     def spent(rounds: int) -> float:
         return epsilon_of(z, rate, config.delta, rounds * steps)

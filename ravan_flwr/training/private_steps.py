@@ -1,14 +1,14 @@
-"""Do a client's local steps with privacy of each of its examples: DP-SGD (`privacy=example`).
+"""Run a client's local steps with differential privacy of each example: DP-SGD (`privacy=example`).
 
-A step differs from another one in its gradient alone (privacy/example_gradients.py): its batch is
-a Poisson draw, each example's gradient is clipped, and the sum has noise. A draw that is too large
-for the memory is worked on in parts, whose clipped sums are added up.
+A step differs from a plain one in its gradient only (privacy/example_gradients.py). Its batch is a
+Poisson sample, each example's gradient is clipped, and the sum has noise. A sample that is too
+large for the memory is computed in parts, whose clipped sums are added.
 
-Draws, noise and dropout come from the system's entropy: what a seed makes, others can make as well.
+Samples, noise and dropout use the system's entropy, because others could repeat draws from a seed.
 
-The server chooses the state and the settings, and it sees whether a client answers. So nothing
-here may fail by what is in an example: a model is checked on examples that nobody has, and one
-that cannot be worked on counts as zero, as one whose gradient is not finite.
+The server chooses the state and the settings, and it sees whether a client answers. So the content
+of an example must not cause an error. A model is checked on made-up examples. An example that
+cannot be processed counts as zero, and so does one whose gradient is not finite.
 """
 
 import math
@@ -29,7 +29,7 @@ from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import (
     ClippedExamples,
     ExampleGradients,
-    check_apart,
+    check_independent,
     check_trained,
 )
 from ravan_flwr.privacy.mechanism import subsample
@@ -41,23 +41,24 @@ from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dr
 
 log = getLogger(__name__)
 
-_NOWHERE = 2**62  # the row of an example that could not be encoded: reading it fails
-_AWAY = 1e-2  # from the state at rest, whose zeros would hide gradients
+_UNREADABLE = 2**62  # the row of an example that could not be encoded: reading it fails
+_PERTURBATION = 1e-2  # of the initial state, whose zeros would hide gradients
 
 
 def sampling_rate(batch_size: int, examples: int) -> float:
-    """Return how likely an example is in a batch of which so many examples are expected."""
+    """Return the probability of an example in a batch whose expected size is `batch_size`."""
     return min(1.0, batch_size / examples)
 
 
 def encode_each(task: Task, examples: datasets.Dataset) -> Encoded:
-    """Encode a device's examples; what cannot be encoded stays in their number, and counts as zero.
+    """Encode a device's examples; an example that cannot be encoded counts, with zero gradients.
 
-    The server chooses labels and lengths: an error, or a smaller number, would tell of examples.
+    The server chooses labels and lengths. So an error, or a smaller number of examples, would
+    reveal information on examples.
     """
     problems: list[str] = []
-    usable = _usable(task, examples, np.arange(len(examples)), problems)
-    if not len(usable):
+    encodable = _encodable_rows(task, examples, np.arange(len(examples)), problems)
+    if not len(encodable):
         raise ValueError(f"none of {len(examples)} examples can be used: {problems[0]}")
     if problems:
         log.warning(
@@ -65,15 +66,15 @@ def encode_each(task: Task, examples: datasets.Dataset) -> Encoded:
             "run's preset describes them",
             *(len(problems), len(examples), problems[0]),
         )
-    encoded = task.encode(examples.select(usable))
-    missing = np.full(len(examples) - len(encoded), _NOWHERE)
+    encoded = task.encode(examples.select(encodable))
+    missing = np.full(len(examples) - len(encoded), _UNREADABLE)
     return replace(encoded, rows=np.concatenate([encoded.rows, missing]))
 
 
-def _usable(
+def _encodable_rows(
     task: Task, examples: datasets.Dataset, rows: np.ndarray, problems: list[str]
 ) -> np.ndarray:
-    """Find the rows that can be encoded, half by half; add a problem for each other."""
+    """Return the rows that can be encoded, by bisection; append a problem for each other row."""
     try:
         task.encode(examples.select(rows))
     except Exception as error:  # noqa: BLE001 (as in a step)
@@ -83,26 +84,26 @@ def _usable(
     else:
         return rows
     halves = np.array_split(rows, 2)
-    return np.concatenate([_usable(task, examples, half, problems) for half in halves])
+    return np.concatenate([_encodable_rows(task, examples, half, problems) for half in halves])
 
 
 def train_privately(
     model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, fraction: float,
-    steps: LocalSteps, work: ClientRound, noise: StepNoise,
+    steps: LocalSteps, client_round: ClientRound, noise: StepNoise,
 ) -> LocalResult:  # fmt: skip
-    """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
-    check_examples_apart(model, task)
-    stepper = PrivateStepper(model, task, examples, steps, work, noise)
+    """Run one client's round as `train_locally` does, with private steps and no measured loss."""
+    check_examples_independent(model, task)
+    stepper = PrivateStepper(model, task, examples, steps, client_round, noise)
     with model.holding(broadcast), dropout_from(secrets.randbits(63), model.device):
-        return stepper.round(fraction, work)
+        return stepper.round(fraction, client_round)
 
 
-def check_examples_apart(model: AdaptedModel, task: Task) -> None:
-    """Refuse a model whose examples are not apart; ValueError. Once a process is enough.
+def check_examples_independent(model: AdaptedModel, task: Task) -> None:
+    """Raise ValueError for a model that mixes the examples of a batch; once per process.
 
-    Neither real examples nor a state that the server sends are looked at.
+    The check uses neither real examples nor a state that the server sent.
     """
-    if model.has_examples_apart:
+    if model.examples_are_independent:
         return
     by_example = task_with(ByExample, task, "privacy=example")
     network, random = model.network, torch.Generator().manual_seed(0)
@@ -114,12 +115,12 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
         check_trained(network, parameters)
         with torch.no_grad():
             for parameter in parameters:
-                moved = torch.randn(parameter.shape, generator=random) * _AWAY
-                parameter.add_(moved.to(parameter))
+                shift = torch.randn(parameter.shape, generator=random) * _PERTURBATION
+                parameter.add_(shift.to(parameter))
         network.eval()  # dropout would differ
         gradients = ExampleGradients(network, parameters)
         together, alone = (
-            _of_batch(
+            _example_gradients(
                 gradients,
                 by_example,
                 partial(task.loss, network),
@@ -127,40 +128,40 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
             )
             for number in (2, 1)
         )
-        check_apart(alone, together)
-    model.has_examples_apart = True
+        check_independent(alone, together)
+    model.examples_are_independent = True
 
 
 class PrivateStepper(Stepper):
-    """Make private gradients for the optimiser; no plain one is ever computed."""
+    """A training loop with private gradients; no plain gradient is ever computed."""
 
     def __init__(
         self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
-        work: ClientRound, noise: StepNoise,
+        client_round: ClientRound, noise: StepNoise,
     ) -> None:  # fmt: skip
         self.noise, self.by_example = noise, task_with(ByExample, task, "privacy=example")
-        self._failed: set[int] = set()  # rows of which the log has said so
+        self._failed: set[int] = set()  # rows that the log has reported
         self.rate = sampling_rate(steps.batch_size, len(examples))
-        super().__init__(model, task, examples, steps, work)
+        super().__init__(model, task, examples, steps, client_round)
 
-    def order_of(
+    def draw_batches(
         self,
         number: int,
-        lengths: np.ndarray | None,  # noqa: ARG002 (who meets whom is chance alone)
-        work: ClientRound,  # noqa: ARG002
+        lengths: np.ndarray | None,  # noqa: ARG002 (batches are fully random)
+        client_round: ClientRound,  # noqa: ARG002
     ) -> Iterator[np.ndarray]:
-        """Draw each row by itself, from the system's entropy, for batch after batch.
+        """Yield Poisson samples of the rows, from the system's entropy, without end.
 
-        Batches have different sizes, and may be empty. Who knew a seed would know who is in them.
+        Batches have different sizes, and may be empty. A known seed would reveal their examples.
         """
         while True:
             yield subsample(number, self.rate)
 
     def read(
-        self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]
+        self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
     ) -> Iterator[np.ndarray]:
-        """Read nothing ahead: an example that cannot be read ends no step."""
-        del lay_out
+        """Return the rows unread: an example that cannot be read must not end a step."""
+        del collate
         return parts
 
     def train(self, parameters: Sequence[Tensor]) -> None:
@@ -171,42 +172,44 @@ class PrivateStepper(Stepper):
         super().train(parameters)
 
     def mean_loss(self) -> float:
-        """Measure none: it would tell of the examples."""
+        """Return NaN: a loss would reveal information on the examples."""
         return math.nan
 
     def backward(self) -> None:
-        """Put a private gradient into the parameters."""
-        for _ in range(next(self.parts)):
-            self._add(next(self.batches))
+        """Write a private gradient into the parameters."""
+        for _ in range(next(self.part_counts)):
+            self._add_clipped(next(self.batches))
         released = self.clipped.release(self.rate * len(self.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):
             parameter.grad = gradient.to(parameter)
 
-    def _add(self, rows: np.ndarray) -> None:
-        """Add the clipped gradients of these examples; one that fails adds nothing.
+    def _add_clipped(self, rows: np.ndarray) -> None:
+        """Add the clipped gradients of these examples; an example that fails adds nothing.
 
-        Those that it came with are worked on again, one by one: what they add must not depend on
-        it.
+        After a failure all examples of the part are computed again one by one, so that their
+        gradients do not depend on the failed one.
         """
         try:
             batch = self.task.collate(self.examples.take(rows))
-            self.clipped.add(_of_batch(self.gradients, self.by_example, self.loss_of, batch))
-        except Exception as error:  # noqa: BLE001 (whatever it is, the server must not learn of it)
+            self.clipped.add(
+                _example_gradients(self.gradients, self.by_example, self.loss_of, batch)
+            )
+        except Exception as error:  # noqa: BLE001 (the server must not learn of any error)
             problem = f"{type(error).__name__}: {error}"
         else:
             return
         if len(rows) > 1:
             for row in rows:
-                self._add(np.array([row]))
+                self._add_clipped(np.array([row]))
         elif rows[0] not in self._failed:
             self._failed.add(rows[0])
             log.warning("example %d counts as zero: %s", rows[0] + 1, problem)
 
 
-def _of_batch(
+def _example_gradients(
     gradients: ExampleGradients, task: ByExample, loss: Callable[[Batch], Tensor], batch: Batch
 ) -> list[Tensor]:
-    """Compute the gradients of each example of a batch."""
+    """Return the gradients of each example of a batch."""
     device = next(gradients.network.parameters()).device
-    moved = {name: tensor.to(device) for name, tensor in batch.items()}
-    return gradients.of(lambda: loss(moved), task.sizes(moved).to(device))
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    return gradients.of(lambda: loss(on_device), task.sizes(on_device).to(device))

@@ -1,4 +1,4 @@
-"""Count what a client's device does for a message, from shapes alone: operations and bytes."""
+"""Count the operations and bytes of a client's device for a message, from shapes only."""
 
 from functools import cached_property, lru_cache
 from statistics import median
@@ -13,17 +13,20 @@ from ravan_flwr.training.model_and_data import get_model_and_data
 
 
 class Workload:
-    """Tell how much work each of a run's clients has, and what its device can do of it."""
+    """The work of each of a run's clients, and the speed and memory of its simulated device."""
 
     def __init__(self, config: Config, clients: int, devices: list[Device]) -> None:
         self.config, self.clients, self.devices = config, clients, devices
-        built = Skeleton(config)
-        # The bytes of an upload, and of a broadcast, by share.
-        self.bytes_up, self.bytes_down = lru_cache(built.bytes_up), lru_cache(built.bytes_down)
+        skeleton = Skeleton(config)
+        # The bytes of an upload, and of a broadcast, by budget fraction.
+        self.bytes_up, self.bytes_down = (
+            lru_cache(skeleton.bytes_up),
+            lru_cache(skeleton.bytes_down),
+        )
 
     @cached_property
     def examples(self) -> list[int]:
-        """Return how many examples each client trains on."""
+        """Return the number of training examples of each client."""
         return get_model_and_data(self.config).partition_sizes(self.clients)
 
     def operations(self, kind: str, fraction: float, client: int) -> float:
@@ -31,7 +34,7 @@ class Workload:
         config = self.config
         forward, step = step_operations(config, fraction)
         if kind == "evaluate":
-            # Of n examples it holds back ceil(part n), and n - ceil(part n) are trained on.
+            # The validation split has ceil(part n) of n examples, the training split the rest.
             part = config.validation_share
             validation = self.examples[client] * part / (1 - part)
             return forward * validation / config.batch_size
@@ -41,13 +44,13 @@ class Workload:
         return step * steps
 
     def seconds(self, fraction: float, client: int) -> float:
-        """Return how long a client trains with that budget fraction, while it is online."""
+        """Return the seconds of a client's round with that budget fraction, while it is online."""
         operations = self.operations("train", fraction, client)
         bytes_down, bytes_up = self.bytes_down(fraction), self.bytes_up(fraction)
         return seconds_of(self.devices[client], bytes_down, operations, bytes_up)
 
-    def lacks(self, fraction: float, client: int) -> str:
-        """Say why a device has no memory for a step; empty if it has."""
+    def memory_shortage(self, fraction: float, client: int) -> str:
+        """Return an error text if a device has too little memory for a step, else ""."""
         need, memory = step_memory(self.config, fraction).total, self.devices[client].memory
         if need <= memory:
             return ""
@@ -58,22 +61,22 @@ class Workload:
         )
 
     def fractions_by_speed(self) -> list[float]:
-        """Give each client the largest quarter of the budget whose round ends within the target.
+        """Return each client's largest budget fraction whose round ends within the target time.
 
-        The target is that of `budgets=by-speed:SECONDS`, or the median of all devices with the
-        whole budget. A client that is too slow for it has a quarter.
+        The fractions are quarters. The target is SECONDS of `budgets=by-speed:SECONDS`, or the
+        median over all devices with the whole budget. A client that is too slow gets a quarter.
         """
         value = self.config.parts("budgets")["seconds"]
-        everyone = range(self.clients)
-        target = median(self.seconds(1.0, c) for c in everyone) if value == AUTO else float(value)
+        client_ids = range(self.clients)
+        target = median(self.seconds(1.0, c) for c in client_ids) if value == AUTO else float(value)
         return [
             max(
                 (
                     fraction
                     for fraction in BUDGET_FRACTIONS
-                    if self.seconds(fraction, c) <= target and not self.lacks(fraction, c)
+                    if self.seconds(fraction, c) <= target and not self.memory_shortage(fraction, c)
                 ),
                 default=BUDGET_FRACTIONS[0],
             )
-            for c in everyone
+            for c in client_ids
         ]

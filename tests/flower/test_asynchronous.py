@@ -140,7 +140,7 @@ def test_a_doubled_update_counts_once(deployment, interrupted):
 
 def test_a_killed_run_counts_no_update_twice(interrupted):
     run, again, done = interrupted
-    assert f"going on after round {done}" in again.log
+    assert f"resuming after round {done}" in again.log
     assert [record["round"] for record in run.rounds] == list(range(1, done + 6))
     assert [len(record["clients"]) for record in run.rounds] == [1] * (done + 5)
     counted = [(partition, version) for partition, version, *_ in updates_of(run)]

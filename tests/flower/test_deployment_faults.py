@@ -43,7 +43,7 @@ FAULTS = {
 ATTACKS = {
     12: ("question", "its reply cannot be read: ValueError: it answers message 'of my own making'"),
     13: ("array-dtype", "its reply cannot be read: TypeError: Invalid arguments for Array"),
-    14: ("sides", "has a shape of 10000 sides, expected 8 at most"),
+    14: ("sides", "has 10000 dimensions, expected 8 at most"),
     15: ("chunks", "its reply cannot be read: ValueError: its tensors are .* bytes from few"),
     16: ("root", "its reply cannot be read: AttributeError: 'RecordDict' object"),
     17: ("short", "its reply cannot be read: IndexError"),
@@ -174,7 +174,7 @@ def test_a_run_goes_on_after_the_superlink_was_killed(honest):
     deployment.start_superlink()
     again = deployment.run(f"{settings} resume='{run.directory}'")
     assert again.wait() == "finished:completed"
-    assert f"going on after round {done}" in again.log
+    assert f"resuming after round {done}" in again.log
     assert [record["round"] for record in run.rounds] == [1, 2, 3, 4]
     assert all(record["rejected"] == [] for record in run.rounds)
 

@@ -18,7 +18,7 @@ from ravan_flwr.config.keys import KEYS, read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
-from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
+from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from testing.checkout import copy_checkout
@@ -63,7 +63,7 @@ def test_the_bundle_can_be_published(bundle):
     carried = {name.split("/")[0] for name in names}
     rooms = {name.split("/")[1] for name in names if name.startswith("ravan_flwr/")}
     there = {path.name for path in (ROOT / "ravan_flwr").iterdir() if any(path.glob("*.py"))}
-    assert there - rooms == set(BESIDE_THE_APPS)
+    assert there - rooms == set(NOT_IN_APPS)
     assert carried == {".info", "LICENSE", "README.md", "conf", "pyproject.toml", "ravan_flwr"}
 
 
@@ -200,10 +200,10 @@ def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
     program = (
         "import time; from pathlib import Path\n"
         "from ravan_flwr.cli import main\n"
-        "from ravan_flwr.launch.superlink import LocalSuperLink, say\n"
+        "from ravan_flwr.launch.superlink import LocalSuperLink, write_stdout\n"
         "def run(*_):\n"
         "    for number in range(100):\n"
-        "        say(f'round {number}\\n')\n"
+        "        write_stdout(f'round {number}\\n')\n"
         f"    Path({str(tmp_path / 'done')!r}).touch()\n"
         "    return 'finished:completed'\n"
         "LocalSuperLink.run, LocalSuperLink.__enter__ = run, lambda link: link\n"

@@ -32,8 +32,8 @@ def test_the_module_is_the_command():
 
 TALKS = """
 import logging
-from ravan_flwr.runs.console import show
-show()
+from ravan_flwr.runs.console import log_to_stdout
+log_to_stdout()
 for number in range(2000):
     logging.getLogger("ravan_flwr").info("größer \\u2264 %d", number)
 open("{done}", "w").close()
@@ -41,7 +41,8 @@ open("{done}", "w").close()
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path):
-    code = TALKS.replace("show()\nfor", "show()\nimport sys\nsys.stdout.close()\nfor")
+    closing = "log_to_stdout()\nimport sys\nsys.stdout.close()\nfor"
+    code = TALKS.replace("log_to_stdout()\nfor", closing)
     code = code.format(done=tmp_path / "done")
     told = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert told.returncode == 0, told.stderr

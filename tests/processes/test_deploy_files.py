@@ -61,18 +61,18 @@ def compose(*names: str) -> dict[str, Any]:
 def test_every_service_is_confined():
     services = compose("compose.yaml")["services"]
     nodes = {"supernode-0", "supernode-1", "supernode-2"}
-    assert set(services) == {"fence", "superlink", "serverapp", "operator"} | nodes
+    assert set(services) == {"proxy", "superlink", "serverapp", "operator"} | nodes
     for name, service in services.items():
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        if name != "fence":
+        if name != "proxy":
             assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
 
 
-def test_the_superlink_has_tls_and_authentication_and_is_behind_the_fence():
+def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy():
     content = compose("compose.yaml")
-    superlink, fence = content["services"]["superlink"], content["services"]["fence"]
+    superlink, proxy = content["services"]["superlink"], content["services"]["proxy"]
     arguments = parsed(superlink["command"])
     assert arguments.enable_supernode_auth
     assert not arguments.insecure
@@ -84,18 +84,18 @@ def test_the_superlink_has_tls_and_authentication_and_is_behind_the_fence():
         "HEALTH_URL": f"https://localhost:{arguments.port}/health",
         "HEALTH_CA": arguments.ssl_ca_certfile,
     }
-    # It listens where nobody but those in the fence's network can ask.
+    # It listens where nobody but those in the reverse proxy's network can ask.
     assert f"{arguments.host}:{arguments.port}" == upstream()
-    inside = {n for n, s in content["services"].items() if s.get("network_mode") == "service:fence"}
+    inside = {n for n, s in content["services"].items() if s.get("network_mode") == "service:proxy"}
     assert inside == {"superlink", "serverapp", "operator"}
     with_ports = {name for name, service in content["services"].items() if "ports" in service}
-    assert with_ports == {"fence"}
-    assert fence["ports"] == [f"${{BIND:-127.0.0.1}}:{listens()}:{listens()}"]
-    assert {secret["target"] for secret in fence["secrets"]} == set(certificates_of_the_fence())
-    for secret in fence["secrets"]:
+    assert with_ports == {"proxy"}
+    assert proxy["ports"] == [f"${{BIND:-127.0.0.1}}:{listens()}:{listens()}"]
+    assert {secret["target"] for secret in proxy["secrets"]} == set(certificates_of_the_proxy())
+    for secret in proxy["secrets"]:
         assert Path(secret["target"]).name == secret["source"]
-    assert fence["networks"]["default"]["aliases"] == ["superlink"]
-    assert fence["volumes"] == ["./deploy/fence.conf:/etc/fence.conf:ro"]
+    assert proxy["networks"]["default"]["aliases"] == ["superlink"]
+    assert proxy["volumes"] == ["./deploy/reverse-proxy.conf:/etc/reverse-proxy.conf:ro"]
 
 
 def test_a_run_that_takes_all_memory_does_not_take_the_superlink_with_it():
@@ -112,27 +112,27 @@ def test_a_run_that_takes_all_memory_does_not_take_the_superlink_with_it():
         assert services[name]["mem_limit"], name
 
 
-def fence():
-    return (ROOT / "deploy" / "fence.conf").read_text()
+def proxy_conf():
+    return (ROOT / "deploy" / "reverse-proxy.conf").read_text()
 
 
 def upstream():
-    (address,) = re.findall(r"^\s*server ([\d.:]+);", fence(), re.MULTILINE)
+    (address,) = re.findall(r"^\s*server ([\d.:]+);", proxy_conf(), re.MULTILINE)
     return address
 
 
 def listens():
-    (port,) = re.findall(r"^\s*listen (\d+) ssl;", fence(), re.MULTILINE)
+    (port,) = re.findall(r"^\s*listen (\d+) ssl;", proxy_conf(), re.MULTILINE)
     return int(port)
 
 
-def certificates_of_the_fence():
-    return sorted(set(re.findall(r"/run/credentials/\S+(?=;)", fence())))
+def certificates_of_the_proxy():
+    return sorted(set(re.findall(r"/run/credentials/\S+(?=;)", proxy_conf())))
 
 
-def test_the_fence_lets_in_what_flowers_supernode_calls_and_nothing_else():
+def test_the_proxy_lets_in_what_flowers_supernode_calls_and_nothing_else():
     """By Flower's own client, but for what a SuperNode without a registered key calls."""
-    (names,) = re.findall(r"\^/v1/fleet/\(\?<name>([a-z|-]+)\)", fence())
+    (names,) = re.findall(r"\^/v1/fleet/\(\?<name>([a-z|-]+)\)", proxy_conf())
     source = inspect.getsource(FleetHttpClient)
     called = set(re.findall(r'path="/v1/fleet/([a-z-]+)"', source))
     assert set(names.split("|")) == called - {"register-node", "unregister-node"}
@@ -257,12 +257,12 @@ def test_the_superlinks_unit():
     assert arguments.database.startswith("/var/lib/ravan-flwr/")
 
 
-def test_the_fences_unit():
-    service = unit("ravan-fence.service")
+def test_the_proxys_unit():
+    service = unit("ravan-proxy.service")
     given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
-    folder = "/run/credentials/ravan-fence.service"  # systemd's, by the unit's name
-    assert {f"{folder}/{name}" for name in given} == set(certificates_of_the_fence())
-    assert "/opt/ravan-flwr/deploy/fence.conf" in service["ExecStart"]
+    folder = "/run/credentials/ravan-proxy.service"  # systemd's, by the unit's name
+    assert {f"{folder}/{name}" for name in given} == set(certificates_of_the_proxy())
+    assert "/opt/ravan-flwr/deploy/reverse-proxy.conf" in service["ExecStart"]
     assert f"-p /var/cache/{service['CacheDirectory']}/" in service["ExecStart"]
 
 
@@ -324,7 +324,7 @@ UNITS = {
     "ravan-supernode-check@.service": ("ravan", "always"),
     "ravan-supernode@.service": ("ravan", "always"),
     "ravan-serverapp.service": ("ravan-app", "always"),
-    "ravan-fence.service": ("ravan-fence", "always"),
+    "ravan-proxy.service": ("ravan-proxy", "always"),
 }
 
 

@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_it_says_so(whole, tmp_path, cap
     last.write_bytes(bytes(data))
     simulate(settings | {"num-rounds": 4, "resume": str(run_dir)}, CLIENTS)
     assert "round-000003.safetensors is damaged (its checksum is" in caplog.text
-    assert "going on after round 2" in caplog.text
+    assert "resuming after round 2" in caplog.text
     assert final_of(run_dir) == final_of(whole)
 
 

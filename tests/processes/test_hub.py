@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.hub import NotHereError, telling
+from ravan_flwr.data.hub import NotAvailableError, hub_errors
 from ravan_flwr.data.model_folder import model_folder, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
@@ -308,16 +308,16 @@ def test_a_models_folder_runs_no_code(tmp_path):
 )
 def test_every_way_of_not_reaching_the_hub_is_told(error):
     told = "model org/x at revision abc: it is not in the cache.*download org/x --revision abc`"
-    with pytest.raises(NotHereError, match=told), telling("model", "org/x", "abc"):
+    with pytest.raises(NotAvailableError, match=told), hub_errors("model", "org/x", "abc"):
         raise error
 
 
 def test_long_reasons_end_with_a_sentence():
     sentence = "The library explains itself at length, and one more time, to be sure of it. "
-    with pytest.raises(NotHereError) as told, telling("data", "org/x"):
+    with pytest.raises(NotAvailableError) as told, hub_errors("data", "org/x"):
         raise FileNotFoundError(sentence * 9)
     assert "FileNotFoundError: The library explains itself" in str(told.value)
     assert "to be sure of it; run `hf download org/x --repo-type dataset" in str(told.value)
-    with pytest.raises(NotHereError) as told, telling("data", "org/x"):
+    with pytest.raises(NotAvailableError) as told, hub_errors("data", "org/x"):
         raise FileNotFoundError("word " * 900)
     assert "word ...; run `hf download org/x --repo-type dataset" in str(told.value)

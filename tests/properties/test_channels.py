@@ -35,13 +35,13 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
 from ravan_flwr.client import answers
-from ravan_flwr.client.client_request import KEPT
+from ravan_flwr.client.client_request import HIDDEN_REASON
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import check_apart
+from ravan_flwr.privacy.example_gradients import check_independent
 from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
@@ -291,11 +291,11 @@ def test_whether_examples_are_apart_is_found_out_without_them(loaded, monkeypatc
 
     def noted(alone, together):
         looked.append(torch.cat([g[0].flatten() for g in together]))
-        check_apart(alone, together)
+        check_independent(alone, together)
 
-    monkeypatch.setattr(private_steps, "check_apart", noted)
+    monkeypatch.setattr(private_steps, "check_independent", noted)
     for example in ("ordinary", "no number", "nothing"):
-        monkeypatch.setattr(loaded.model, "has_examples_apart", False)
+        monkeypatch.setattr(loaded.model, "examples_are_independent", False)
         with suppress(ValueError):  # a state that is refused
             private_steps.train_privately(
                 loaded.model, loaded.task, examples_of(example), state_of(loaded, state), 1.0,
@@ -323,7 +323,7 @@ def test_why_examples_cannot_be_read_stays_on_the_device(loaded, monkeypatch, ca
         seen = seen_in(ask(kind, loaded.model.initial_state(), DEVICE))
         assert NAME not in seen["text"]
         told.add(seen["text"])
-    assert told == {f"RuntimeError: {KEPT}"}
+    assert told == {f"RuntimeError: {HIDDEN_REASON}"}
     assert NAME in caplog.text
 
 

@@ -17,7 +17,7 @@ from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import (
     ClippedExamples,
     ExampleGradients,
-    check_apart,
+    check_independent,
     check_trained,
     joint_norms,
 )
@@ -186,9 +186,9 @@ def test_the_sum_is_the_same_in_whatever_parts(parts):
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
-        (nn.LayerNorm(3), "what is trained has a LayerNorm, 3, of which no rule"),
-        (nn.Conv1d(3, 3, 1), "what is trained has a Conv1d, 3"),
-        (nn.Bilinear(3, 3, 3), "what is trained has a Bilinear, 3"),
+        (nn.LayerNorm(3), "a trained layer is a LayerNorm, 3, without a rule"),
+        (nn.Conv1d(3, 3, 1), "a trained layer is a Conv1d, 3"),
+        (nn.Bilinear(3, 3, 3), "a trained layer is a Bilinear, 3"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -205,7 +205,7 @@ def test_a_linear_layer_that_computes_something_else_has_no_rule():
             return 2 * super().forward(x)
 
     network = nn.Sequential(Doubled(3, 3))
-    with pytest.raises(ValueError, match="what is trained has a Doubled, 0"):
+    with pytest.raises(ValueError, match="a trained layer is a Doubled, 0"):
         check_trained(network, list(network.parameters()))
 
 
@@ -231,16 +231,16 @@ def test_examples_that_depend_on_each_other_are_found(between, fails):
     alone, together = (fast(network, parameters, x[:n], y[:n]) for n in (1, 2))
     if fails:
         with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-            check_apart(alone, together)
+            check_independent(alone, together)
     else:
-        check_apart(alone, together)
+        check_independent(alone, together)
         # What is no number tells nothing; what is none in company alone tells that they depend.
         broken = [torch.full_like(one, torch.nan) for one in together]
         with pytest.raises(ValueError, match="got gradients that are not numbers"):
-            check_apart([torch.full_like(one, torch.inf) for one in alone], broken)
+            check_independent([torch.full_like(one, torch.inf) for one in alone], broken)
         for one, other in ((alone, broken), (broken, together)):
             with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-                check_apart(one, other)
+                check_independent(one, other)
 
 
 def test_a_layer_that_is_used_twice_counts_twice():

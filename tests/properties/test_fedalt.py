@@ -174,7 +174,7 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
         ({"aggregation": "async"}, "fedalt"),
         ({"weighting": "median"}, "fedalt"),
         ({"server-optimizer": "adam:0.01:0.9"}, "fedalt"),
-        ({"deliver": True}, "mix two adapters by what they are given"),
+        ({"deliver": True}, "mix two adapters depending on the input"),
         (
             {"secure-aggregation": True, "evaluate-on": "clients"},
             "clients would report",

@@ -136,13 +136,13 @@ def test_an_own_round_trains_the_own_factors_beside_the_frozen_ones():
         x = torch.tensor(inputs_of(5, layer)).float()
         expected = adapter.base(x)
         expected = expected + 0.5 * (x @ adapter.A.T @ adapter.B.T)
-        expected = expected + 0.5 * (x @ adapter.own_A.T @ adapter.own_B.T)
+        expected = expected + 0.5 * (x @ adapter.personal_A.T @ adapter.personal_B.T)
         assert_close([adapter(x).detach()], [expected.detach()])
         adapter(x).square().sum().backward()
         assert adapter.B.grad is None
         assert adapter.A.grad is None
-        assert adapter.own_B.grad.abs().sum() > 0
-        assert adapter.own_A.grad.abs().sum() > 0
+        assert adapter.personal_B.grad.abs().sum() > 0
+        assert adapter.personal_A.grad.abs().sum() > 0
 
 
 def test_its_two_loras_are_within_the_budget_of_one():
@@ -160,7 +160,7 @@ def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys
     assert read_config(SMALL).evaluate_on == "clients"
     with result_of(run.run_dir, client_with_a_part(run)) as loaded:
         assert any(adapter.mean.any() for adapter in loaded.model.adapters)
-    told = "mix two adapters by what they are given"
+    told = "mix two adapters depending on the input"
     for client in ([], ["--client", str(client_with_a_part(run))]):
         with pytest.raises(SystemExit):
             main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
@@ -191,7 +191,7 @@ def test_the_servers_model_is_measured_without_own_parts(tmp_path):
         ({"privacy": "client", "epsilon": 8.0}, "feddpa"),
         ({"privacy": "example", "epsilon": 8.0}, "feddpa"),
         ({"aggregation": "async"}, "feddpa"),
-        ({"deliver": True}, "mix two adapters by what they are given"),
+        ({"deliver": True}, "mix two adapters depending on the input"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(option, told):

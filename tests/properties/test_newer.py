@@ -12,7 +12,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS, affordable
-from ravan_flwr.methods.fedrot_lora import nearest, towards
+from ravan_flwr.methods.fedrot_lora import nearest_rotation, partial_rotation
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.state import MOMENTS, ServerOptimizer, ServerState
@@ -466,16 +466,16 @@ def test_fedrot_lora_loses_less_than_fedit_where_clients_are_turned_to_each_othe
 
 def test_a_rotation_is_one_also_where_a_reflection_fits_better():
     mirror = torch.diag(torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64))
-    assert_close([nearest(mirror)], [torch.eye(3)])
+    assert_close([nearest_rotation(mirror)], [torch.eye(3)])
     for seed in range(20):
         random = torch.Generator().manual_seed(seed)
-        R = towards(torch.randn(4, 4, generator=random, dtype=torch.float64), 0.5)
+        R = partial_rotation(torch.randn(4, 4, generator=random, dtype=torch.float64), 0.5)
         assert_close([R @ R.T], [torch.eye(4)], rtol=1e-9, atol=1e-9)
         assert torch.linalg.det(R) > 0
-    assert_close([towards(torch.zeros(3, 3).double(), 0.5)], [torch.eye(3)])
+    assert_close([partial_rotation(torch.zeros(3, 3).double(), 0.5)], [torch.eye(3)])
     half = torch.zeros(3, 3, dtype=torch.float64)
     half[0, 0] = 2.0  # the others are free: they stay
-    assert_close([towards(half, 0.5)], [torch.eye(3)])
+    assert_close([partial_rotation(half, 0.5)], [torch.eye(3)])
 
 
 # Fed-PLoRA

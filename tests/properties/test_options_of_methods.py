@@ -15,11 +15,11 @@ from tests.hand_made import Nodes, run
 
 # key -> (values to try, what the row of a method says of it, the reason in a refusal)
 OPTIONS = {
-    "weighting": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
+    "weighting": (["median", "trimmed-mean"], "averages", "does not compute its next state"),
     "server-optimizer": (
         ["momentum:1:0.9", "adam:0.01:0.9"],
         "averages",
-        "makes its next state otherwise",
+        "does not compute its next state",
     ),
     "backbone-dtype": (
         ["bfloat16", "8bit", "4bit"],
@@ -40,7 +40,7 @@ def test_a_row_says_nothing_else_that_an_option_could_hang_on():
     marks = {field.name for field in dataclasses.fields(MethodInfo) if field.type in (bool, "bool")}
     of_options = {mark for _, mark, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
-    others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
+    others = {"personalised", "all_clients", "pools", "has_heads", "sums_changes", "by_example"}
     others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py, test_fedalt.py
     others |= {"sparse_down", "sparse_up"}  # messages: test_sparsity.py
     assert marks - of_options == others

@@ -31,7 +31,9 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import checked
 from tests.methods import aggregate, build, some_state, train_client
 
-PRIVATE = [name for name, method in METHODS.items() if method.sums_changes and not method.everyone]
+PRIVATE = [
+    name for name, method in METHODS.items() if method.sums_changes and not method.all_clients
+]
 SHARES = (1.0, 0.4, 0.7, 1.0, 0.34)
 NOISELESS = 1e-30
 

@@ -11,7 +11,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.server.aggregation import Aggregate, middle
+from ravan_flwr.server.aggregation import Aggregate, median_or_trimmed_mean
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, some_state, train_client
 
@@ -38,7 +38,7 @@ def test_the_middle_is_that_of_a_slow_loop(rows):
     for how in HOW:
         expected = [slow([row[i] for row in rows], float(old[i]), how) for i in range(3)]
         torch.testing.assert_close(
-            middle(old, replies, how), torch.tensor(expected, dtype=torch.float32)
+            median_or_trimmed_mean(old, replies, how), torch.tensor(expected, dtype=torch.float32)
         )
 
 
@@ -106,7 +106,7 @@ def test_a_head_counts_over_those_that_trained_it(how):
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(ABLE)))
 def test_methods_that_are_no_mean_are_refused(name):
-    told = f"weighting = 'median': got method '{name}', which makes its next state otherwise"
+    told = f"weighting = 'median': got method '{name}', which does not compute its next state"
     with pytest.raises(ValueError, match=told):
         read_config({"method": name, "weighting": "median"})
 

@@ -20,7 +20,7 @@ LAYER = Layer("layer", 30, 20)
 def sketch_of(sketcher, G):
     """Of a gradient that is at hand: x and gy with gy^T x = G."""
     sketch = GradientSketch(sketcher, torch.device("cpu"))
-    sketch.see(G.float(), torch.eye(len(G)))
+    sketch.add(G.float(), torch.eye(len(G)))
     return sketch.flat()
 
 

@@ -117,17 +117,17 @@ def test_a_number_that_is_not_finite_reaches_no_sum(name):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a share of 0": ({"sparsity": "0:1"}, "a part out of range"),
-    "a share above 1": ({"sparsity": "1:1.5"}, "a part out of range"),
+    "a share of 0": ({"sparsity": "0:1"}, "a density out of range"),
+    "a share above 1": ({"sparsity": "1:1.5"}, "a density out of range"),
     "one share": ({"sparsity": "1/4"}, "expected DOWN:UP"),
     "a number, which YAML makes of 1:1": ({"sparsity": 61}, "got a whole number"),
     "full down": ({"method": "full", "sparsity": "1/4:1"}, "need all numbers of its state"),
     "fedalt down": ({"method": "fedalt", "sparsity": "1/4:1"}, "need all numbers of its state"),
-    "fedalt up": ({"method": "fedalt", "sparsity": "1:1/4"}, "count on all of their change"),
-    "a median": ({"weighting": "median", "sparsity": "1:1/4"}, "would stay as it is"),
+    "fedalt up": ({"method": "fedalt", "sparsity": "1:1/4"}, "need all of their change"),
+    "a median": ({"weighting": "median", "sparsity": "1:1/4"}, "would never change"),
     "masks": (
         {"secure-aggregation": True, "clients-per-round": 4, "sparsity": "1:1/4"},
-        "got sparsity = '1:1/4', expected '1:1', since which numbers are largest",
+        "got sparsity = '1:1/4', expected '1:1', since the places of the largest",
     ),
 }  # fmt: skip
 

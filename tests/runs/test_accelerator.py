@@ -11,7 +11,7 @@ from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.privacy.example_gradients import check_apart
+from ravan_flwr.privacy.example_gradients import check_independent
 from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
@@ -62,7 +62,7 @@ def a_round(settings, fraction, steps):
                 model, task, examples, sent, fraction, steps, ClientRound(5, number, client),
                 own.get(client),
             )  # fmt: skip
-            own |= {client: done.own} if done.own else {}
+            own |= {client: done.personal} if done.personal else {}
             pot.offer(done.upload, fraction)
         state = pot.close()
     with model.holding(state, own.get(0)):
@@ -231,9 +231,9 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
 
 def test_an_example_in_company_is_compared_on_a_device_without_float64(accelerator):
     alone = [torch.randn(1, 3, 4).to(accelerator)]
-    check_apart(alone, [torch.cat([alone[0], alone[0]])])  # does not raise
+    check_independent(alone, [torch.cat([alone[0], alone[0]])])  # does not raise
     with pytest.raises(ValueError, match="depends on the other examples"):
-        check_apart(alone, [torch.cat([2 * alone[0], alone[0]])])
+        check_independent(alone, [torch.cat([2 * alone[0], alone[0]])])
 
 
 # The accelerator refuses what CUDA refuses.

@@ -27,7 +27,7 @@ from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network
-from ravan_flwr.training.private_steps import check_examples_apart
+from ravan_flwr.training.private_steps import check_examples_independent
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 # How many matrices each small model's query and value projections are.
@@ -151,13 +151,13 @@ def test_made_up_examples_show_whether_a_model_mixes_examples(kind, method, sett
 
 def check_mixing_is_found(loaded):
     """Of a model as it is nothing is found; of one whose first layer mixes a batch it is."""
-    check_examples_apart(loaded.model, loaded.task)
-    assert loaded.model.has_examples_apart
-    loaded.model.has_examples_apart = False
+    check_examples_independent(loaded.model, loaded.task)
+    assert loaded.model.examples_are_independent
+    loaded.model.examples_are_independent = False
     reads = getattr(loaded.model.network, "encoder", loaded.model.network)  # T5's
     hook = reads.get_input_embeddings().register_forward_hook(_mixed)
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        check_examples_apart(loaded.model, loaded.task)
+        check_examples_independent(loaded.model, loaded.task)
     hook.remove()
     assert all(parameter.grad is None for parameter in loaded.model.network.parameters())
 
@@ -270,7 +270,7 @@ def test_models_that_do_not_fit(settings, tmp_path):
     content["num_hidden_layers"] = 3
     with pytest.raises(ValueError, match=r"its weights lack vit.layers.2.* which only pretraining"):
         _ = ModelAndData(changed(settings, tmp_path / "c", config__json=json.dumps(content))).model
-    with pytest.raises(ValueError, match="classifier = 'trained': the model has none"):
+    with pytest.raises(ValueError, match="classifier = 'trained': the model has no classifier"):
         _ = ModelAndData(read_config(settings("t5") | {"classifier": "trained"})).model
 
 

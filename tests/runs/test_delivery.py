@@ -15,6 +15,7 @@ from transformers import AutoModelForImageClassification
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports import device_result
 from ravan_flwr.reports.evaluation import result_of
@@ -28,7 +29,7 @@ SHORT: dict[str, Scalar] = {
     "budgets": "uniform", "deliver": True,
 }  # fmt: skip
 OF_WEIGHTS = {"full", "fedex-lora", "flora"}
-NO_PLACE = "its node config has no result-path"
+NO_RESULT_PATH = "its node config has no result-path"
 
 
 class Devices:
@@ -70,7 +71,7 @@ def ended(tmp_path_factory):
 def devices(tmp_path, monkeypatch):
     made = Devices(tmp_path)
 
-    class Grid(in_process.InProcessGrid):
+    class Grid(InProcessGrid):
         def __init__(self, *given):
             super().__init__(*given)
             for context in self._contexts.values():
@@ -123,7 +124,7 @@ def test_every_device_has_what_the_server_has(method, devices):
     assert run.summary["delivered"] == [
         {"partition-id": 0, "folder": natural}, {"partition-id": 1, "folder": "merged"},
     ]  # fmt: skip
-    assert run.summary["not-delivered"] == [{"client": "partition 2", "reason": NO_PLACE}]
+    assert run.summary["not-delivered"] == [{"client": "partition 2", "reason": NO_RESULT_PATH}]
     assert json.loads((run.run_dir / "summary.json").read_text()) == run.summary
     folders = [devices.result(0, run) / natural, devices.result(1, run) / "merged"]
     if METHODS[method].personalised:  # each has its own, and the server none
@@ -180,7 +181,7 @@ def test_what_is_made_once_for_the_run_is_there_as_well(devices):
 def test_in_a_simulation_nobody_takes_it_and_that_is_no_error(devices, caplog):
     run = devices.run()
     assert run.summary["delivered"] == []
-    assert [one["reason"] for one in run.summary["not-delivered"]] == [NO_PLACE] * 3
+    assert [one["reason"] for one in run.summary["not-delivered"]] == [NO_RESULT_PATH] * 3
     assert not {"delivered", "not-delivered"} & devices.run(deliver=False).summary.keys()
 
 
@@ -230,7 +231,7 @@ def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.extras.delivery.DeliverAtEnd.hand_out", killed)
+        patch.setattr("ravan_flwr.extras.delivery.DeliverAtEnd.deliver", killed)
         with pytest.raises(KeyboardInterrupt):
             devices.run()
     (directory,) = (devices.folder / "runs").iterdir()
@@ -393,7 +394,7 @@ def test_a_place_that_cannot_be_used_is_told(fault, told, devices, monkeypatch):
     assert str(devices.folder) not in json.dumps(run.summary)
 
 
-@pytest.mark.parametrize("moment", ["_seal", "_put"])
+@pytest.mark.parametrize("moment", ["_write_mark", "_replace"])
 def test_a_process_that_ends_on_the_way_leaves_what_was_there(moment, devices, monkeypatch):
     devices.add(0)
     run = devices.run()
@@ -420,7 +421,7 @@ def test_a_name_that_cannot_be_taken_gives_back_what_had_it(devices, monkeypatch
     target.mkdir()
     (target / "file").write_text("x")
     with pytest.raises(FileNotFoundError):
-        device_result._put(beside, target, tmp_path / "former")
+        device_result._replace(beside, target, tmp_path / "former")
     assert (target / "file").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

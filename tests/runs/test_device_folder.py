@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.specs import Scalar
 from testing.tiny import WORDS, newsgroups, save_model
 

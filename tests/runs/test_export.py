@@ -185,7 +185,7 @@ def test_a_run_is_read_back_as_it_was(run):
     content = json.loads((run.run_dir / "config.json").read_text())
     assert recorded_config(content, "here").as_dict() == content
     del content["heads"]
-    with pytest.raises(ValueError, match=r"here: its config.json lacks or has too many of \['hea"):
+    with pytest.raises(ValueError, match=r"here: its config.json lacks, or has in excess, \['hea"):
         recorded_config(content, "here")
 
 

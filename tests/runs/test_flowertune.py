@@ -14,7 +14,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.forms import Form
 from ravan_flwr.training.cost import adapter_parameters
-from ravan_flwr.training.local_steps import rate_in_round
+from ravan_flwr.training.local_steps import learning_rate_in_round
 from testing.tiny import FLOWERTUNE, save_data, save_speaker
 
 # Of examples/flowertune-llm-*/pyproject.toml and README.md of flwrlabs/flower (77068b84): data set,
@@ -43,7 +43,7 @@ def test_the_settings_are_those_that_flower_publishes(preset):
     assert config.gradient_checkpointing
     for t in range(1, 201):
         theirs = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * t / 200))
-        assert rate_in_round(config, t) == pytest.approx(theirs)
+        assert learning_rate_in_round(config, t) == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize("preset", CHALLENGES)

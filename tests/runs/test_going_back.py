@@ -11,7 +11,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import preset_file
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
-from ravan_flwr.runs.collapse_detection import best_round, collapse
+from ravan_flwr.runs.collapse_detection import best_round, collapse_reason
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.tally import OTHER, Tally
 
@@ -41,7 +41,7 @@ def of(number, accuracy=None, loss=1.0):
 )
 def test_a_collapse_is_what_the_rule_says(before, now, told):
     records = [of(number, value) for number, value in enumerate(before, start=1)]
-    got = collapse(records, of(9, *now), "accuracy")
+    got = collapse_reason(records, of(9, *now), "accuracy")
     assert (got is None) if told is None else (got is not None and told in got)
 
 
@@ -70,19 +70,19 @@ def counted(right, predicted):
 def test_predictions_that_fall_on_one_class_are_a_collapse(right, predicted, told):
     tally = counted(right, predicted)
     now, earlier = of(3, 0.3, 1.0), [of(1, 0.3, 1.0)]
-    assert collapse(earlier, now, "accuracy", LABELS, tally) == told
-    assert collapse([], now, "accuracy", LABELS, tally) is None  # it has hardly trained
-    assert collapse([], of(2, 0.3), "accuracy", LABELS, tally, last=True) is None
-    assert collapse([], now, "accuracy", LABELS, tally, last=True) == told
+    assert collapse_reason(earlier, now, "accuracy", LABELS, tally) == told
+    assert collapse_reason([], now, "accuracy", LABELS, tally) is None  # it has hardly trained
+    assert collapse_reason([], of(2, 0.3), "accuracy", LABELS, tally, last=True) is None
+    assert collapse_reason([], now, "accuracy", LABELS, tally, last=True) == told
 
 
 @pytest.mark.parametrize(("loss", "collapsed"), [(1.0986, False), (1.0987, True)])
 def test_a_loss_above_that_of_equal_probabilities_is_a_collapse(loss, collapsed):
-    told = collapse([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy", LABELS)
+    told = collapse_reason([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy", LABELS)
     assert (told is not None) == collapsed
     if told:
         assert told == "loss is 1.099, above the 1.099 of equal probabilities for 3 classes"
-    assert collapse([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy") is None  # no classes
+    assert collapse_reason([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy") is None  # no classes
 
 
 def test_the_best_round_is_the_earliest_of_the_largest():

@@ -12,7 +12,7 @@ import transformers
 
 from ravan_flwr import evaluate, predict, result_of, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import ExampleGradients
@@ -40,7 +40,7 @@ def spoken(tmp_path_factory):
 
 
 def before(settings):
-    loaded = ModelAndData(read_config(own_preset(settings)))
+    loaded = ModelAndData(read_config(with_preset_path(settings)))
     with loaded.model.holding(loaded.model.initial_state()):
         return loaded.evaluate()
 
@@ -116,17 +116,17 @@ def test_it_is_evaluated_planned_and_reported(spoken, tmp_path, capsys, caplog):
     write_report([run.run_dir, run.run_dir], tmp_path / "report")
     plan = plan_of(settings)
     assert "memory of a step" in plan
-    config = read_config(own_preset(settings))
+    config = read_config(with_preset_path(settings))
     assert footprint(config).server > 0
 
 
 def test_the_logits_of_a_step_are_counted(spoken, monkeypatch):
     """A block of them, and no more than that."""
     _, settings, _ = spoken
-    whole = step_memory(read_config(own_preset(settings)), 1.0).activations
+    whole = step_memory(read_config(with_preset_path(settings)), 1.0).activations
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", 2**14)
     step_memory.cache_clear()
-    blocks = step_memory(read_config(own_preset(settings)), 1.0).activations
+    blocks = step_memory(read_config(with_preset_path(settings)), 1.0).activations
     step_memory.cache_clear()
     vocabulary = 384
     assert whole - blocks > 0.8 * 8 * 95 * vocabulary * 4
@@ -139,7 +139,7 @@ def test_what_a_step_keeps_is_what_the_plan_counts(batching, at_a_time, tmp_path
     parts = {"batching": batching, "micro-batch-size": at_a_time}
     settings = preset(tmp_path, data="  loss-on: all\n", **parts)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
-    loaded = ModelAndData(read_config(own_preset(settings)))
+    loaded = ModelAndData(read_config(with_preset_path(settings)))
     examples = loaded.partition(0, 1).train
     one, model = loaded.task, loaded.model
     batch = one.collate(examples.take(np.arange(at_a_time)))
@@ -184,7 +184,7 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
     """A step has as many examples as before; what a client sends differs by rounding alone."""
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
     for given in (settings, settings | options):
-        config = read_config(own_preset(given))
+        config = read_config(with_preset_path(given))
         loaded = ModelAndData(config)
         seen, shapes = noted(loaded.task, "packed" if config.packing else "collate")
         examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
@@ -206,7 +206,7 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
 def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monkeypatch):
     """However long the others of the batch are, and in however many blocks logits are computed."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
-    loaded = ModelAndData(read_config(own_preset(preset(tmp_path))))
+    loaded = ModelAndData(read_config(with_preset_path(preset(tmp_path))))
     task = task_with(ByExample, loaded.task, "privacy=example")
     examples = loaded.partition(0, 1).train
     with loaded.model.holding(loaded.model.initial_state()):
@@ -230,7 +230,7 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
 
 def test_a_private_client_trains_on_texts_in_parts(tmp_path):
     settings = preset(tmp_path) | {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
-    config = read_config(own_preset(settings))
+    config = read_config(with_preset_path(settings))
     loaded = ModelAndData(config)
     seen, shapes = noted(loaded.task, "collate")
     examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
@@ -273,8 +273,8 @@ def test_a_device_brings_its_own_conversations(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
-    loaded = ModelAndData(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
-    assert len(loaded.own_examples(str(own), 0).train) == 7
+    loaded = ModelAndData(read_config(with_preset_path({"preset": str(tmp_path / "p.yaml")})))
+    assert len(loaded.device_examples(str(own), 0).train) == 7
 
 
 @pytest.mark.parametrize(

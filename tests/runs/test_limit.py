@@ -3,7 +3,7 @@
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar

@@ -9,9 +9,10 @@ from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.client.client_request import OWN, find_own, keep_own
+from ravan_flwr.client.client_request import PERSONAL_RECORD, find_personal, store_personal
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.specs import Scalar
@@ -46,7 +47,7 @@ def same_parts(one, other):
     )
 
 
-class Watched(in_process.InProcessGrid):
+class Watched(InProcessGrid):
     """Notes the tensors of every message, and loses a client's state when it is told to."""
 
     sent: ClassVar[list[set[str]]] = []
@@ -58,7 +59,7 @@ class Watched(in_process.InProcessGrid):
         number = message.content.config_records.get("config", {}).get("round")
         asked = message.metadata.dst_node_id, message.metadata.message_type, number
         if asked == (1, "train", self.losing):
-            del self._contexts[1].state[OWN]
+            del self._contexts[1].state[PERSONAL_RECORD]
         reply = super()._deliver(message)
         self.sent.append({name for one in reply.content.array_records.values() for name in one})
         return reply
@@ -123,7 +124,7 @@ def test_parts_that_are_not_there_are_begun_anew_and_it_is_told(tmp_path, caplog
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_run_resumed_on_devices_tells_of_their_lost_parts(method, tmp_path, monkeypatch, capsys):
     """Under Flower a node keeps its part itself, for one run: one that is resumed is another."""
-    monkeypatch.setattr(in_process.InProcessGrid, "in_process", False)
+    monkeypatch.setattr(InProcessGrid, "in_process", False)
     part = run(tmp_path, method=method, num_rounds=2)
     assert not list((part.run_dir / "checkpoints").glob("clients-*"))
     trained = {c["partition-id"] for one in records_of(part) for c in one["clients"]}
@@ -171,15 +172,15 @@ def test_parts_that_are_not_sound_count_as_lost():
         {},
     ):
         state = RecordDict()
-        keep_own(state, own)
-        assert find_own(state, model) is None
-    state = RecordDict({OWN: ConfigRecord({"x": 1})})
-    assert find_own(state, model) is None
-    keep_own(state, good)
-    found = find_own(state, model)
+        store_personal(state, own)
+        assert find_personal(state, model) is None
+    state = RecordDict({PERSONAL_RECORD: ConfigRecord({"x": 1})})
+    assert find_personal(state, model) is None
+    store_personal(state, good)
+    found = find_personal(state, model)
     assert found is not None
     assert all(torch.equal(found[key], good[key]) for key in good)
-    assert from_record(state.array_records[OWN]).keys() == good.keys()
+    assert from_record(state.array_records[PERSONAL_RECORD]).keys() == good.keys()
 
 
 def test_local_clients_are_each_alone(tmp_path):

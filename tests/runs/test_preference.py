@@ -10,7 +10,7 @@ import torch
 
 from ravan_flwr import evaluate, predict, result_of, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import PresetPath, own_preset
+from ravan_flwr.config.presets import PresetPath, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training.cost import step_memory, step_operations
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -91,7 +91,7 @@ def test_made_preferences_are_learned(preferred, tmp_path, capsys):
 
 def test_the_metrics_before_training_are_those_of_no_difference(preferred):
     _, settings, _ = preferred
-    loaded = ModelAndData(read_config(own_preset(settings)))
+    loaded = ModelAndData(read_config(with_preset_path(settings)))
     with loaded.model.holding(loaded.model.initial_state()):
         found = loaded.evaluate()
     assert found["loss"] == pytest.approx(np.log(2), abs=1e-6)
@@ -139,7 +139,9 @@ def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path)
     with result_of(run.run_dir) as loaded, torch.inference_mode():
         expected = loaded.model.network(tokens).logits
     begun = ModelAndData(
-        read_config(own_preset(settings | {"model": str(tmp_path / "merged"), "method": "fedit"}))
+        read_config(
+            with_preset_path(settings | {"model": str(tmp_path / "merged"), "method": "fedit"})
+        )
     )
     with begun.model.holding(begun.model.initial_state()), torch.inference_mode():
         found = begun.model.network.eval()(tokens).logits
@@ -151,7 +153,9 @@ def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path)
 def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, preferred):
     """Of pairs as long as they may be: what is kept is the policy's alone, by its two texts."""
     _, settings, folder = preferred
-    config = read_config(own_preset(settings | {"micro-batch-size": at_a_time, "batch-size": 4}))
+    config = read_config(
+        with_preset_path(settings | {"micro-batch-size": at_a_time, "batch-size": 4})
+    )
     loaded = ModelAndData(config)
     task, model = loaded.task, loaded.model
     ids = torch.full((2 * at_a_time, 64), 5)
@@ -177,7 +181,7 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, p
     plain = of_texts | {"preset": PresetPath(path), "batch-size": 8, "method": "fedit"}
     pairs = settings | {"micro-batch-size": at_a_time, "batch-size": 4, "method": "fedit"}
     (forward, step), (more, of_pairs) = (
-        step_operations(read_config(own_preset(given)), 1.0) for given in (plain, pairs)
+        step_operations(read_config(with_preset_path(given)), 1.0) for given in (plain, pairs)
     )
     # The reference has no adapters. Of theirs A x is counted, but no product in place, as with B.
     of_adapters = 2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in model.layers)
@@ -196,7 +200,7 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, p
         ({"beta": 0}, "beta = 0: expected a number above 0"),
         (
             {"privacy": "example", "epsilon": 8.0, "num-rounds": 1},
-            "got task 'preference', whose examples are 2 texts each, but gradients are known by",
+            "got task 'preference', whose examples are 2 texts each, but gradients are computed by",
         ),
     ],
 )
@@ -210,4 +214,4 @@ def test_the_key_is_of_this_task_alone(preferred):
     with pytest.raises(ValueError, match=r"beta = 0.3: the task of .*, expected preference"):
         read_config({"beta": 0.3})
     settings = {k: v for k, v in preferred[1].items() if k != "beta"}
-    assert read_config(own_preset(settings)).beta == 0.1
+    assert read_config(with_preset_path(settings)).beta == 0.1

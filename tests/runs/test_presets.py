@@ -55,7 +55,7 @@ def small(tmp_path_factory):
     def settings(preset, glue_task=""):
         if (preset, glue_task) not in made:
             folder = tmp_path_factory.mktemp(f"{preset}-{glue_task}")
-            kind, division = ARCHITECTURES[preset], read_config({"preset": preset}).division
+            kind, scheme = ARCHITECTURES[preset], read_config({"preset": preset}).partition_scheme
             made[preset, glue_task] = {
                 "preset": preset,
                 "model": str(_model(preset, kind, folder / "model")),
@@ -64,7 +64,7 @@ def small(tmp_path_factory):
                 **({"max-length": 24} if kind != "vit" else {}),
                 **(FEW_BITS_LESS if preset in OF_DECODERS else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-                "partition": division if division == "iid" else f"{division}:1",
+                "partition": scheme if scheme == "iid" else f"{scheme}:1",
                 "report": False, "tracking": "none",
             }  # fmt: skip
         return made[preset, glue_task]

@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.privacy.account import epsilon_of
-from ravan_flwr.reports.dashboard import LivePage
+from ravan_flwr.reports.dashboard import DashboardPage
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 
@@ -34,7 +34,7 @@ def test_a_private_run_tells_what_it_spends_and_goes_on_counting(tmp_path, capsy
     page = (run.run_dir / "report" / "index.html").read_text()
     assert f"epsilon {run.summary['epsilon']:.3f}" in page
     assert "Training loss by round" not in page
-    assert f"{run.summary['epsilon']:.3f}" in LivePage(run.run_dir).get().decode()
+    assert f"{run.summary['epsilon']:.3f}" in DashboardPage(run.run_dir).get().decode()
     # Nothing is left of epsilon, so that it goes back, and what was released stays released.
     again = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 9}, 4)
     assert "epsilon: no room for round 3" in capsys.readouterr().out
@@ -50,6 +50,6 @@ def test_a_plan_tells_what_a_run_will_spend():
     assert re.search(r"epsilon (7\.99\d|8\.000) after 3 rounds, delta 1e-05", told)
     assert "noise of norm" in told
     few = plan_of(QUICK | {"epsilon": 4.0, "noise-multiplier": 1.5, "num-rounds": 50}, 4)
-    fit = int(re.search(r"epsilon = 4 ends it after (\d+) rounds", few)[1])  # type: ignore[index]
+    fit = int(re.search(r"epsilon = 4 ends the run after (\d+) rounds", few)[1])  # type: ignore[index]
     assert epsilon_of(1.5, 0.5, 1e-5, fit) <= 4.0 < epsilon_of(1.5, 0.5, 1e-5, fit + 1)
     assert "privacy" not in plan_of(QUICK | {"privacy": "none", "epsilon": "auto"}, 4)

@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.privacy.account import epsilon_of
-from ravan_flwr.reports.dashboard import LivePage
+from ravan_flwr.reports.dashboard import DashboardPage
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 
@@ -44,7 +44,7 @@ def test_a_run_with_private_examples_learns_and_goes_on_counting(tmp_path, capsy
     for place in (run.run_dir / "adapter" / "README.md", run.run_dir / "report" / "index.html"):
         assert f"epsilon {run.summary['epsilon']:.3f}" in place.read_text()
         assert "for each example of a client" in place.read_text()
-    assert f"{run.summary['epsilon']:.3f}" in LivePage(run.run_dir).get().decode()
+    assert f"{run.summary['epsilon']:.3f}" in DashboardPage(run.run_dir).get().decode()
     # It goes back, and what was asked stays asked, until nobody has any room.
     again = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 99}, CLIENTS)
     told = capsys.readouterr().out
@@ -68,13 +68,13 @@ def test_a_plan_tells_what_examples_will_spend():
     assert re.search(
         r"of each example, at the client with the fewest \(359\): epsilon 8\.000", told
     )
-    assert re.search(r"all 20 rounds, \d\.\d+ in 10, as many as are usual; delta 1e-05", told)
+    assert re.search(r"all 20 rounds, \d\.\d+ in 10, the mean per client; delta 1e-05", told)
     assert re.search(r"each example in a step with probability 0\.1783", told)
     assert "noise of norm" in told
     nothing = plan_of(PRIVATE | {"method": "none", "classifier": "frozen"}, CLIENTS)
     assert "gradient has noise of norm 0 on" in nothing
     few = plan_of(PRIVATE | {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}, CLIENTS)
-    fit = int(re.search(r"epsilon = 4 leaves such a client nothing after (\d+)", few)[1])  # type: ignore[index]
+    fit = int(re.search(r"epsilon = 4 is spent by such a client after (\d+)", few)[1])  # type: ignore[index]
     rate = 64 / 359
     assert epsilon_of(1.0, rate, 1e-5, 10 * fit) <= 4.0 < epsilon_of(1.0, rate, 1e-5, 10 * fit + 10)
 
@@ -103,8 +103,8 @@ def test_a_classifier_that_is_not_linear_is_refused_before_there_is_a_directory(
 
     rules = {kind: rule for kind, rule in by_example.RULES.items() if kind.__name__ != "Linear"}
     monkeypatch.setattr(by_example, "RULES", rules)
-    with pytest.raises(ValueError, match="what is trained has a Linear, classifier, of which no"):
+    with pytest.raises(ValueError, match="a trained layer is a Linear, classifier, without a"):
         simulate(PRIVATE | {"output-dir": str(tmp_path)}, CLIENTS)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="what is trained has a Linear, classifier, of which no"):
+    with pytest.raises(ValueError, match="a trained layer is a Linear, classifier, without a"):
         plan_of(PRIVATE, CLIENTS)

@@ -20,7 +20,8 @@ from ravan_flwr import simulate
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import masked as masked_round
-from ravan_flwr.launch import in_process, parallel_clients, worker_process
+from ravan_flwr.launch import parallel_clients, worker_process
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
@@ -530,7 +531,7 @@ def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monk
 def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeypatch):
     """Its key is not the one that the others have: they say so, and it is left out."""
 
-    def give_keys(grid, keys, given=in_process.InProcessGrid.give_keys):
+    def give_keys(grid, keys, given=InProcessGrid.give_keys):
         given(grid, keys)
         make_keys(tmp_path / "own", 2)
         for path in keys.glob("*.pub"):
@@ -538,7 +539,7 @@ def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeyp
                 (tmp_path / "own" / path.name).write_bytes(path.read_bytes())
         grid._contexts[3].node_config["secure-keys"] = str(tmp_path / "own")
 
-    monkeypatch.setattr(in_process.InProcessGrid, "give_keys", give_keys)
+    monkeypatch.setattr(InProcessGrid, "give_keys", give_keys)
     run = simulate(QUICK | {"output-dir": str(tmp_path / "run"), "num-rounds": 3}, 6)
     records = records_of(run)
     assert "clients have shared their secrets" in records[0]["refused"]
@@ -605,7 +606,7 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
         reply = honest()
         if (partition, number, kind) == (2, 1, "unmask"):
             told = next(iter(reply.content["arrays"].values())).data
-            reply.content["arrays"] = to_pieces({"shares": shamir.NONE * (len(told) // 33)})
+            reply.content["arrays"] = to_pieces({"shares": shamir.NO_SHARE * (len(told) // 33)})
         return reply
 
     misbehave(monkeypatch, behave)

@@ -136,17 +136,17 @@ def test_auto_starts_workers_where_they_pay_and_gives_the_same_bits(tmp_path, mo
     one = run(tmp_path, 1)
     tiny = run(tmp_path, "auto")
     assert tiny.summary["processes"] == 1
-    monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
+    monkeypatch.setattr(parallel_clients, "MIN_WORK", 0)
     long = run(tmp_path, "auto")
     assert long.summary["processes"] == 2
-    assert "2 clients at work at a time, each in a process with 1 thread" in capsys.readouterr().out
+    assert "2 clients at a time, each in a process with 1 thread" in capsys.readouterr().out
     assert_same(one, tiny)
     assert_same(one, long)
 
 
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
-    monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
+    monkeypatch.setattr(parallel_clients, "MIN_WORK", 0)
     assert run(tmp_path, "auto").summary["processes"] == 1
 
 
@@ -196,7 +196,7 @@ def test_with_no_worker_left_clients_go_on_one_after_the_other(tmp_path, monkeyp
     assert all("ended before it answered" in reason for _, reason in first)
     assert second == []
     told = capsys.readouterr().out
-    assert "clients work one after the other" in told
+    assert "clients compute one after the other" in told
     assert "the process that forks workers has ended" in told
 
 
@@ -264,7 +264,7 @@ def test_workers_that_cannot_be_forked_are_started_anew(started_anew, preset, tm
 
 
 def test_processes_are_told_to_have_no_effect_in_flower(tmp_path, monkeypatch, capsys):
-    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     monkeypatch.setattr(InProcessGrid, "in_process", False)
     assert "processes" not in run(tmp_path, 3, **{"num-rounds": 1, "clients-per-round": 1}).summary

@@ -17,7 +17,7 @@ from flwr.supercore.run import Run
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS, affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
@@ -277,7 +277,7 @@ def test_rounds_that_are_not_evaluated_have_no_metrics_but_the_last(tmp_path):
 
 
 def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -301,7 +301,7 @@ def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
     ],
 )
 def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
-    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -750,7 +750,7 @@ def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
 
 
 def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Forgetful(InProcessGrid):
         def _deliver(self, message):
@@ -782,7 +782,7 @@ def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
 
 
 def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.launch.in_process_grid import InProcessGrid
     from ravan_flwr.training.cost import step_memory
 
     class Edge(InProcessGrid):

@@ -9,7 +9,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravan_flwr import result_of, simulate
-from ravan_flwr.adapters.stored import StoredEmbedding, StoredLinear, keep_in
+from ravan_flwr.adapters.stored import StoredEmbedding, StoredLinear, store_in
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.export import merged_network
@@ -163,7 +163,7 @@ def test_a_weight_that_two_modules_share_stays_one():
     )  # fmt: skip
     network = transformers.LlamaForCausalLM(config)
     network.tie_weights()
-    keep_in(network, torch.bfloat16, [])
+    store_in(network, torch.bfloat16, [])
     head, embedding = network.lm_head, network.get_input_embeddings()
     assert isinstance(head, StoredLinear)
     assert head.weight is embedding.weight

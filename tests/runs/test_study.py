@@ -13,7 +13,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import candidates, planned, runs_of
+from ravan_flwr.studies.choosing import candidates, runs_of, table_runs
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
@@ -57,12 +57,12 @@ def test_every_study_can_be_read(path):
     assert study.rows
     assert study.tables
     nothing = Results(Path("nowhere"))
-    assert candidates(study, nothing) or planned(study, nothing)
+    assert candidates(study, nothing) or table_runs(study, nothing)
 
 
 def test_rows_that_mean_the_same_share_their_runs(tmp_path):
     study = read_study(write(tmp_path))
-    runs = planned(study, Results(tmp_path))
+    runs = table_runs(study, Results(tmp_path))
     assert len(runs) == 4
     assert len({run.name for run in runs}) == 4
     assert study.tables[0].rows["base"] == study.tables[1].rows["same as base"]
@@ -80,7 +80,7 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ),
         (
             {"settings": {"method": "hetlora", "weighting": "median"}},
-            "row 'base': weighting = 'median': got method 'hetlora', which makes its next state",
+            "row 'base': weighting = 'median': got method 'hetlora', which does not compute",
         ),
         (
             {"settings": {"method": "full", "backbone-dtype": "4bit", "learning-rate": 1e-3}},
@@ -147,7 +147,7 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
 
 def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
     study = read_study(write(tmp_path))
-    run, folder = planned(study, Results(tmp_path))[0], tmp_path / "out"
+    run, folder = table_runs(study, Results(tmp_path))[0], tmp_path / "out"
     directory = run.folder(folder) / "x"
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text("{}")
@@ -304,7 +304,7 @@ def with_paper(tmp_path, numbers, **changes):
 def test_the_papers_numbers_stand_beside_ours(tmp_path):
     path = with_paper(tmp_path, {"ravan": 84.42})
     study = read_study(path)
-    for run in planned(study, Results(tmp_path)):
+    for run in table_runs(study, Results(tmp_path)):
         accuracy = 0.25 if ("method", "fedit") in run.settings else 0.5
         folder = run.folder(tmp_path) / "run"
         folder.mkdir(parents=True)
@@ -360,7 +360,7 @@ def test_the_papers_studies_are_complete(name, tmp_path):
     tables, runs, number = PAPER[name]
     study = study_of_conf(conf_folder() / "studies" / f"{name}.yaml")
     assert len(study.tables) == tables
-    assert len(planned(study, Results(tmp_path))) == runs
+    assert len(table_runs(study, Results(tmp_path))) == runs
     assert all(table.paper.keys() == table.rows.keys() for table in study.tables) == bool(number)
     if number:
         title, row, value = number

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import conf_folder, own_preset
+from ravan_flwr.config.presets import conf_folder, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import Measured, RateChoice, Score
+from ravan_flwr.studies.choosing import RateChoice, RungResult, Score
 from ravan_flwr.studies.tuning import adopt, check_validation_size, plan_tuning
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
@@ -49,7 +49,7 @@ def chosen(given, rate=1e-2):
     }
     tried = [1e-3, rate, 0.03]
     return tuning, RateChoice(
-        tuning.grid, tried, [Measured(tuning.grid.rungs[-1], tried, scores)], False
+        tuning.grid, tried, [RungResult(tuning.grid.rungs[-1], tried, scores)], False
     )
 
 
@@ -71,7 +71,7 @@ def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, 
     assert "3 rates, 1 round, seed 100" in told
     assert "2 rates, 2 rounds, seed 100 101" in told
     assert "learning rate 0.0003: accuracy" in told
-    assert "it is the last of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in told
+    assert "it is at the edge of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in told
     rates = measured(out)
     assert all(0 <= float(row["value"]) <= 1 for row in rates)
     assert {(row["row"], row["seed"]) for row in rates} == {
@@ -99,8 +99,8 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monk
     main(words)
     told = capsys.readouterr().out
     assert "learning rate 0.01: accuracy" in told
-    assert "within noise of it" not in told
-    assert "the last of the rates tried" not in told
+    assert "not significantly worse" not in told
+    assert "the edge of the rates tried" not in told
     # Each value is that of a run on examples that clients held back.
     runs = [path.parent for path in tmp_path.glob("runs/*/*/summary.json")]
     finals = [json.loads((run / "summary.json").read_text())["metrics"]["final"] for run in runs]
@@ -115,7 +115,7 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monk
     text = path.read_text()
     assert text.startswith(PRESET + "learning-rate:\n  # tune of ravan: accuracy ")
     assert text.endswith("\n  ravan: 1.0e-2\n")
-    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     # The runs are those of this preset still, though it leaves the labels to the data.
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     main(words)
@@ -163,7 +163,8 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
         main(["tune", *SHORT, "--output", str(tmp_path)])
     assert end.value.code == 130
     assert (
-        f"what is done is kept in {tmp_path}; the same command continues" in capsys.readouterr().out
+        f"finished runs are kept in {tmp_path}; the same command continues"
+        in capsys.readouterr().out
     )
 
 
@@ -172,7 +173,7 @@ def test_the_edit_keeps_what_a_person_wrote(tmp_path):
     path.chmod(0o640)
     told = adopt(*chosen({"preset": str(path), "batch-size": 8}))
     assert told == f"written: learning-rate of ravan is 1.0e-2 in {path}"
-    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  # tune of ravan: ")
     assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
     assert after.startswith(

@@ -82,8 +82,8 @@ def test_a_perplexity_is_reached_from_above():
 @pytest.mark.parametrize(
     ("metric", "value", "told"),
     [
-        ("accuracy", 85, "the metric is accuracy, expected a share, 1 at most; .* write 0.85?"),
-        ("f1", 1.01, "the metric is f1, expected a share"),
+        ("accuracy", 85, "the metric is accuracy, expected a fraction, 1 at most; .* write 0.85?"),
+        ("f1", 1.01, "the metric is f1, expected a fraction"),
         ("perplexity", 0.5, "the metric is perplexity, expected 1 or more"),
     ],
 )

@@ -165,9 +165,9 @@ def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
             written.append(cells)
             yield cells
 
-    answered = prediction._answered
+    answered = prediction._predicted
     monkeypatch.setattr(prediction, "rows_of", counted)
-    monkeypatch.setattr(prediction, "_answered", noted)
+    monkeypatch.setattr(prediction, "_predicted", noted)
     monkeypatch.setattr("ravan_flwr.tasks.base.EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
     told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")

@@ -98,7 +98,7 @@ def test_two_programs_agree_on_random_results(tmp_path, monkeypatch, seed):
     place = Page.of(page, file, read_study(file))
     results = Results(tmp_path, place.record)
     fill(place.study, results, lambda _: round(float(random.uniform(0.4, 0.6)), 6))
-    page.write_text(place.written(page.read_text(), results))
+    page.write_text(place.with_tables(page.read_text(), results))
     monkeypatch.setattr(check_results, "ROOT", tmp_path)
     assert [*check_results.wrong(page)] == []
     assert "×" in page.read_text()

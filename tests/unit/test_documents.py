@@ -82,10 +82,16 @@ def test_words_to_replace_and_long_pages_are_found(tmp_path):
     made = "<!-- study -->\n| classifier only | 1 |\n<!-- end of study -->\n"
     (tmp_path / "docs" / "tables.md").write_text(made + "word " * 1500)
     (tmp_path / "README.md").write_text("word " * 701)
+    (tmp_path / "ravan_flwr").mkdir()
+    code = 'told = "nobody"\ndef f():\n    """Rooms.\n\n    Tell whom.\n    """  # it goes on'
+    (tmp_path / "ravan_flwr" / "module.py").write_text(code)
     found = check_words.wrong(tmp_path)
     assert [line.split(", write")[0] for line in found] == [
         "docs/page.md:1: 'is ahead'",
         "docs/page.md:6: 'roster'",
         "docs/tables.md:2: 'classifier only'",
+        "ravan_flwr/module.py:5: 'whom'",
+        "ravan_flwr/module.py:5: 'Tell'",
+        "ravan_flwr/module.py:6: 'goes on'",
         "README.md: 701 words, at most 700",
     ]

@@ -39,19 +39,19 @@ def test_a_task_identity_that_nobody_has_set_raises():
 
 
 def test_kinds_of_tasks():
-    """server/reply_fetcher.py, launch/in_process.py: is this a simulation?"""
+    """server/reply_fetcher.py, launch/in_process_grid.py: is this a simulation?"""
     assert len({private.TaskType.SIMULATION, private.TaskType.SERVER_APP}) == 2
 
 
 def test_a_run_can_be_made_by_hand():
-    """launch/in_process.py gives its grid one."""
+    """launch/in_process_grid.py gives its grid one."""
     run = private.Run.create_empty(3)
     assert run.run_id == 3
     assert hasattr(run, "primary_task_type")
 
 
 def test_a_node_is_listed_by_its_number():
-    """launch/in_process.py lists the clients of its grid."""
+    """launch/in_process_grid.py lists the clients of its grid."""
     assert private.NodeInfo(node_id=7).node_id == 7
     assert private.NodeInfo(node_id=7).last_activated_at == ""
 

@@ -25,11 +25,11 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from ravan_flwr.config.yaml_file import read_yaml
-from ravan_flwr.data.examples import load_splits, other_examples, own_examples
+from ravan_flwr.data.examples import device_examples, load_splits, other_examples
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
-from ravan_flwr.preset_wizard.data_summary import look_at_data
+from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.reports.prediction import new_table
 from ravan_flwr.reports.run_view import FollowedRun
 from ravan_flwr.runs.checkpoint import load_checkpoint
@@ -82,7 +82,7 @@ def encode(examples):
 
 
 def on_a_device(root):
-    encode(own_examples(str(folders(root, EPS) / "train"), IMAGES))
+    encode(device_examples(str(folders(root, EPS) / "train"), IMAGES))
 
 
 def for_a_run(root):
@@ -119,7 +119,7 @@ def as_bytes_of_a_hub(root):
 
 
 def as_a_label(root):
-    examples = own_examples(str(as_bytes(root, "label")), IMAGES)
+    examples = device_examples(str(as_bytes(root, "label")), IMAGES)
     encode(examples)
 
 
@@ -170,7 +170,7 @@ def test_an_image_of_too_many_pixels_is_not_unpacked(size, tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
     with pytest.raises(ValueError, match=r"images: 2 of 2 cannot be read: .*/a/0.png \(its image"):
-        encode(own_examples(str(folders(tmp_path / "data", content) / "train"), IMAGES))
+        encode(device_examples(str(folders(tmp_path / "data", content) / "train"), IMAGES))
 
 
 def test_images_that_are_none_of_these_are_read_as_before(tmp_path):
@@ -265,7 +265,7 @@ BOMBS = [
 def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)  # it is not asked to
     monkeypatch.setattr(datasets, "load_dataset_builder", None)
-    monkeypatch.setattr("ravan_flwr.files._FEW", 2**24)  # each reader unpacks as much
+    monkeypatch.setattr("ravan_flwr.files._UNPACKED", 2**24)  # each reader unpacks as much
     folder = tmp_path / "data"
     folder.mkdir()
     path = folder / f"train.{kind}"
@@ -278,12 +278,12 @@ def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypat
     if make is zipped:
         told = "train.csv is packed by zip, expected a plain or gzipped file; unpack it"
     for read in (
-        lambda: own_examples(str(folder), TEXTS),
-        lambda: own_examples(str(path), TEXTS),
+        lambda: device_examples(str(folder), TEXTS),
+        lambda: device_examples(str(path), TEXTS),
         lambda: load_splits(spec),
         lambda: other_examples(spec),
         lambda: other_examples(of_file),
-        lambda: look_at_data(str(folder), "", NamedColumns("", "", "", "")),
+        lambda: summarise_data(str(folder), "", NamedColumns("", "", "", "")),
     ):
         with pytest.raises(ValueError, match=told):
             read()
@@ -307,7 +307,7 @@ def test_what_unpacks_to_a_few_times_its_size_is_read(tmp_path):
     (tmp_path / "a" / "train.csv").write_bytes(gzip.compress(f"text,label\n{lines}".encode()))
     pyarrow.parquet.write_table(pa.table(rows), tmp_path / "b" / "train.parquet")
     for folder in ("a", "b"):
-        assert own_examples(str(tmp_path / folder), TEXTS)["text"][:] == rows["text"]
+        assert device_examples(str(tmp_path / folder), TEXTS)["text"][:] == rows["text"]
     check_unpacked(tmp_path, 1, 2**28)
     check_unpacked(tmp_path, LARGE // 50, LARGE)
     with pytest.raises(ValueError, match="expected 68,719,476,736 at most"):
@@ -344,7 +344,7 @@ def test_data_are_regular_files(name, endless, tmp_path):
     endless(path := tmp_path / name)
     spec = DataSpec(**vars(TEXTS) | {"name": str(path)})
     for read in (
-        lambda: own_examples(str(path), TEXTS),
+        lambda: device_examples(str(path), TEXTS),
         lambda: other_examples(spec),
         lambda: rows_of(path, {"text": "text"}),
         lambda: read_file(path),

@@ -7,7 +7,7 @@ import torch
 
 from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.model_folder import made_folder, model_folder
+from ravan_flwr.data.model_folder import model_folder, pretrained_folder
 from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import build_network, build_skeleton
 from scripts import abstract_images, pretrain_fashion_vit, pretraining
@@ -115,10 +115,10 @@ def home(monkeypatch, tmp_path):
 @pytest.mark.parametrize("there", [False, True])
 def test_a_run_without_the_folder_says_the_command(there):
     config = read_config({"preset": "fashion-vit"})
-    assert config.model.name == str(made_folder("fashion-vit"))
+    assert config.model.name == str(pretrained_folder("fashion-vit"))
     told = "found no such folder.*python -m scripts.pretrain_fashion_vit`.*copy the folder"
     if there:  # a training has begun
-        made_folder("fashion-vit").mkdir(parents=True)
+        pretrained_folder("fashion-vit").mkdir(parents=True)
         told = "has no config.json.*python -m scripts.pretrain_fashion_vit`"
     with pytest.raises(ValueError, match=told):
         model_folder(config.model)

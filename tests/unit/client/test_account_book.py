@@ -2,26 +2,26 @@
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.account import EXAMPLES, opened_book
+from ravan_flwr.client.account import ACCOUNT, open_account
 
 
 def entries(state, run="1", partition=0):
-    with opened_book(state, run, partition) as book:
+    with open_account(state, run, partition) as book:
         found = [dict(entry) for entry in book.entries]
     assert all(entry.pop("run") == run for entry in found)
     return found
 
 
-def enter(state, entry):
-    with opened_book(state, "1", 0) as book:
-        book.enter(**entry)
+def write_entry(state, entry):
+    with open_account(state, "1", 0) as book:
+        book.write_entry(**entry)
 
 
 def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
     state = RecordDict()
     assert entries(state) == []
     for number in (1, 2):
-        enter(state, {"number": number, "of": [0.5]})
+        write_entry(state, {"number": number, "of": [0.5]})
     assert entries(state) == 2 * [{"number": 2, "of": [0.5]}]
     assert entries(RecordDict()) == [{"number": 2, "of": [0.5]}]
     assert entries(RecordDict(), run="2") == entries(RecordDict(), partition=1) == []
@@ -29,21 +29,21 @@ def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
 
 
 def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
-    enter(RecordDict(), {"number": 1})
+    write_entry(RecordDict(), {"number": 1})
     (path,) = on_a_device.iterdir()
     with path.open("ab") as file:
         file.write(b'{"number": 9')
     assert entries(RecordDict()) == [{"number": 1}]
-    enter(RecordDict(), {"number": 2})
+    write_entry(RecordDict(), {"number": 2})
     assert entries(RecordDict()) == [{"number": 2}]
     path.write_bytes(b"[3]\n\xff\n")
-    assert entries(RecordDict({EXAMPLES: ConfigRecord({"run": "1", "number": 4})})) == [
+    assert entries(RecordDict({ACCOUNT: ConfigRecord({"run": "1", "number": 4})})) == [
         {"number": 4}
     ]
 
 
 def test_where_messages_take_turns_it_is_in_the_state_alone():
     state = RecordDict()
-    enter(state, {"number": 1})
+    write_entry(state, {"number": 1})
     assert entries(state) == [{"number": 1}]
     assert entries(RecordDict()) == []

@@ -7,8 +7,14 @@ import pytest
 from flwr.app import Array, ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client import answers
-from ravan_flwr.client.account import EXAMPLES, ExampleAccount, SpentError, opened_book, take_part
-from ravan_flwr.client.client_request import run_mark
+from ravan_flwr.client.account import (
+    ACCOUNT,
+    ExampleAccount,
+    OutOfBudgetError,
+    count_round,
+    open_account,
+)
+from ravan_flwr.client.client_request import run_hash
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import Releases, epsilon_of
@@ -25,11 +31,11 @@ EACH = Releases(2.0, 0.4, 5)
 def take(state, earlier=0, rate=0.4, mark="m", **settings):
     given = PRIVATE | {k.replace("_", "-"): v for k, v in settings.items()}
     message = {"noise-multiplier": 2.0, "earlier-rounds": earlier}
-    return take_part(state, mark, read_config(given), rate, message, 0)
+    return count_round(state, mark, read_config(given), rate, message, 0)
 
 
 def found(state, mark="m"):
-    with opened_book(state, mark, 0) as book:
+    with open_account(state, mark, 0) as book:
         return ExampleAccount.of(book)
 
 
@@ -63,7 +69,9 @@ def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
     limit, state = (two + three) / 2, RecordDict()
     take(state, epsilon=limit)
     take(state, epsilon=limit, earlier=1)
-    with pytest.raises(SpentError, match=f"have spent {two:.4g}, and one more .* to {three:.4g}"):
+    with pytest.raises(
+        OutOfBudgetError, match=f"have spent {two:.4g}, and one more .* to {three:.4g}"
+    ):
         take(state, epsilon=limit, earlier=2)
     assert found(state).rounds == 2
 
@@ -71,13 +79,13 @@ def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
 @pytest.mark.parametrize(
     "lost",
     [
-        lambda state: state.pop(EXAMPLES),
-        lambda state: state.update({EXAMPLES: ConfigRecord({"run": "another", "rounds": 9})}),
-        lambda state: state[EXAMPLES].update({"rounds": -1}),
-        lambda state: state[EXAMPLES].update({"rates": [0.4, 0.4]}),
-        lambda state: state[EXAMPLES].update({"rates": ["a"]}),
-        lambda state: state[EXAMPLES].pop("numbers"),
-        lambda state: state.update({EXAMPLES: to_record({})}),
+        lambda state: state.pop(ACCOUNT),
+        lambda state: state.update({ACCOUNT: ConfigRecord({"run": "another", "rounds": 9})}),
+        lambda state: state[ACCOUNT].update({"rounds": -1}),
+        lambda state: state[ACCOUNT].update({"rates": [0.4, 0.4]}),
+        lambda state: state[ACCOUNT].update({"rates": ["a"]}),
+        lambda state: state[ACCOUNT].pop("numbers"),
+        lambda state: state.update({ACCOUNT: to_record({})}),
     ],
 )
 def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(lost):
@@ -115,12 +123,12 @@ def test_messages_of_no_such_server_are_refused(message, told):
     config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
     state = RecordDict()
     with pytest.raises(ValueError, match=told):
-        take_part(state, "m", config, 0.4, message, 0)
-    assert EXAMPLES not in state
+        count_round(state, "m", config, 0.4, message, 0)
+    assert ACCOUNT not in state
 
 
 def test_a_noise_that_is_set_is_not_the_servers_to_choose():
-    noise, _ = take_part(
+    noise, _ = count_round(
         RecordDict(), "m", read_config(PRIVATE), 0.4,
         {"noise-multiplier": 0.2, "earlier-rounds": 0}, 0,
     )  # fmt: skip
@@ -139,12 +147,12 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
         nonlocal state
         little, after = number % 2 == 0, copy.deepcopy(state)
         message = {"noise-multiplier": 1.5 if little else 1000.0, "earlier-rounds": number}
-        take_part(after, "m", config, 0.4, message, 0)
+        count_round(after, "m", config, 0.4, message, 0)
         state = state if little else after
 
     for number in range(6):
         ask(number)
-    with pytest.raises(SpentError, match="and one more would take that to"):
+    with pytest.raises(OutOfBudgetError, match="and one more would take that to"):
         list(map(ask, range(6, 20)))
 
 
@@ -174,7 +182,7 @@ def asked():
 
 
 def rounds_in(context):
-    mark = run_mark(read_config(context.run_config), context.run_id)
+    mark = run_hash(read_config(context.run_config), context.run_id)
     return found(context.state, mark).rounds
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravan_flwr.config.node_config import Node, check_node_requirements, limit_of, read_node
+from ravan_flwr.config.node_config import Node, check_node_requirements, epsilon_limit, read_node
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 
@@ -51,6 +51,7 @@ def test_a_run_that_does_is_not(wanted, settings):
 
 def test_the_lower_of_two_limits_counts():
     node = Node(0, 2, max_epsilon=3.0)
-    assert (limit_of(node, 8.0), limit_of(node, 2.0), limit_of(node, None)) == (3.0, 2.0, 3.0)
-    assert limit_of(Node(0, 2), None) is None
-    assert limit_of(Node(0, 2), 8.0) == 8.0
+    limits = [epsilon_limit(node, epsilon) for epsilon in (8.0, 2.0, None)]
+    assert limits == [3.0, 2.0, 3.0]
+    assert epsilon_limit(Node(0, 2), None) is None
+    assert epsilon_limit(Node(0, 2), 8.0) == 8.0

@@ -5,7 +5,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import replay_guard
-from ravan_flwr.client.account import EXAMPLES, check_kept
+from ravan_flwr.client.account import ACCOUNT, check_account_is_kept
 from ravan_flwr.config.node_config import read_node
 
 
@@ -15,7 +15,7 @@ def ask(on_a_device):
     del on_a_device
 
     def asked(kind, partition=0, run=5, rounds=0, **settings):
-        state = RecordDict({EXAMPLES: ConfigRecord({"rounds": rounds})})
+        state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
         context = Context(
             run_id=run, node_id=1, node_config={}, state=state, run_config={"privacy": "example"}
         )
@@ -94,10 +94,12 @@ def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
             home.mkdir()
             home.chmod(0o755)
     with pytest.raises(ValueError, match="cannot keep what it spends"):
-        check_kept(read_node({"partition-id": 0, "num-partitions": 1, "max-epsilon": 2.0}))
-    check_kept(read_node({"partition-id": 0, "num-partitions": 1}))
+        check_account_is_kept(
+            read_node({"partition-id": 0, "num-partitions": 1, "max-epsilon": 2.0})
+        )
+    check_account_is_kept(read_node({"partition-id": 0, "num-partitions": 1}))
     ask("agree", round=1)
-    assert "forgotten with its temporary files" in caplog.text
+    assert "lost with its temporary files" in caplog.text
     assert len(list((tmp_path / "session" / "ravan-flwr" / "once").iterdir())) == 1
     with pytest.raises(ValueError, match="what this node does once"):
         ask("agree", round=1)

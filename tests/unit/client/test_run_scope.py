@@ -5,7 +5,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.client.client_request import keep_own, own_tensors
+from ravan_flwr.client.client_request import read_personal, store_personal
 from ravan_flwr.client.replay_guard import enforce_run_scope
 from ravan_flwr.client_app import app
 
@@ -32,14 +32,14 @@ def test_what_a_run_has_left_is_gone_in_the_next_of_its_series(message_of):
     first = context_of(1, RecordDict())
     enforce_run_scope(message_of(1), first)
     first.state["privacy-account"] = ConfigRecord({"rounds": 5})
-    keep_own(first.state, {"B": torch.ones(2)})
+    store_personal(first.state, {"B": torch.ones(2)})
     enforce_run_scope(message_of(1), first)
     assert first.state["privacy-account"]["rounds"] == 5
-    assert own_tensors(first.state) is not None
+    assert read_personal(first.state) is not None
     second = context_of(2, first.state)
     enforce_run_scope(message_of(2), second)
     assert "privacy-account" not in second.state
-    assert own_tensors(second.state) is None
+    assert read_personal(second.state) is None
 
 
 def test_a_message_of_the_run_before_is_refused_by_every_answer(message_of):

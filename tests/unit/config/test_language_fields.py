@@ -40,7 +40,7 @@ def test_prompts_over_columns(tmp_path):
         ({"columns": {"text": "body"}}, "expected messages, a column of conversations, or a pro"),
         ({"columns": {"completion": "c"}}, "expected a column for a prompt"),
         (ALPACA, "KeyError: 'prompt'; expected braces around {input}, {instruction} alone"),
-        (ALPACA | {"prompt": "{instruction}"}, "input stands in no prompt"),
+        (ALPACA | {"prompt": "{instruction}"}, "input is in no prompt"),
         (ALPACA | {"prompt": ["{instruction}", 5]}, "expected a text, or several as a list"),
         (ALPACA | {"prompt": []}, "expected a text, or several as a list"),
         (ALPACA | {"prompt": "{completion}{input}"}, "KeyError: 'completion'"),

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from ravan_flwr.config.presets import PresetPath, own_preset, place_of, read_preset
+from ravan_flwr.config.presets import PresetPath, parse_location, read_preset, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
@@ -25,7 +25,7 @@ def file(tmp_path):
 
 
 def config_of(path, **settings):
-    return read_config(own_preset({"preset": path} | settings))
+    return read_config(with_preset_path({"preset": path} | settings))
 
 
 def test_task_model_and_data_are_enough(file):
@@ -34,7 +34,7 @@ def test_task_model_and_data_are_enough(file):
     assert (config.model.source, config.model.name) == ("hub", "org/bert")
     assert dict(config.data.columns) == {"text": "text", "label": "label"}
     assert config.data.labels == ()
-    assert not config.data.settled
+    assert not config.data.labels_known
     assert (config.num_clients, config.num_rounds, config.clients_per_round) == (10, 20, 3)
     assert (config.partition, config.heads, config.classifier) == (
         "dirichlet-by-client:0.3", 4, "trained",
@@ -57,7 +57,7 @@ def test_what_is_said_is_taken_and_the_rest_is_not_touched(file):
     assert config.lora_rank == 3
     text = "task: question-answering\nmodel: org/t5\ndata: org/questions\n"
     config = config_of(file(text))
-    assert (config.partition, config.data.settled) == ("iid", True)  # there are no classes
+    assert (config.partition, config.data.labels_known) == ("iid", True)  # there are no classes
     assert config.data.prompt == "question: {question} context: {context}"
     assert config_of(file("task: vision\nmodel: o/v\ndata: o/i\n")).max_length == 0
 
@@ -74,12 +74,12 @@ def test_a_path_is_taken_from_who_reads_it_and_from_nobody_else(file):
     path = file()
     with pytest.raises(ValueError, match=r"got the path of a file, but under .* `cp .*conf/`"):
         read_config({"preset": path})
-    named = own_preset({"preset": path, "seed": 1})["preset"]
+    named = with_preset_path({"preset": path, "seed": 1})["preset"]
     assert isinstance(named, PresetPath)
     assert isinstance(pickle.loads(pickle.dumps(named)), PresetPath)
-    assert own_preset({"preset": "digits-vit"}) == {"preset": "digits-vit"}
+    assert with_preset_path({"preset": "digits-vit"}) == {"preset": "digits-vit"}
     with pytest.raises(ValueError, match=r"nowhere.yaml': found no such file; correct the path"):
-        read_config(own_preset({"preset": "/tmp/nowhere.yaml"}))
+        read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
 
 
 def test_an_unknown_name_says_what_there_is():
@@ -101,7 +101,7 @@ def test_an_unknown_name_says_what_there_is():
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
         ("learning-rate: 0.1\n", "learning-rate is no mapping"),
         ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower is no mapping"),
-        ("task: vision\n", "line 4, column 1: 'task' stands there twice"),
+        ("task: vision\n", "line 4, column 1: the key 'task' is repeated"),
     ],
 )
 def test_mistakes_are_named(more, told, file):
@@ -153,7 +153,7 @@ def test_mistakes_in_the_data_are_named(data, told, file):
             "{name: a/b, prompt: '{text.x}'}",
             "data.prompt = .*; expected braces around {text} alone",
         ),
-        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': it has no example in it"),
+        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': it contains no column"),
         ("{name: a/b, prompt: '{label}'}", "data.prompt = .*; expected braces around {text} alone"),
         ("{name: a/b, target-length: 0}", "data.target-length = 0: expected a whole number at le"),
     ],
@@ -167,7 +167,7 @@ def test_mistakes_in_what_a_model_is_given_are_named(data, told, file):
     ("content", "told"),
     [
         (b"task: [text", r"line 1, column 12: expected ',' or '\]'"),
-        (b"a: 1\nb: {c: 1, c: 2}", "line 2, column 11: 'c' stands there twice"),
+        (b"a: 1\nb: {c: 1, c: 2}", "line 2, column 11: the key 'c' is repeated"),
         (b"\xff\xfea", "expected YAML in UTF-8"),
         (b"!!python/object/apply:os.system [ls]", "could not determine a constructor"),
         (b"[" * 100_000, "expected"),
@@ -198,8 +198,8 @@ def test_an_id_of_the_hub_stays_one_where_a_file_has_its_name(tmp_path, monkeypa
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "name").touch()
     (tmp_path / "org" / "train.csv").touch()
-    assert place_of("model", "org/name@main") == ("org/name", "main")
-    assert place_of("model", "org/name") == ("org/name", "")
+    assert parse_location("model", "org/name@main") == ("org/name", "main")
+    assert parse_location("model", "org/name") == ("org/name", "")
     for text in ("org/train.csv", "./org/name", str(tmp_path / "org" / "name")):
         with pytest.raises(ValueError, match="got a file, expected a folder"):
-            place_of("data", text)
+            parse_location("data", text)

@@ -40,7 +40,7 @@ def test_what_breaks_the_account_is_refused_by_name(case):
 
 
 # A private cohort is drawn by chance.
-ABLE = [name for name, m in METHODS.items() if m.sums_changes and not m.everyone]
+ABLE = [name for name, m in METHODS.items() if m.sums_changes and not m.all_clients]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ABLE])

@@ -103,7 +103,7 @@ def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
     assert work() == (50, None)
     assert work(**{"local-epochs": 2}) == (None, 2.0)
     assert work(**{"local-epochs": "auto", "local-steps": 3}) == (3, None)
-    with pytest.raises(ValueError, match="local-epochs = 1.0: got local-steps = 5 beside it"):
+    with pytest.raises(ValueError, match="local-epochs = 1.0: got local-steps = 5 as well"):
         work(**{"local-epochs": 1, "local-steps": 5})
     for wrong in (0, -1, float("nan"), 1e9, "one"):
         with pytest.raises(ValueError, match="local-epochs = .*: expected a number above 0"):
@@ -121,7 +121,7 @@ def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
     assert work(preset=half, **{"local-steps": 4}) == (4, None)
     assert work(preset=preset("none", **{"local-epochs": "auto"})) == (50, None)
     both = preset("both", **{"local-epochs": 1, "local-steps": 9})
-    with pytest.raises(ValueError, match=r"run.local-epochs = 1: got run.local-steps = 9 beside"):
+    with pytest.raises(ValueError, match=r"run.local-epochs = 1: got run.local-steps = 9 as well"):
         work(preset=both)
 
 
@@ -291,7 +291,7 @@ def test_what_makes_two_runs_the_same():
         "straggler-grace until-metric until-time"
     )
     assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
-    assert set(spec._NO_MATTER) == elsewhere | {"rank"}
+    assert set(spec._NOT_COMPARED) == elsewhere | {"rank"}
 
 
 def test_what_a_preset_says():

@@ -136,7 +136,7 @@ def test_flowers_engine_is_not_started_in_vain(words, capsys, monkeypatch):
         main(["simulate", "--engine=flower", *words])
     assert end.value.code == 2
     told = capsys.readouterr().err
-    assert "no folder that can be written to" in told or "expected at least one each" in told
+    assert "no writable folder" in told or "expected at least one each" in told
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_flowers_engine_is_not_started_in_vain(words, capsys, monkeypatch):
     [
         (
             ["output-dir=/dev/null/runs"],
-            "'/dev/null/runs': /dev/null is no folder that can be written to",
+            "'/dev/null/runs': /dev/null is no writable folder",
         ),
         (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
         (["device=cuda:99"], "device = 'cuda:99' is not there"),

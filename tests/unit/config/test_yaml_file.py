@@ -32,7 +32,7 @@ def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
         path = tmp_path / name
         path.write_text("a: 1\na: 2")
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"{name}, line 2, column 1: 'a' stands there"):
+            with pytest.raises(ValueError, match=f"{name}, line 2, column 1: the key 'a' is"):
                 read_yaml(path)
 
 

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 
 from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.examples import label_numbers, own_examples
+from ravan_flwr.data.examples import device_examples, label_numbers
 from ravan_flwr.data.hub import every_split
 from testing.tiny import newsgroups, pictures, save_model
 
@@ -36,10 +36,10 @@ def test_tables(kind, rows, tmp_path):
     write = {"csv": table.to_csv, "parquet": table.to_parquet}.get(kind, table.to_json)
     (tmp_path / "deeper").mkdir()
     write(tmp_path / "deeper" / f"mine.{kind}")
-    examples = own_examples(str(tmp_path), spec())
+    examples = device_examples(str(tmp_path), spec())
     assert examples["text"][:] == rows["sentence"]
     assert list(label_numbers(examples, spec().labels, "x")) == [1, 0, 1]
-    alone = own_examples(str(tmp_path / "deeper" / f"mine.{kind}"), spec())
+    alone = device_examples(str(tmp_path / "deeper" / f"mine.{kind}"), spec())
     assert alone["label"][:] == rows["label"]
 
 
@@ -47,7 +47,7 @@ def test_texts_that_are_no_utf8_are_named(tmp_path):
     told = json.dumps({"sentence": "caf\u00e9", "label": "positive"}, ensure_ascii=False)
     (tmp_path / "a.jsonl").write_bytes(f"{told}\n".encode("latin1") * 3)
     with pytest.raises(ValueError, match="column 'sentence' has texts that are no UTF-8"):
-        own_examples(str(tmp_path), spec())
+        device_examples(str(tmp_path), spec())
 
 
 def test_a_folder_of_images(tmp_path):
@@ -55,7 +55,7 @@ def test_a_folder_of_images(tmp_path):
         (tmp_path / label).mkdir(exist_ok=True)
         pictures([number])[0].save(tmp_path / label / f"{number}.png")
     (tmp_path / "notes.txt").write_text("not an example")
-    examples = own_examples(str(tmp_path), spec("svhn-vit-b16"))
+    examples = device_examples(str(tmp_path), spec("svhn-vit-b16"))
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [0, 7, 7]
 
 
@@ -72,7 +72,7 @@ def test_images_have_the_label_of_their_folder_wherever_it_is(names, expected, t
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         pictures([number])[0].save(root / name)
-    examples = own_examples(str(root), spec("svhn-vit-b16"))
+    examples = device_examples(str(root), spec("svhn-vit-b16"))
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == expected
 
 
@@ -81,24 +81,24 @@ def test_one_image_and_what_is_hidden(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures([0])[0].save(tmp_path / name)
     for path in (tmp_path, tmp_path / "7" / "a.png"):
-        examples = own_examples(str(path), spec("svhn-vit-b16"))
+        examples = device_examples(str(path), spec("svhn-vit-b16"))
         assert list(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [7]
 
 
 def test_a_link_to_nothing_is_named_and_a_hidden_one_is_passed_over(rows, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"sentence": "x", "label": 1}) + "\n")
     (tmp_path / ".#train.jsonl").symlink_to("me@host.7:1")  # as an editor locks a file
-    assert own_examples(str(tmp_path), spec())["text"][:] == ["x"]
+    assert device_examples(str(tmp_path), spec())["text"][:] == ["x"]
     (tmp_path / "notes.txt").symlink_to("notes.txt")
     with pytest.raises(ValueError, match=r"notes\.txt is a link to nothing, expected a file"):
-        own_examples(str(tmp_path), spec())
+        device_examples(str(tmp_path), spec())
 
 
 @LEFT_OPEN
 def test_words_for_nothing_are_texts_in_a_table(tmp_path):
     (tmp_path / "train.csv").write_text("sentence,label\nNA,1\nNone,0\nnull,1\n")
     expected = ["NA", "None", "null"]
-    assert own_examples(str(tmp_path), spec())["text"][:] == expected
+    assert device_examples(str(tmp_path), spec())["text"][:] == expected
     for place in (tmp_path, tmp_path / "train.csv"):
         assert every_split(str(place), "", "")["train"]["sentence"][:] == expected
 
@@ -109,7 +109,7 @@ def test_a_table_beside_the_images_has_their_labels(tmp_path):
         (tmp_path / "all").mkdir(exist_ok=True)
         pictures([number])[0].save(tmp_path / "all" / f"{number}.png")
     (tmp_path / "all" / "metadata.csv").write_text("file_name,label\n0.png,4\n1.png,2\n")
-    examples = own_examples(str(tmp_path), spec("svhn-vit-b16"))
+    examples = device_examples(str(tmp_path), spec("svhn-vit-b16"))
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [2, 4]
 
 
@@ -122,10 +122,10 @@ def test_a_folder_that_changed_is_read_again(rows, tmp_path):
         return path.parent
 
     one, two = write("a", "one"), write("b", "two")  # the same names within
-    assert own_examples(str(one), spec())["text"][:] == ["one"]
-    assert own_examples(str(two), spec())["text"][:] == ["two"]
+    assert device_examples(str(one), spec())["text"][:] == ["one"]
+    assert device_examples(str(two), spec())["text"][:] == ["two"]
     (one / "train.jsonl").write_text(json.dumps({"sentence": "three", "label": 1}) + "\n")
-    assert own_examples(str(one), spec())["text"][:] == ["three"]
+    assert device_examples(str(one), spec())["text"][:] == ["three"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_columns(content, told, tmp_path):
     features = datasets.Features(dict.fromkeys(content, datasets.Value("string")))
     datasets.Dataset.from_dict(content, features=features).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=f"node config: data-path = .*{told}"):
-        own_examples(str(tmp_path), spec())
+        device_examples(str(tmp_path), spec())
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_files(names, told, tmp_path):
     for name in names:
         (tmp_path / name).write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=told):
-        own_examples(str(tmp_path), spec())
+        device_examples(str(tmp_path), spec())
 
 
 @pytest.mark.parametrize("path", ["relative", "/nowhere/at/all"])
 def test_paths(path):
     with pytest.raises(ValueError, match="found no such folder, expected the absolute path"):
-        own_examples(path, spec())
+        device_examples(path, spec())
 
 
 def test_unknown_labels_are_listed():
@@ -189,7 +189,7 @@ def test_a_devices_own_classes_are_told_by_their_names(tmp_path):
         rows = {"sentence": ["good", "bad"], "label": [0, 1]}
         (path := tmp_path / "-".join(names)).mkdir()
         datasets.Dataset.from_dict(rows, features=features).to_parquet(path / "x.parquet")
-        return list(label_numbers(own_examples(str(path), spec()), spec().labels, "here"))
+        return list(label_numbers(device_examples(str(path), spec()), spec().labels, "here"))
 
     assert numbers(["positive", "negative"]) == [1, 0]
     with pytest.raises(ValueError, match="here: got unknown labels neg; expected negative, pos"):

@@ -17,7 +17,7 @@ from ravan_flwr.data import idx
 from ravan_flwr.data.examples import label_numbers, load_splits, other_examples
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.preset_wizard.columns import NamedColumns
-from ravan_flwr.preset_wizard.data_summary import look_at_data
+from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import Predicts, task_with
 from ravan_flwr.tasks.vision import Vision
@@ -134,7 +134,7 @@ def test_an_evaluation_takes_the_test_files(folder):
 
 def test_a_preset_for_them_is_not_drafted(folder):
     with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
-        look_at_data(str(folder), "", NamedColumns())
+        summarise_data(str(folder), "", NamedColumns())
 
 
 IMAGES = digits(40)[0]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
-from ravan_flwr.data.examples import label_numbers, load_splits, settled
+from ravan_flwr.data.examples import label_numbers, load_splits, with_labels
 from ravan_flwr.specs import DataSpec
 
 TEXTS = (("text", "text"), ("label", "label"))
@@ -43,9 +43,9 @@ def wines():
 
 
 def test_texts_have_the_sorted_values_of_their_column(folder):
-    spec = settled(folder(wines()))
+    spec = with_labels(folder(wines()))
     assert spec.labels == ("grape 0", "grape 1", "grape 2")
-    assert settled(spec) is spec
+    assert with_labels(spec) is spec
 
 
 @pytest.mark.parametrize("labels", [[1, None, 0], [None, 1, 0], ["b", None, "a"]])
@@ -71,7 +71,7 @@ def test_of_several_tests_none_may_lack(folder):
 def test_numbers_are_classes_by_their_value(name, first, folder):
     """Stars from 1 to 12 are no indices, and 12 comes after 2."""
     rows = [(f"text {number}", first + number % 12) for number in range(120)]
-    spec = settled(folder(rows, name))
+    spec = with_labels(folder(rows, name))
     assert spec.labels == tuple(str(first + number) for number in range(12))
     train = load_splits(spec)["train"]
     numbers = label_numbers(train, spec.labels, "labels")
@@ -79,7 +79,7 @@ def test_numbers_are_classes_by_their_value(name, first, folder):
 
 
 def test_truth_values_are_classes(folder):
-    spec = settled(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))
+    spec = with_labels(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))
     assert spec.labels == ("False", "True")
     train = load_splits(spec)["train"]
     expected = [int(value) for value in train["label"]]
@@ -100,11 +100,11 @@ def test_folders_of_images_name_their_classes(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((image * 15).astype(np.uint8)).save(path)
     spec = DataSpec("hub", str(tmp_path), columns=(("image", "image"), ("label", "label")))
-    assert settled(spec).labels == tuple(f"digit {number}" for number in range(10))
+    assert with_labels(spec).labels == tuple(f"digit {number}" for number in range(10))
 
 
 def test_a_fifth_of_each_class_is_held_back_where_there_is_no_test(folder):
-    spec = settled(folder(wines()))
+    spec = with_labels(folder(wines()))
     splits = load_splits(spec)
     assert {name: len(split) for name, split in splits.items()} == {"train": 142, "test": 36}
     counts = np.bincount(label_numbers(splits["test"], spec.labels, "labels"))
@@ -133,7 +133,7 @@ def test_a_test_that_is_there_is_taken(folder):
 )
 def test_what_are_no_classes_is_refused(rows, told, folder):
     with pytest.raises(ValueError, match=told):
-        settled(folder(rows))
+        with_labels(folder(rows))
 
 
 def test_the_folder_of_a_preset_with_tasks_says_what_is_missing(folder):

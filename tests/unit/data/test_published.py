@@ -9,7 +9,7 @@ from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from ravan_flwr.config.presets import preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
-from ravan_flwr.data.hub import every_split, telling
+from ravan_flwr.data.hub import every_split, hub_errors
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
@@ -182,5 +182,5 @@ def test_csv_whose_columns_would_be_shifted_is_refused(tmp_path):
 
 def test_data_without_an_example_are_told_in_our_words():
     told = pytest.raises(ValueError, match="data folder: got no example, expected some")
-    with told, telling("data", "folder"):
+    with told, hub_errors("data", "folder"):
         raise ValueError('Instruction "train" corresponds to no data!')

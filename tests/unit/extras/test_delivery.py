@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import delivery as delivering
-from ravan_flwr.extras.delivery import AWAY, KIND, NO_PLACE, DeliverAtEnd
+from ravan_flwr.extras.delivery import KIND, NO_RESULT_PATH, NOT_CONNECTED, DeliverAtEnd
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.methods.tensors import checksum
@@ -61,18 +61,18 @@ def delivery_of(nodes, **settings):
     client_registry = ClientRegistry(config, loaded_of(), for_training=False)
     client_registry.gather(nodes, wait=True)
     message_builder = MessageBuilder(client_registry.nodes, None)
-    given = client_registry, message_builder, Status(client_registry, tell=None)
+    given = client_registry, message_builder, Status(client_registry, report=None)
     return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)
 
 
-def hand_out(delivery, directory, summary):
+def deliver(delivery, directory, summary):
     delivery.directory = directory
-    delivery.hand_out(summary)
+    delivery.deliver(summary)
 
 
 def hand_to(nodes, directory, **settings):
     summary = directory.read_summary()
-    hand_out(delivery_of(nodes, **settings), directory, summary)
+    deliver(delivery_of(nodes, **settings), directory, summary)
     written = directory.read_summary()
     assert written == summary
     assert written.keys() - {"delivered", "not-delivered", "run-id"} == SUMMARY.keys()
@@ -115,14 +115,14 @@ def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplo
     delivery = delivery_of(nodes)
     away = nodes.registered.pop(11)
     summary = directory.read_summary()
-    hand_out(delivery, directory, summary)
+    deliver(delivery, directory, summary)
     assert summary["delivered"] == having(1)
     assert [one["client"] for one in summary["not-delivered"]] == [
         "partition 2", f"partition {away.partition_id}", "node 14",
     ]  # fmt: skip
     reasons = [one["reason"] for one in summary["not-delivered"]]
-    assert reasons[0] == NO_PLACE
-    assert reasons[1] == AWAY
+    assert reasons[0] == NO_RESULT_PATH
+    assert reasons[1] == NOT_CONNECTED
     assert reasons[2].startswith("refused: its backbone has fingerprint another, expected b")
     assert "result delivered to partition 1; 1 without result-path" in caplog.text
     assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
@@ -133,7 +133,7 @@ def test_nobody_takes_it_in_one_line(directory, caplog):
     delivered, missed = hand_to(Nodes(), directory)
     assert (delivered, len(missed)) == ([], 4)
     told = [line for line in caplog.messages if "deliver" in line]
-    assert told == ["result delivered to nobody; 4 without result-path in the node config"]
+    assert told == ["result delivered to no client; 4 without result-path in the node config"]
 
 
 def test_a_silent_node_is_waited_for_so_long_and_no_longer(directory):
@@ -159,9 +159,9 @@ def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
     looks = []
 
     class Slow(type(delivery.registry._inbox)):  # type: ignore[misc]
-        def look(self, grid, ids):
+        def fetch_ready(self, grid, ids):
             looks.append(1)
-            return super().look(grid, ids) if len(looks) > 3 else iter(())
+            return super().fetch_ready(grid, ids) if len(looks) > 3 else iter(())
 
     delivery.registry._inbox = Slow()
     have, _ = delivery._to_all(parcel_of(directory))
@@ -196,7 +196,7 @@ class OtherRecords(Attacker):
 
 
 class AnotherState(Attacker):
-    told = "it says that it has 'feedfeedfeedfeed', expected"
+    told = "it reports checksum 'feedfeedfeedfeed', expected"
 
     def reply(self, honest, message):
         honest.content["kept"]["checksum"] = "feed" * 4
@@ -281,12 +281,12 @@ def test_a_delivery_that_fails_is_told_and_raises_nothing(directory, caplog, mon
     monkeypatch.setattr(nodes, "get_node_ids", broken)
     monkeypatch.setattr(nodes, "push_messages", broken)
     summary = directory.read_summary()
-    hand_out(delivery, directory, summary)
+    deliver(delivery, directory, summary)
     assert directory.read_summary()["delivered"] == []
     assert summary["not-delivered"] == [{"client": "all", "reason": "nobody\\nthere"}]
     assert "the result was not delivered" in caplog.text
     monkeypatch.undo()
-    hand_out(delivery, directory, summary)
+    deliver(delivery, directory, summary)
     assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
 
@@ -304,7 +304,7 @@ def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, ca
     nodes = Keepers()
     delivery = delivery_of(nodes)
     monkeypatch.setattr(RunDirectory, "write_json", full)
-    hand_out(delivery, directory, directory.read_summary())
+    deliver(delivery, directory, directory.read_summary())
     assert len(nodes.shelves) == 4
     assert "the devices that have the result are not in summary.json: [Errno 28]" in caplog.text
 
@@ -317,12 +317,12 @@ def test_later_deliveries_add_to_the_earlier_ones(directory):
 
     assert offer(0, 1) == (having(0, 1), [])
     assert offer(2, keeps_result=False) == (
-        having(0, 1), [{"client": "partition 2", "reason": NO_PLACE}],
+        having(0, 1), [{"client": "partition 2", "reason": NO_RESULT_PATH}],
     )  # fmt: skip
     assert offer(2, 3) == (having(0, 1, 2, 3), [])
     # What a device says now counts, whatever it had.
     assert offer(0, keeps_result=False) == (
-        having(1, 2, 3), [{"client": "partition 0", "reason": NO_PLACE}],
+        having(1, 2, 3), [{"client": "partition 0", "reason": NO_RESULT_PATH}],
     )  # fmt: skip
 
 
@@ -330,15 +330,15 @@ def test_who_had_it_and_is_away_has_it_still(directory):
     summary = directory.read_summary()
     nodes = Keepers()
     delivery = delivery_of(nodes)
-    hand_out(delivery, directory, summary)
+    deliver(delivery, directory, summary)
     del nodes.registered[11], nodes.registered[14]
-    hand_out(delivery, directory, summary)
+    deliver(delivery, directory, summary)
     assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
 
 def hand_to_again(nodes, directory):
     summary = directory.read_summary()
-    hand_out(delivery_of(nodes), directory, summary)
+    deliver(delivery_of(nodes), directory, summary)
     return summary["delivered"], summary["not-delivered"]
 
 

@@ -173,7 +173,7 @@ def test_clients_with_nothing_left_are_left_alone_until_too_few_have():
     assert notes.records[1].get("out-of-budget") is None
     assert notes.records[2]["out-of-budget"] == [p for p, room in enumerate(rooms) if room == 2]
     assert len(notes.records) == max(rooms)
-    assert budget.is_spent
+    assert budget.is_exhausted
     assert budget.epsilon <= limit
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
@@ -289,7 +289,7 @@ def spending(rate, rounds, z=2.0):
         ({"asked": {"3": [0.5, 2.5]}}, r"has \[0.5, 2.5\] of partition '3'"),
         ({"asked": {"3": [1.5, 2]}}, r"has \[1.5, 2\]"),
         ({"asked": {"3": "no"}}, "has 'no'"),
-        ({"epsilon": 0.01}, "epsilon = 0.01, and what was asked spends"),
+        ({"epsilon": 0.01}, "epsilon = 0.01, and the counted rounds spend"),
         (spending(0.5, 2, z=100.0), "noise-multiplier = 100.0, and round 1 has 2.0"),
         (spending(0.5, 1), r"asked has \[0.5, 1\] of partition 3, and the records \[0.5, 2\]"),
         (spending(0.1, 9), r"asked has \[0.1, 9\] of partition 3, and the records \[0.5, 2\]"),

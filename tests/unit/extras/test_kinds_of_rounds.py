@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ravan_flwr.server import kind
-from scripts.draw_house import PACKAGE, imported
+from scripts.draw_layers import PACKAGE, imported
 from tests.hand_made import Nodes, impatient, run
 
 __all__ = ["impatient"]

@@ -98,7 +98,7 @@ def test_a_server_that_wrote_nothing_here_is_told(run, submitted, capsys):
     """Its RUN is another one, on another machine."""
     submitted["after"] = {}
     status, told = deliver(capsys, run, "edge")
-    assert (status, "nothing was noted in" in told) == (1, True)
+    assert (status, "no delivery was recorded in" in told) == (1, True)
     submitted["status"] = "finished:failed"
     status, told = deliver(capsys, run, "edge")
     assert "the delivery ended as 'finished:failed'" in told

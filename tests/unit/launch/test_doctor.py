@@ -220,12 +220,12 @@ def test_a_server(tmp_path, capsys, monkeypatch, plenty):
     keys = tmp_path / "keys"
     make_credentials(keys, ["127.0.0.1"], 1)
     with Server(keys / "superlink") as one, Server(keys / "superlink") as proxy:
-        monkeypatch.setattr(doctor, "PROXY", f"localhost:{proxy.port}")
+        monkeypatch.setattr(doctor, "PROXY_ADDRESS", f"localhost:{proxy.port}")
         said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{one.port}")
     assert status == 0, said
     assert {"SuperLink", "proxy", "closed"} < set(said)
     with Server(keys / "superlink", refuses=415) as bare:  # a SuperLink takes such calls
-        monkeypatch.setattr(doctor, "PROXY", f"localhost:{bare.port}")
+        monkeypatch.setattr(doctor, "PROXY_ADDRESS", f"localhost:{bare.port}")
         said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}")
     assert status == 1
     assert "devices could submit runs" in said["proxy"][1]
@@ -238,7 +238,7 @@ def test_the_superlinks_port_is_open_to_others(monkeypatch):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         one.listen()
-        with pytest.raises(ValueError, match="whoever reaches it is the operator"):
+        with pytest.raises(ValueError, match="all programs that reach it act as the operator"):
             doctor._closed(f"127.0.0.1:{one.getsockname()[1]}")
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, features, save_data, save_model
@@ -73,7 +73,7 @@ def new(tmp_path, monkeypatch, capsys):
     def run(name, data, model, *words):
         main(["new", name, "--data", str(data), "--model", str(model), *words])
         path = tmp_path / "conf" / f"{name}.yaml"
-        return capsys.readouterr().out, read_config(own_preset({"preset": str(path)}))
+        return capsys.readouterr().out, read_config(with_preset_path({"preset": str(path)}))
 
     return run
 
@@ -249,7 +249,7 @@ def test_damaged_files_are_named(refused, bert, tmp_path):
         ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
         ("digits-vit", "texts", "bert", "and nothing is overwritten; choose another name"),
         ("x", "./none", "bert", "data = './none': found no such folder, and an id"),
-        ("x", "texts/train.jsonl", "bert", "got a file, expected a folder, which may hold it"),
+        ("x", "texts/train.jsonl", "bert", "got a file, expected a folder; move it into"),
         ("x", "texts", "./none", "model = './none': found no such folder"),
         ("x", "texts", "texts", "the folder has no config.json"),
     ],

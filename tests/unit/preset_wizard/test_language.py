@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.preset_wizard.columns import ALPACA, NamedColumns, find_columns
 from ravan_flwr.preset_wizard.create import new_preset
@@ -61,8 +61,8 @@ def test_conversations_with_other_keys_are_told():
 @pytest.mark.parametrize(
     ("value", "got"),
     [
-        (TALK[0], "something else in some row"),  # one message, and no list
-        (["ka", "ne"], "something else in some row"),
+        (TALK[0], "another content, at least in some row"),  # one message, and no list
+        (["ka", "ne"], "another content, at least in some row"),
         (json.dumps(TALK), "JSON in quotes"),
     ],
 )
@@ -91,7 +91,9 @@ def drafted(tmp_path, monkeypatch, rows):
     told = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "data" / "train.jsonl").write_text(told)
     lines = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
-    return "\n".join(lines), read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+    return "\n".join(lines), read_config(
+        with_preset_path({"preset": str(tmp_path / "conf/mine.yaml")})
+    )
 
 
 def test_conversations_are_drafted(tmp_path, monkeypatch):
@@ -118,7 +120,7 @@ def test_preferences_are_drafted(tmp_path, monkeypatch):
 
 def test_preferences_without_a_prompt_are_told():
     columns = datasets.Dataset.from_dict({"chosen": TEXTS, "rejected": TEXTS})
-    with pytest.raises(ValueError, match="have answers alone, and there is none of prompt"):
+    with pytest.raises(ValueError, match="have only answers, and there is no column prompt"):
         find_columns(columns, NamedColumns(), "here")
 
 
@@ -133,7 +135,7 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--data", "data", "--model", "model", "--chat-template", "chat.jinja"]
     main(["new", "mine", *words])
-    config = read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+    config = read_config(with_preset_path({"preset": str(tmp_path / "conf/mine.yaml")}))
     assert config.data.chat_template == template
     assert get_model_and_data(config).task.reader.chat_template == template
     file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
@@ -198,6 +200,6 @@ def test_files_that_hold_no_texts_are_named(content, told, tmp_path):
 def test_a_folder_that_is_not_there_is_told_without_advice_to_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"expected a folder.*correct --data no/such") as told:
+    with pytest.raises(ValueError, match=r"an existing folder.*correct --data no/such") as told:
         list(new_preset("mine", "no/such", "no/model"))
     assert "hf download" not in str(told.value)

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from ravan_flwr.reports.dashboard import LivePage
+from ravan_flwr.reports.dashboard import DashboardPage
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, FollowedRun, view_of
+from ravan_flwr.reports.run_view import MOST_CLIENTS, MOST_REJECTED, FollowedRun, view_of
 from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
@@ -44,7 +44,7 @@ class Read(Tags):
 
 
 def page_of(folder):
-    return Read(LivePage(folder).get())
+    return Read(DashboardPage(folder).get())
 
 
 def test_a_run_that_goes_on(tmp_path):
@@ -89,9 +89,7 @@ def test_a_run_in_simulated_time_names_its_devices_and_their_seconds(tmp_path):
 
 
 OF_A_STEP: dict[str, list[int]] = {"asked": [], "answered": []}
-STOPPED = (
-    "stopped It was stopped after 3 rounds, without a result. Nothing has been heard of it for"
-)
+STOPPED = "stopped It was stopped after 3 rounds, without a result. Nothing was written for"
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -134,7 +132,7 @@ def test_a_run_that_was_killed_is_told(tmp_path):
         os.utime(path, (NOW - 7200, NOW - 7200))
     words = page_of(folder).words
     assert "stopped Its process is gone after 3 rounds, without a result." in words
-    assert "Nothing has been heard of it for 2 h 00 min." in words
+    assert "Nothing was written for 2 h 00 min." in words
     assert f"To continue: resume={folder} (flwr run needs the same settings" in words
     assert "s left" not in words
     assert "at work" not in words
@@ -151,7 +149,7 @@ def test_a_later_process_of_the_same_number_is_another(tmp_path):
 def test_a_process_elsewhere_is_unknown(tmp_path):
     (run_in(tmp_path) / "lock").write_text("process 1 on another.example.org")
     assert holder_of(tmp_path) == "unknown"
-    assert "whether it lives cannot be seen" in page_of(tmp_path).words
+    assert "Whether its process is alive cannot be seen" in page_of(tmp_path).words
     for text in ("", "process x on y", "\x00" * 300, "process 99999999999999 on z"):
         (tmp_path / "lock").write_text(text)
         assert holder_of(tmp_path) == "unknown"
@@ -159,7 +157,7 @@ def test_a_process_elsewhere_is_unknown(tmp_path):
 
 def test_to_look_does_not_take_the_lock(tmp_path):
     (tmp_path / "lock").unlink(missing_ok=True)
-    assert holder_of(tmp_path) == "nobody"
+    assert holder_of(tmp_path) == "no process"
     with locked(tmp_path):
         assert holder_of(tmp_path) == "a process"
         inode = (tmp_path / "lock").stat().st_ino
@@ -180,12 +178,12 @@ def test_a_run_that_has_just_begun(tmp_path):
     with locked(tmp_path):
         words = page_of(tmp_path).words
     assert "running It is being prepared. Nothing was written for" in words
-    assert "Nobody yet." in words
+    assert "None yet." in words
 
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"report = .* found no config.json there, expected a run"):
-        LivePage(tmp_path)
+        DashboardPage(tmp_path)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -193,7 +191,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.parametrize("content", ["{\n", "[]\n", "\x00\xff\n", "[" * 100_000, '{"round": 1}\n'])
 def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
     folder = run_in(tmp_path)
-    page = LivePage(folder)
+    page = DashboardPage(folder)
     good = page.get()
     (folder / name).write_text(content, encoding="latin-1")
     page.get()
@@ -236,7 +234,7 @@ def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_directory_that_is_removed_is_told(tmp_path):
-    page = LivePage(run_in(tmp_path / "run"))
+    page = DashboardPage(run_in(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
     assert "cannot be shown" in Read(page.get()).words
     assert f"{tmp_path / 'run'} is gone" in Read(page.get()).words
@@ -278,12 +276,12 @@ def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
     rejected = [{"client": f"partition {n % 7}", "reason": "late"} for n in range(500)]
     lines(folder, [record(1, rejected=rejected)])
     view = view_of(FollowedRun(folder).read())
-    assert len(view["people"]["listed"]) == MOST
-    assert view["people"]["more"] == 1000 - MOST
-    assert view["people"]["missing"] == 2
+    assert len(view["clients"]["listed"]) == MOST_CLIENTS
+    assert view["clients"]["more"] == 1000 - MOST_CLIENTS
+    assert view["clients"]["missing"] == 2
     assert len(view["rejected"]) == MOST_REJECTED
     assert view["rejections"] == 500
-    assert view["people"]["listed"][0]["rejected"] == 72
+    assert view["clients"]["listed"][0]["rejected"] == 72
     assert "And 700 more clients." in page_of(folder).words
 
 
@@ -303,7 +301,7 @@ def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path)
 
 @pytest.mark.usefixtures("undrawn")
 def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
-    page = LivePage(run_in(tmp_path))
+    page = DashboardPage(run_in(tmp_path))
     version, made = page.version(), page.get()
     monkeypatch.setattr(page, "_write", None)
     assert page.get() is made
@@ -318,7 +316,7 @@ def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings
 ):
     now = [NOW]
     monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: now[0])
-    page = LivePage(run_in(tmp_path))
+    page = DashboardPage(run_in(tmp_path))
 
     def pictures():
         return page.get().partition(b'id="pictures"')[2].partition(b"</section>")[0]
@@ -339,7 +337,7 @@ def test_a_long_run_is_shown_quickly(tmp_path):
     people = [client(number) for number in range(20)]
     folder = run_in(tmp_path)
     lines(folder, [record(number, clients=people) for number in range(1, 1001)])
-    page = LivePage(folder)
+    page = DashboardPage(folder)
     page.get()
     with (folder / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(record(1001)) + "\n")
@@ -363,15 +361,15 @@ def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
     rejected = [{"client": "partition 5000", "reason": "late"}]
     took_part = [client(6_000), client(5_000)]
     lines(folder, [record(1, clients=took_part, rejected=rejected, partitions=10_001)])
-    people = view_of(FollowedRun(folder).read())["people"]
+    people = view_of(FollowedRun(folder).read())["clients"]
     listed = {one["partition"]: one for one in people["listed"]}
-    assert len(people["listed"]) == MOST
+    assert len(people["listed"]) == MOST_CLIENTS
     assert [*listed] == sorted(listed)
     assert listed[last]["now"] == "at work"
     assert listed[7]["now"] == "has answered"
     assert listed[5_000]["rejected"] == 1
     assert listed[6_000]["rounds"] == 1
-    assert people["more"] == 10_000 - MOST
+    assert people["more"] == 10_000 - MOST_CLIENTS
     assert people["missing"] == 1
     words = page_of(folder).words
     assert "And 9700 more clients." in words

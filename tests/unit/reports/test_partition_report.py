@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ravan_flwr.cli import main
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.partition import ROWS, as_text, assign
 from ravan_flwr.training.model_and_data import ModelAndData, column_for
@@ -105,7 +105,7 @@ def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, parti
         assign(settings, None if partition == "natural" else 5)
     encoded = datasets.Dataset.from_dict({"input_ids": [[1]], "learned": [[1]], "length": [1]})
     with pytest.raises(ValueError, match=told):
-        column_for(read_config(own_preset(settings)), encoded)
+        column_for(read_config(with_preset_path(settings)), encoded)
     assert assign(settings | {"partition": "pathological::w"}, 3).config.num_clients == 3
 
 

@@ -23,10 +23,10 @@ from ravan_flwr.runs.checkpoint import (
 )
 from ravan_flwr.runs.directory import (
     RunDirectory,
-    is_of_writing,
-    not_written,
-    with_those_of_the_run,
+    is_write_error,
+    with_recorded_settings,
     write_atomically,
+    write_error_message,
 )
 from ravan_flwr.runs.status import write_status
 from ravan_flwr.specs import Scalar
@@ -273,7 +273,7 @@ def test_the_settings_of_a_run_are_found_again(given, tmp_path):
         directory.write_settings(whole | {"output-dir": "/x", "resume": "/y"})
         directory.write_json("config.json", {})
         asked: dict[str, Scalar] = {"resume": str(tmp_path), "seed": 3}
-        found, clients = with_those_of_the_run(asked)
+        found, clients = with_recorded_settings(asked)
         assert found.keys() <= given.keys() | {"preset", "resume", "seed"}
         assert clients is None
         assert read_config(found) == read_config(whole | asked)
@@ -283,14 +283,14 @@ def test_settings_that_are_gone_or_no_settings_are_told(tmp_path):
     directory, asked = RunDirectory(tmp_path), {"resume": str(tmp_path)}
     directory.write_json("config.json", {})
     with pytest.raises(ValueError, match="is not there, .* or write it: a JSON object"):
-        with_those_of_the_run(asked)
+        with_recorded_settings(asked)
     for wrong, told in (({"seed": [1]}, "seed = .*; got a list"), ({"x": 1}, "unknown key 'x'")):
         directory.write_json("settings.json", wrong)
         with pytest.raises(ValueError, match=told):
-            read_config(with_those_of_the_run(asked)[0])
+            read_config(with_recorded_settings(asked)[0])
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(ValueError, match="got no JSON object"):
-        with_those_of_the_run(asked)
+        with_recorded_settings(asked)
 
 
 def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
@@ -310,8 +310,10 @@ def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
         with pytest.raises(FileNotFoundError) as error:
             write()
         assert error.value.filename == str(directory.path)
-        assert is_of_writing(error.value, directory.path)
-        assert "is gone: it was removed or renamed" in not_written(error.value, directory.path)
+        assert is_write_error(error.value, directory.path)
+        assert "is gone: it was removed or renamed" in write_error_message(
+            error.value, directory.path
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 

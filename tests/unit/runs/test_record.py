@@ -6,10 +6,10 @@ import pytest
 
 from ravan_flwr.runs.record import (
     ClientRecord,
-    Masked,
+    MaskedRecord,
+    PrivacyRecord,
     Rejection,
     RoundRecord,
-    Spent,
     check,
 )
 from ravan_flwr.runs.tracking import numbers_of
@@ -22,7 +22,7 @@ OPTIONAL = {
     "privacy",
     "reached", "out-of-budget", "recounted", "secure", "link-bytes-estimate",
 }  # fmt: skip
-SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
+SPENT: PrivacyRecord = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
 
 @pytest.fixture
@@ -67,7 +67,13 @@ def test_a_private_round_has_its_account_and_no_loss():
 
 
 def test_a_secure_round_tells_how_it_went_and_no_loss():
-    told: Masked = {"clients": 5, "threshold": 4, "dropped": [2], "untrained": 0, "cut-off": 0.0}
+    told: MaskedRecord = {
+        "clients": 5,
+        "threshold": 4,
+        "dropped": [2],
+        "untrained": 0,
+        "cut-off": 0.0,
+    }
     round_log = RoundLog(1, 4, secure=told)
     round_log.use(Update(registered_client(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})

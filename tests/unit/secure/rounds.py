@@ -54,8 +54,10 @@ class Held:
 
     def share(self):
         for p in self.there("shares"):
-            self.server.take_dealt(p, self.clients[p].deal(ROUND, self.server.announce()))
-        self.server.close_dealing()
+            self.server.take_shares_sent(
+                p, self.clients[p].share_secrets(ROUND, self.server.announce())
+            )
+        self.server.close_sharing()
 
     def mask(self, late=()):
         for p in self.there("shares"):

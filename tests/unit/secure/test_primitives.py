@@ -117,7 +117,7 @@ def test_two_of_three_tell_and_one_tells_nothing():
     assert shamir.split(secret, 2, 3) != shares
     assert shamir.unpack(shamir.split(secret, 1, 1)[0]) == int.from_bytes(secret, "big")
     with pytest.raises(ValueError, match="no share"):
-        shamir.unpack(shamir.NONE)
+        shamir.unpack(shamir.NO_SHARE)
     with pytest.raises(ValueError, match="no share"):
         shamir.unpack(b"\0" * 32)
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def check_sums(held, opened):
     """Every row that is opened is the plain mean to the rounding; the others are left alone."""
     schedule = held.server.schedule
-    for place, (part, row) in enumerate(schedule.places):
+    for place, (part, row) in enumerate(schedule.row_ids):
         name = PARTS[part].name
         mean, number = held.true_means(place)
         count = int(opened.counts[name][row])
@@ -121,7 +121,7 @@ def test_the_server_alone_cannot_unmask(folder):
     told = held.server.close_list()
     for partition in range(threshold_of(N) - 1):
         held.server.take_shares(partition, held.clients[partition].unmask(ROUND, told))
-    with pytest.raises(ValueError, match="masks of partition 0 cannot be told: got 4 shares"):
+    with pytest.raises(ValueError, match="masks of partition 0 cannot be recovered: got 4 shares"):
         held.server.open()
     # The sum as it is has nothing of the changes: any number is as likely.
     assert held.server._total is not None
@@ -305,7 +305,7 @@ def test_invented_clients_are_not_known(folder, tmp_path):
         held.clients[partition] = SecureClient({}, RUN, partition, keys)
     held.meet()
     with pytest.raises(DistrustError, match="partition 5: its signature is not by") as caught:
-        held.clients[0].deal(ROUND, held.server.announce())
+        held.clients[0].share_secrets(ROUND, held.server.announce())
     assert caught.value.partitions == (5, 6)
 
 
@@ -318,7 +318,7 @@ def test_a_client_without_a_file_is_not_known(folder, tmp_path):
     held.clients[0] = SecureClient({}, RUN, 0, NodeKeys(tmp_path, 0))
     held.meet()
     with pytest.raises(DistrustError, match=r"partition-6\.pub: it cannot be read \(No such file"):
-        held.clients[0].deal(ROUND, held.server.announce())
+        held.clients[0].share_secrets(ROUND, held.server.announce())
 
 
 def test_signatures_of_another_run_round_or_client_are_false(folder):
@@ -359,10 +359,10 @@ def test_a_schedule_of_another_round_is_refused(folder):
         other = Held(folder, N)
         other.meet()
         with pytest.raises(ValueError, match=f"expected {RUN}, {ROUND}"):
-            other.clients[0].deal(ROUND, announced(other, **changes))
+            other.clients[0].share_secrets(ROUND, announced(other, **changes))
     rows = {p: held.server.schedule.trained[p] for p in range(1, N)}
     with pytest.raises(ValueError, match="without partition 0"):
-        held.clients[0].deal(ROUND, announced(held, rows=rows))
+        held.clients[0].share_secrets(ROUND, announced(held, rows=rows))
 
 
 def test_a_head_for_few_is_refused_by_who_would_train_it(folder):
@@ -375,7 +375,7 @@ def test_a_head_for_few_is_refused_by_who_would_train_it(folder):
     object.__setattr__(schedule, "trained", trained)
     told["schedule"] = schedule.to_bytes()
     with pytest.raises(ValueError, match="got a part that 2 clients train, expected 3"):
-        held.clients[0].deal(ROUND, told)
+        held.clients[0].share_secrets(ROUND, told)
 
 
 def test_keys_that_are_not_its_own_are_refused(folder):
@@ -384,7 +384,7 @@ def test_keys_that_are_not_its_own_are_refused(folder):
     held.announcements[0] = read_announcement(RUN, ROUND, 0, later.make_keys(ROUND))
     server = SecureServer(held.server.schedule, held.announcements)
     with pytest.raises(ValueError, match="other keys of this client"):
-        held.clients[0].deal(ROUND, server.announce())
+        held.clients[0].share_secrets(ROUND, server.announce())
 
 
 def test_clients_of_different_schedules_cannot_open_each_others_shares(folder):
@@ -393,8 +393,8 @@ def test_clients_of_different_schedules_cannot_open_each_others_shares(folder):
     other = announced(held, parts=(PARTS[0], PARTS[1].__class__("classifier", 1, 30, 0.2)))
     for partition in range(N):
         told = other if partition == 0 else held.server.announce()
-        held.server.take_dealt(partition, held.clients[partition].deal(ROUND, told))
-    held.server.close_dealing()
+        held.server.take_shares_sent(partition, held.clients[partition].share_secrets(ROUND, told))
+    held.server.close_sharing()
     held.clients[0].take_shares(ROUND, held.server.to_mask(0))
     assert [bool(text) for text in held.clients[0].state["held"]] == [True] + 6 * [False]
 
@@ -432,11 +432,11 @@ def test_who_deals_false_shares_is_named(folder):
         client = held.clients[partition]
         if partition == 2:
             true, client.state["pairs"] = client.state["pairs"], client.state["sealing"]
-            client._check_roll = lambda *_: None
-        held.server.take_dealt(partition, client.deal(ROUND, held.server.announce()))
+            client._check_key_list = lambda *_: None
+        held.server.take_shares_sent(partition, client.share_secrets(ROUND, held.server.announce()))
         if partition == 2:
             client.state["pairs"] = true
-    held.server.close_dealing()
+    held.server.close_sharing()
     held.fails = {2: "masked"}
     held.mask()
     held.agree()
@@ -459,9 +459,9 @@ def test_who_deals_shares_of_no_secret_is_named(folder, monkeypatch, constant):
         with monkeypatch.context() as patch:
             if partition == 2:
                 patch.setattr(shamir, "split", none)
-            dealt = held.clients[partition].deal(ROUND, held.server.announce())
-        held.server.take_dealt(partition, dealt)
-    held.server.close_dealing()
+            dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
+        held.server.take_shares_sent(partition, dealt)
+    held.server.close_sharing()
     held.mask()
     held.agree()
     held.unmask()
@@ -472,11 +472,11 @@ def test_who_deals_shares_of_no_secret_is_named(folder, monkeypatch, constant):
 def test_who_gives_most_of_the_others_nonsense_is_named(folder):
     held = until(folder, "keys")
     for partition in range(N):
-        dealt = held.clients[partition].deal(ROUND, held.server.announce())
+        dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
         if partition == 2:
             dealt["sealed"] = bytes(len(dealt["sealed"]))
-        held.server.take_dealt(partition, dealt)
-    held.server.close_dealing()
+        held.server.take_shares_sent(partition, dealt)
+    held.server.close_sharing()
     held.mask()
     held.agree()
     held.unmask()
@@ -492,9 +492,9 @@ def test_who_says_that_it_was_given_nothing_is_named_beside_who_gave_it(folder):
     for partition in range(5):
         shares = held.clients[partition].unmask(ROUND, told)["shares"]
         if partition == 1:
-            shares = shamir.NONE * (len(shares) // shamir.SHARE)
+            shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
         held.server.take_shares(partition, {"shares": shares})
-    with pytest.raises(DealerError, match="cannot be told: got 4 shares, expected") as caught:
+    with pytest.raises(DealerError, match="cannot be recovered: got 4 shares, expected") as caught:
         held.server.open()
     assert (caught.value.partition, caught.value.deniers) == (0, (1,))
     assert held.server.denied == {(dealer, 1) for dealer in (0, 2, 3, 4, 5, 6)}
@@ -507,7 +507,7 @@ def test_who_is_silent_makes_no_dealer_suspect(folder):
     for partition in range(4):
         shares = held.clients[partition].unmask(ROUND, told)["shares"]
         if partition == 1:
-            shares = shamir.NONE * (len(shares) // shamir.SHARE)
+            shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
         held.server.take_shares(partition, {"shares": shares})
     with pytest.raises(ValueError, match="got 3 shares, expected at least 5") as caught:
         held.server.open()
@@ -519,11 +519,11 @@ def test_nonsense_in_place_of_a_share_is_left_out_and_others_have_theirs(folder,
     """Of a share that is marked falsely its holder tells none: one not as marked is refused."""
     held = until(folder, "keys")
     for partition in range(N):
-        dealt = held.clients[partition].deal(ROUND, held.server.announce())
+        dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
         if partition == 2:  # spoils what it gives to 0
             dealt[part] = bytes(length) + dealt[part][length:]
-        held.server.take_dealt(partition, dealt)
-    held.server.close_dealing()
+        held.server.take_shares_sent(partition, dealt)
+    held.server.close_sharing()
     held.mask()
     held.agree()
     assert held.clients[0].state["held"][2] == b""
@@ -548,8 +548,8 @@ def test_messages_of_other_lengths_are_refused(folder, length):
     held = until(folder, "keys")
     nothing = {"sealed": bytes(length), "marks": b"", "seeds": b""}
     with pytest.raises(ValueError, match=r"got \d+ bytes, expected \d+"):
-        held.server.take_dealt(0, nothing)
-    assert not held.server.dealt
+        held.server.take_shares_sent(0, nothing)
+    assert not held.server.shares_sent
     held = until(folder, "shares")
     with pytest.raises(ValueError, match=r"bytes of masked numbers, expected"):
         held.server.take_masked(0, bytes(length))

@@ -26,7 +26,7 @@ from ravan_flwr.server.superlink import (
     MOST_TIMES,
     check_objects,
     fetch,
-    guard,
+    install_object_check,
 )
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
@@ -191,7 +191,7 @@ def identity():
 
 @pytest.fixture
 def uploads():
-    guard()
+    install_object_check()
     return Uploads()
 
 
@@ -222,7 +222,9 @@ def test_the_others_of_one_look_are_not_lost(uploads):
     _, contents = uploads.there["question-4"]
     array = next(key for key, one in contents.items() if one.startswith(b"Array "))
     uploads.there["question-4"] = array, contents  # a root that is no Message
-    replies = list(ReplyFetcher().look(uploads, [f"question-{number}" for number in range(8)]))
+    replies = list(
+        ReplyFetcher().fetch_ready(uploads, [f"question-{number}" for number in range(8)])
+    )
     found = {reply.metadata.reply_to_message_id: reply.has_error() for reply in replies}
     assert found == {f"question-{n}": n in (2, 4) for n in range(6)}
 
@@ -290,7 +292,7 @@ def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
 
     uploads._client.PullMessages = uploads._client.GetNodes = gone
     assert fetch(uploads, "question-0") is None
-    assert list(ReplyFetcher().look(uploads, ["question-0"])) == []
+    assert list(ReplyFetcher().fetch_ready(uploads, ["question-0"])) == []
 
 
 def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
@@ -318,7 +320,7 @@ def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
     held.set()  # they come at last, and are there for whoever looks the next time
     late: set[str] = set()
     while late != {ids[0], ids[3]}:  # until the test's own timeout
-        late |= {reply.metadata.reply_to_message_id for reply in inbox.look(uploads, ids)}
+        late |= {reply.metadata.reply_to_message_id for reply in inbox.fetch_ready(uploads, ids)}
 
 
 def test_what_was_there_is_read_also_when_the_time_is_up(uploads, monkeypatch):

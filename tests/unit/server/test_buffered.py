@@ -73,7 +73,7 @@ def test_the_order_within_a_buffer_does_not_matter(method, order):
 class Plenty:
     """Work that fits each device."""
 
-    def lacks(self, fraction, client):
+    def memory_shortage(self, fraction, client):
         return ""
 
 

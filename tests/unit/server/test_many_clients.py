@@ -15,7 +15,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry, Node
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
+from ravan_flwr.server.round_log import LISTED, REJECTIONS_LOGGED, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
 from tests.hand_made import Nodes, impatient, loaded_of, registered_client, run
 
@@ -257,7 +257,7 @@ def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
     for number in range(200):
         round_log.reject(registered_client(number, number), "no disk")
     told = [one.getMessage() for one in caplog.records if one.name == RoundLog.__module__]
-    assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_TOLD)]
+    assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_LOGGED)]
     assert told[-1] == "more are rejected: the record of round 3 lists them all"
     assert len(round_log.rejected) == 200
 
@@ -273,7 +273,7 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
         nodes, rounds=2, method="fedit", clients_per_round=4, evaluate_fn=lambda *_: None
     )
     assert all(len(record["not-eligible"]) == 100 for record in notes.records)
-    (line,) = [m for m in caplog.messages if "left out" in m]
+    (line,) = [m for m in caplog.messages if "not eligible" in m]
     assert "partitions 100, 101, " in line
     assert line.endswith("119, and 80 more")
 

@@ -156,7 +156,7 @@ def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
     notes, budget, _, result = hold(Nodes(), rounds=9, epsilon=limit)
     assert [record["round"] for record in notes.records] == [1, 2, 3]
     assert budget.epsilon <= limit < epsilon_of(1.0, 0.5, 1e-5, 4)
-    assert budget.is_spent
+    assert budget.is_exhausted
     assert torch.equal(result["H"], notes.states[-1]["H"])
     with pytest.raises(ValueError, match=r"epsilon = 0.1: one round takes .* room for one"):
         hold(Nodes(), rounds=9, epsilon=0.1)

@@ -271,8 +271,8 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     nodes = Keyed()
     _, first, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     directory = RunDirectory(tmp_path)
-    directory.note_owners(first.registry.owners)
-    owners = directory.read_owners()
+    directory.write_node_keys(first.registry.owners)
+    owners = directory.read_node_keys()
     assert set(owners) == {0, 1, 2, 3}
     assert len(set(owners.values())) == 4
 
@@ -294,7 +294,7 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
         AllNew(), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None, owners=owners
     )
     assert not new.registry.refused
-    assert "no node has its key of before" in caplog.text
+    assert "no node has its earlier key" in caplog.text
 
 
 def test_who_moves_to_a_free_part_leaves_the_old_one():

@@ -628,7 +628,7 @@ def test_a_reason_is_given_once_with_those_who_gave_it():
     for number in range(12):
         reason = "out of memory" if number == 3 else "no such column 'text'"
         round_log.reject(registered_client(partition_id=number), reason)
-    told = round_log.why_too_few_came(1)
+    told = round_log.too_few_replies_message(1)
     assert told.count("no such column") == 1
     assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in told
     assert "partition 3: out of memory" in told

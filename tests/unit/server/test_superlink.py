@@ -14,7 +14,7 @@ from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server.superlink import ask_again, failures_of
+from ravan_flwr.server.superlink import failures_of, retry_failed_calls
 from tests.hand_made import Nodes, impatient, run
 
 __all__ = ["impatient"]
@@ -185,7 +185,7 @@ def test_flowers_grid_repeats_a_call_over_http(superlink):
     with pytest.raises(httpx.HTTPStatusError):
         grid.get_node_ids()
     grid = grid_to(superlink)
-    ask_again(grid, 600.0)
+    retry_failed_calls(grid, 600.0)
     client = grid._runtime_client
     assert [node.node_id for node in client.GetNodes(GetNodesRequest()).nodes] == [7]
     assert (superlink.calls, failures_of(grid).count) == (4, 2)

@@ -12,7 +12,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.methods.tensors import MeansBySize
+from ravan_flwr.methods.tensors import MeansByNorm
 from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
 from ravan_flwr.server.update_norm_check import (
     REACH,
@@ -134,14 +134,14 @@ def test_a_flexlora_product_of_two_large_factors_never_leaves_the_server():
 
 
 def test_a_sketch_that_is_far_larger_than_most_is_left_out():
-    sums, honest = (MeansBySize({"x": torch.zeros(3)}) for _ in range(2))
+    sums, honest = (MeansByNorm({"x": torch.zeros(3)}) for _ in range(2))
     for seed in range(4):
         one = {"x": 1 + torch.rand(3, generator=torch.Generator().manual_seed(seed))}
         sums.add(one, 1.0)
         honest.add(one, 1.0)
     sums.add({"x": torch.full((3,), 1e9)}, 1.0)
     assert torch.equal(sums.close()["x"], honest.close()["x"])
-    assert torch.equal(MeansBySize({"x": torch.ones(3)}).close()["x"], torch.ones(3))
+    assert torch.equal(MeansByNorm({"x": torch.ones(3)}).close()["x"], torch.ones(3))
 
 
 CALIBRATED = [

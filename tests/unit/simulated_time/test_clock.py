@@ -23,7 +23,7 @@ def test_three_clients_by_hand():
     assert clock.arrived("abc") == []
     clock.wait(1000)
     assert (clock.arrived("abc"), clock.now) == (["a"], 5.0)
-    clock.take("a")
+    clock.forget("a")
     clock.wait(1.0)
     assert (clock.arrived("bc"), clock.now) == ([], 6.0)
     assert clock.send("d", 0, 10**6, 3e10, 5 * 10**5) == 11.0  # it starts when it is sent
@@ -55,7 +55,7 @@ def test_ten_thousand_clients_cost_little():
     for i in range(200, 200 + number):
         while not (here := clock.arrived(flying)):
             clock.wait(1e9)
-        clock.take(here[0])
+        clock.forget(here[0])
         flying.remove(here[0])
         clock.send(str(i), i, 10**6, 1e12, 10**6)
         flying.add(str(i))
@@ -119,7 +119,7 @@ def test_a_file_may_give_more_devices_than_there_are_clients(tmp_path):
     [
         (FILE, "got devices of 3 clients, expected 4; raise `clients`"),
         ("{", "devices.yaml, line 1, column 2: "),
-        (FILE.replace("uplink: 20", "uplink: 20, uplink: 2"), "'uplink' stands there twice"),
+        (FILE.replace("uplink: 20", "uplink: 20, uplink: 2"), "the key 'uplink' is repeated"),
         (FILE.replace("22-6", "2022-13-45"), "line 3, column 66: '2022-13-45' is no"),
         (FILE.replace("22-6", "2022-12-05"), "device 1.online = datetime.date(2022, 12, 5): exp"),
         ("[" * 10_000, "it is nested too deeply"),

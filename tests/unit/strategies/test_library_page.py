@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from tests import ROOT
 from tests.unit.strategies.test_client import Small
 from tests.unit.strategies.test_client import train as some_steps

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 
 from ravan_flwr import strategies
-from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.strategies import (

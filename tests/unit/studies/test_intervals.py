@@ -18,8 +18,10 @@ def test_an_interval_is_as_wide_as_a_printed_table_says(freedom):
     found = interval(values)
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / freedom
-    assert found.half is not None
-    assert found.half / (variance / len(values)) ** 0.5 == pytest.approx(PRINTED[freedom], abs=6e-4)
+    assert found.half_width is not None
+    assert found.half_width / (variance / len(values)) ** 0.5 == pytest.approx(
+        PRINTED[freedom], abs=6e-4
+    )
 
 
 def test_holms_correction_is_that_of_a_worked_example():
@@ -60,22 +62,22 @@ def test_differences_that_are_all_the_same_have_a_p_value():
 @given(st.lists(st.floats(-10, 10), min_size=3, max_size=12))
 def test_an_interval_is_that_of_a_t_test(values):
     found = interval(values)
-    assert found.half is not None
+    assert found.half_width is not None
     assert found.mean == pytest.approx(np.mean(values), abs=1e-12)
     if np.ptp(values) > 1e-3:  # scipy warns where the values are all but the same
         theirs = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-        assert (found.mean - found.half, found.mean + found.half) == pytest.approx(
+        assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(
             (theirs.low, theirs.high), rel=1e-6, abs=1e-9
         )
     else:
-        assert found.half == pytest.approx(0, abs=0.01)
+        assert found.half_width == pytest.approx(0, abs=0.01)
 
 
 def test_one_value_or_two_have_no_interval():
     assert interval([3.0]) == Interval(3.0, None)
     assert interval([1.0, 2.0]) == Interval(1.5, None)
-    assert interval([1.0, 2.0]).holds_zero is None
-    assert interval([1.0, 2.0, 3.0]).holds_zero is not None
+    assert interval([1.0, 2.0]).contains_zero is None
+    assert interval([1.0, 2.0, 3.0]).contains_zero is not None
 
 
 def test_differences_are_paired_by_the_seeds_that_both_have():
@@ -85,9 +87,9 @@ def test_differences_are_paired_by_the_seeds_that_both_have():
     others = dict(enumerate(luck + random.normal(0.0, 0.1, 6)))
     found = difference(mine, others)
     assert found is not None
-    assert found.half is not None
+    assert found.half_width is not None
     theirs = stats.ttest_rel([*mine.values()], [*others.values()]).confidence_interval(0.95)
-    assert found.mean - found.half == pytest.approx(theirs.low)
-    assert not found.holds_zero  # though the two overlap by far
+    assert found.mean - found.half_width == pytest.approx(theirs.low)
+    assert not found.contains_zero  # though the two overlap by far
     assert difference(mine, {0: others[0], 9: 1.0}) == Interval(mine[0] - others[0], None)
     assert difference(mine, {9: 1.0}) is None

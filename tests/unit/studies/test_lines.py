@@ -126,7 +126,7 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
     line = lines[1]
     theirs = stats.ttest_rel(ended["fedit", 1e-2], ended["fedit", 1e-3])
     low, high = theirs.confidence_interval(0.95)
-    assert ends(line.moved(1e-2)) == pytest.approx((low, high))
+    assert ends(line.shift(1e-2)) == pytest.approx((low, high))
     if metric == "accuracy":
         cell = f"| 0.01: {50 * (low + high):.1f} ± {50 * (high - low):.1f} | 6 |"
         assert cell in markdown(study, results)
@@ -152,7 +152,7 @@ def test_the_last_evaluations_are_compared_where_a_row_has_so_many(tmp_path, ran
     assert float(row["late-difference"]) == pytest.approx(0.75 * (low + high) / 2)
     (run, *_) = study.tables[0].rows["fedit"].runs()
     shorter = {"curve": {"round": [2], "accuracy": [0.5]}}
-    results.note(run, found(results, run).model_copy(update=shorter))
+    results.add(run, found(results, run).model_copy(update=shorter))
     line = lines_of(study.tables[0], results)[1]
     without = [random_values[name][1:] for name in ("fedit", "ravan")]
     assert ends(line.late)[1] == pytest.approx(

@@ -149,7 +149,7 @@ def test_pages_of_the_documentation_are_what_their_records_say(page, name):
     results = Results(ROOT / "nowhere", place.record)
     text = place.path.read_text()
     again = f"write it again: ravan-flwr study {file} --page docs/{page} --tables-only"
-    assert place.written(text, results) == text, again
+    assert place.with_tables(text, results) == text, again
     for suffix, numbers in place.numbers(results).items():
         written = (place.folder / f"{name}{suffix}.csv").read_text().splitlines()
         assert written == numbers.splitlines(), again

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from scipy import stats
 
-from ravan_flwr.studies.choosing import planned
+from ravan_flwr.studies.choosing import table_runs
 from ravan_flwr.studies.pictures import band_ends, charts
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
@@ -90,8 +90,8 @@ def test_rows_that_are_evaluated_once_have_no_course_by_round(tmp_path):
     path.write_text(yaml.safe_dump(content))
     study, results = read_study(path), Results(tmp_path)
     once = {"round": [2], "bytes": [3e6], "client-seconds": [8.0], "accuracy": [0.5]}
-    for run in planned(study, results):
-        results.note(run, result(0.5, curve=once))
+    for run in table_runs(study, results):
+        results.add(run, result(0.5, curve=once))
     names = [chart.name for chart in charts(study.tables[0], results)]
     assert names == ["all-accuracy-by-bytes", "all-accuracy-by-seconds"]
 
@@ -107,10 +107,10 @@ def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     study, results = read_study(path), Results(tmp_path)
-    for run in planned(study, results):
+    for run in table_runs(study, results):
         points = sent[str(dict(run.settings)["method"])]
         curve = {"round": [1, 2][: len(points)], "bytes": points, "client-seconds": points}
-        results.note(run, result(0.5, curve=curve | {"accuracy": [0.4, 0.5][: len(points)]}))
+        results.add(run, result(0.5, curve=curve | {"accuracy": [0.4, 0.5][: len(points)]}))
     found = {chart.name: chart.figure.axes[0] for chart in charts(study.tables[0], results)}
     for axes in found.values():
         assert axes.get_legend_handles_labels()[1] == ["ravan", "full"]
@@ -154,10 +154,10 @@ def test_where_time_is_the_metric_the_tasks_own_is_drawn_by_time(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content))
     study, results = read_study(path), Results(tmp_path)
-    for run in planned(study, results):
+    for run in table_runs(study, results):
         one = result(0.5)
         more = {"final": one.final | {"time": 5.0}, "curve": one.curve | {"time": [2.0, 5.0]}}
-        results.note(run, one.model_copy(update=more))
+        results.add(run, one.model_copy(update=more))
     found = {chart.name: chart for chart in charts(study.tables[0], results)}
     (axes,) = found["t-accuracy-by-time"].figure.axes
     assert np.asarray(axes.lines[0].get_xdata()).tolist() == [2.0, 5.0]
@@ -176,12 +176,12 @@ def test_a_row_of_which_a_run_misses_its_target_is_named_below_the_table(tmp_pat
     path.write_text(yaml.safe_dump(content))
     study, results = read_study(path), Results(tmp_path)
     table, told = study.tables[0], "Without a time, since runs ended before they reached the target"
-    for number, run in enumerate(planned(study, results)):
+    for number, run in enumerate(table_runs(study, results)):
         one = result(0.5)
         misses = "local-steps=1" in str(run) and "seed=2" in str(run)
         more = {"final": one.final | ({} if misses else {"time": 5.0 + number})}
         more["curve"] = one.curve | {"time": [2.0, 5.0]}
-        results.note(run, one.model_copy(update=more))
+        results.add(run, one.model_copy(update=more))
     lines = table_lines(table, results)
     assert lines[-1] == f"{told}: slow (1 of 3 runs)."
     assert not any("| slow |" in line for line in lines)

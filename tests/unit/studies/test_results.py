@@ -12,7 +12,7 @@ import yaml
 
 from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
-from ravan_flwr.studies.choosing import planned
+from ravan_flwr.studies.choosing import table_runs
 from ravan_flwr.studies.results import NAME, Result, Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
@@ -53,8 +53,8 @@ def test_a_study_goes_on_from_its_record_alone(path, filled, tmp_path, monkeypat
 
 def test_what_a_line_holds_comes_back(path, tmp_path):
     results = Results(tmp_path)
-    run = planned(read_study(path), results)[0]
-    results.note(run, result_of(0.25, rank=None, client_seconds=None))
+    run = table_runs(read_study(path), results)[0]
+    results.add(run, result_of(0.25, rank=None, client_seconds=None))
     again = Results(tmp_path).of(run)
     assert again == result_of(0.25, rank=None, client_seconds=None)
     line = json.loads((tmp_path / NAME).read_text())
@@ -64,17 +64,17 @@ def test_what_a_line_holds_comes_back(path, tmp_path):
 
 def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_path):
     results = Results(tmp_path)
-    run = planned(read_study(path), results)[0]
-    results.note_failure(run, "no room")
+    run = table_runs(read_study(path), results)[0]
+    results.add_failure(run, "no room")
     assert Results(tmp_path).failure(run) == "no room"
     assert Results(tmp_path).of(run) is None
-    results.note(run, result_of(0.5))
+    results.add(run, result_of(0.5))
     assert Results(tmp_path).failure(run) is None
     assert found(Results(tmp_path), run).value() == 0.5
 
 
 def test_a_failure_with_unknown_settings_is_tried_again(path, tmp_path):
-    (run, *_) = planned(read_study(path), Results(tmp_path))
+    (run, *_) = table_runs(read_study(path), Results(tmp_path))
     (tmp_path / NAME).write_text(json.dumps({"run": run.name, "failed": "no room"}) + "\n")
     assert Results(tmp_path).failure(run) is None
 
@@ -82,7 +82,7 @@ def test_a_failure_with_unknown_settings_is_tried_again(path, tmp_path):
 def test_a_last_line_that_was_cut_off_is_dropped(path, filled, tmp_path, caplog):
     whole = filled.read_bytes()
     filled.write_bytes(whole[:-9])
-    runs = planned(read_study(path), Results(tmp_path))
+    runs = table_runs(read_study(path), Results(tmp_path))
     assert "its last line is cut off" in caplog.text
     results = Results(tmp_path)
     assert [results.of(run) is None for run in runs] == [False, False, False, True]
@@ -122,7 +122,7 @@ def test_a_line_with_a_wrong_value_is_named(filled, tmp_path, change):
 
 def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkeypatch):
     study = read_study(path)
-    run = planned(study, Results(tmp_path))[0]
+    run = table_runs(study, Results(tmp_path))[0]
     before = run.digest
     resolved = dict(run.resolved)
     for change, same in (
@@ -138,7 +138,7 @@ def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkey
 
 def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
     """Its folder has no rounds with seconds of clients; what it has is read."""
-    run = planned(read_study(path), Results(tmp_path))[0]
+    run = table_runs(read_study(path), Results(tmp_path))[0]
     folder = run.folder(tmp_path) / "run"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(run.resolved))
@@ -163,17 +163,17 @@ def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatc
 def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path):
     study = read_study(path, {"data": str(tmp_path), "device": "cpu"})
     results = Results(tmp_path)
-    runs = planned(study, results)
+    runs = table_runs(study, results)
     assert all(results.of(run) is not None for run in runs)
     assert f"data={tmp_path}" in runs[0].command(tmp_path, "process")
-    assert runs[0].name == planned(read_study(path), results)[0].name
+    assert runs[0].name == table_runs(read_study(path), results)[0].name
     filled.unlink()
     folder = runs[0].folder(tmp_path) / "run"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(runs[0].resolved | {"data": {"name": "x"}}))
     (folder / "summary.json").write_text("{}")
     assert runs[0].directory(tmp_path) == folder
-    assert planned(read_study(path), results)[0].directory(tmp_path) is None
+    assert table_runs(read_study(path), results)[0].directory(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
     for name, content in parts.items():
         (tmp_path / "data" / name).write_bytes(content)
     results = Results(tmp_path)
-    run = planned(read_study(path, {"data": str(tmp_path / "data")}), results)[0]
-    results.note(run, result_of(0.5, code="0.6.0+1a2b3c4"))
+    run = table_runs(read_study(path, {"data": str(tmp_path / "data")}), results)[0]
+    results.add(run, result_of(0.5, code="0.6.0+1a2b3c4"))
     line = json.loads((tmp_path / NAME).read_text())
     assert line["code"] == "0.6.0+1a2b3c4"
     assert line["data-hash"] == hashlib.sha256(b"one\ntwo\n").hexdigest()

@@ -39,7 +39,7 @@ def test_the_tables_runs_wait_for_all_rates(path, tmp_path, monkeypatch):
     for run in candidates(study, results):
         settings = dict(run.settings)
         if "method" not in settings and settings["learning-rate"] != 1e-2:
-            results.note(run, result(0.5))
+            results.add(run, result(0.5))
     monkeypatch.setattr(PlannedRun, "command", command)
     assert not run_study(path, tmp_path)
     held_back = [dict(run.settings).get("evaluate-on") == "clients" for run in begun]

@@ -5,13 +5,13 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.studies.choosing import (
-    Measured,
     RateChoice,
+    RungResult,
     Score,
-    alike,
-    beyond,
     grid_around,
     ranked,
+    rate_beyond,
+    rates_as_good,
 )
 from ravan_flwr.studies.tuning import plan_tuning
 
@@ -32,12 +32,12 @@ def test_a_grid_has_a_decade_each_way(rate, grid):
 def test_the_grid_grows_by_its_own_rates():
     rates = grid_around(3e-3)
     for _ in range(3):
-        wider = beyond(rates[0], rates), *rates, beyond(rates[-1], rates)
+        wider = rate_beyond(rates[0], rates), *rates, rate_beyond(rates[-1], rates)
         rates = [rate for rate in wider if rate is not None]
     # 10 is the key's largest, 30 would be too much.
     assert rates == [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
-    assert beyond(3e-3, rates) is None
-    assert beyond(10.0, [3.0, 10.0]) is None
+    assert rate_beyond(3e-3, rates) is None
+    assert rate_beyond(10.0, [3.0, 10.0]) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
     # Differences 0.02 in every seed: no noise. Differences 0.03, -0.01, 0.04: scipy's t-test below.
     found = measured({1e-3: [0.90, 0.80, 0.85], 1e-2: [0.88, 0.78, 0.83], 3e-3: [0.87, 0.81, 0.81]})
     assert ranked(found)[0] == 1e-3
-    assert alike(found) == [1e-3, 3e-3]
+    assert rates_as_good(found) == [1e-3, 3e-3]
     random = np.random.default_rng(0)
     for _ in range(50):
         best, other = random.normal(0.02, 0.01, 3), random.normal(0.0, 0.01, 3)
@@ -126,16 +126,16 @@ def test_equals_are_told_apart_by_their_loss_then_the_smaller_rate_is_taken():
     assert ranked(found)[0] == 1e-3
     found[3e-3].losses[0] = 0.5
     assert ranked(found)[0] == 3e-3
-    assert alike(found) == [3e-3]
+    assert rates_as_good(found) == [3e-3]
 
 
 @pytest.mark.parametrize("metric", ["loss", "perplexity"])
 def test_of_a_loss_the_smaller_is_better(metric):
     found = measured({1e-3: [2.0, 2.1], 1e-2: [1.0, 1.1]}, metric)
     assert ranked(found) == [1e-2, 1e-3]
-    assert alike(found) == [1e-2]
+    assert rates_as_good(found) == [1e-2]
     grid = plan_tuning({}).grid
-    rung = Measured(grid.rungs[-1], [1e-3, 1e-2], found)
+    rung = RungResult(grid.rungs[-1], [1e-3, 1e-2], found)
     choice = RateChoice(grid, [1e-3, 1e-2], [rung], False)
     assert choice.rate == 1e-2
     assert choice.at_the_edge

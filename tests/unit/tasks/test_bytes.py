@@ -105,7 +105,7 @@ def test_a_missing_image_is_named_as_such(mode):
     content = io.BytesIO()
     Image.fromarray(GREYS[0]).save(content, "png")
     values = [{"bytes": content.getvalue(), "path": None}, None]
-    told = r"images: 1 of 2 cannot be read: one without a name \(its image is missing\); expected"
+    told = r"images: 1 of 2 cannot be read: an image without a name \(its image is missing\)"
     with pytest.raises(ValueError, match=told):
         task().encode(examples(values, feature))
 

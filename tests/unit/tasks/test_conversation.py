@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import Written, conversation, question
-from ravan_flwr.tasks.tokens import Tokens, fitted, question_tokens, tokens_of
+from ravan_flwr.tasks.forms import AnnotatedText, conversation, question
+from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokens_of
 from testing.tiny import CHAT, WORDS, save_bytes_tokenizer
 
 # How published models write a conversation, as far as it matters here.
@@ -141,9 +141,9 @@ TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
 @given(TEXTS, TEXTS)
 def test_the_tokens_before_an_answer_are_those_of_the_prompt_alone(reader_of_all, prompt, answer):
     """Whatever would merge over the border."""
-    whole = Written(prompt + answer, ((len(prompt), len(prompt + answer)),))
+    whole = AnnotatedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
     found = tokens_of(reader_of_all, whole)
-    asked = question_tokens(reader_of_all, Written(prompt), 99)
+    asked = question_tokens(reader_of_all, AnnotatedText(prompt), 99)
     assert found.ids[: len(asked)] == asked
     assert found.learned == [False] * len(asked) + [True] * (len(found) - len(asked))
     assert found.ids[-1] == reader_of_all.eos_token_id
@@ -161,7 +161,7 @@ def test_the_famous_space_at_the_end_of_a_prompt(reader_of_all):
     together = reader_of_all("ne: ka", add_special_tokens=False).input_ids
     alone = reader_of_all("ne: ", add_special_tokens=False).input_ids
     assert together[: len(alone)] != alone
-    found = tokens_of(reader_of_all, Written("ne: ka", ((4, 6),)))
+    found = tokens_of(reader_of_all, AnnotatedText("ne: ka", ((4, 6),)))
     assert found.ids[: len(alone)] == alone
     assert reader_of_all.decode(learned(found)) == ("ka" + reader_of_all.eos_token)
 
@@ -189,7 +189,7 @@ def sentencepiece_like(*, begins):
 
 def test_a_token_of_the_beginning_is_there_once(reader):
     reader = sentencepiece_like(begins=True)
-    plain = tokens_of(reader, Written("kane lora", ((5, 9),)))
+    plain = tokens_of(reader, AnnotatedText("kane lora", ((5, 9),)))
     assert plain.ids[0] == 1
     assert plain.ids[1:].count(1) == 0
     assert plain.first == 1
@@ -197,7 +197,7 @@ def test_a_token_of_the_beginning_is_there_once(reader):
     assert chat.ids.count(1) == 1
     assert chat.ids[0] == 1
     assert reader.decode(learned(chat)).strip() == "lora</s>"
-    without = tokens_of(sentencepiece_like(begins=False), Written("kane lora", ((5, 9),)))
+    without = tokens_of(sentencepiece_like(begins=False), AnnotatedText("kane lora", ((5, 9),)))
     assert without.ids[0] != 1
 
 
@@ -209,30 +209,30 @@ TEXT = Tokens(
 
 
 def test_what_is_too_long_is_cut_from_the_prompt_and_keeps_its_beginning():
-    assert fitted(TEXT, 9, "drop") is TEXT
-    cut = fitted(TEXT, 8, "cut")
+    assert shortened(TEXT, 9, "drop") is TEXT
+    cut = shortened(TEXT, 8, "cut")
     assert cut.ids == [1, 11, 12, 20, 21, 13, 22, 23]
     assert sum(cut.learned) == 4
     with pytest.raises(UnreadableError, match="more tokens than max-length"):
-        fitted(TEXT, 8, "drop")
+        shortened(TEXT, 8, "drop")
 
 
 @pytest.mark.parametrize(
     ("most", "expected"), [(7, [20, 21, 22, 23]), (6, [22, 23]), (5, [22, 23]), (4, [22, 23])]
 )
 def test_an_answer_without_what_was_before_it_is_not_learned(most, expected):
-    cut = fitted(TEXT, most, "cut")
+    cut = shortened(TEXT, most, "cut")
     assert len(cut) == most
     assert learned(cut) == expected
 
 
 def test_an_answer_that_fills_everything_is_left_out():
     with pytest.raises(UnreadableError, match="its answer alone has more tokens than max-length"):
-        fitted(TEXT, 3, "cut")
-    everything = Tokens(TEXT.ids, [True] * 9, 1)
-    assert sum(fitted(everything, 3, "cut", everything=True).learned) == 3
+        shortened(TEXT, 3, "cut")
+    all_learned = Tokens(TEXT.ids, [True] * 9, 1)
+    assert sum(shortened(all_learned, 3, "cut", learn_all=True).learned) == 3
 
 
 def test_a_text_of_one_token_has_nothing_to_learn():
     with pytest.raises(UnreadableError, match="no token to learn"):
-        fitted(Tokens([5], [True]), 9, "cut", everything=True)
+        shortened(Tokens([5], [True]), 9, "cut", learn_all=True)

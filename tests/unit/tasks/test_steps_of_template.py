@@ -10,7 +10,7 @@ import transformers
 
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.forms import MOST, MOST_MESSAGES, messages_of, render
+from ravan_flwr.tasks.forms import MOST_MESSAGES, MOST_STEPS, messages_of, render
 from testing.tiny import CHAT, save_speaker
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -35,7 +35,7 @@ def task(tmp_path_factory):
 @pytest.mark.parametrize("how", ENDLESS)
 def test_a_template_that_goes_on_and_on_is_refused(how, task):
     examples, before = datasets.Dataset.from_dict({"messages": [TALK]}), sys.gettrace()
-    with pytest.raises(ValueError, match=rf"chat template: it takes more than {MOST:,} steps"):
+    with pytest.raises(ValueError, match=rf"template: it takes more than {MOST_STEPS:,} steps"):
         task(ENDLESS[how]).encode(examples)
     assert sys.gettrace() is before
 

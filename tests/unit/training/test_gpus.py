@@ -13,23 +13,23 @@ from benchmarks.gpu import classes, fitting
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
-from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
+from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, Sharing, share_gpus
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
-from ravan_flwr.studies.choosing import planned
+from ravan_flwr.studies.choosing import table_runs
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.device import free_memory, give_back_memory, pick_device
+from ravan_flwr.training.device import free_memory, pick_device, release_cached_memory
 from ravan_flwr.training.footprint import (
     CONTEXT,
     Footprint,
-    _MostAlive,
+    _PeakMemory,
     evaluation_memory,
     footprint,
 )
-from ravan_flwr.training.machine import Gpu, in_turn, unused_gpus, visible_gpus
+from ravan_flwr.training.machine import Gpu, assign_gpus, explain_unused_gpus, visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests import ROOT
@@ -98,7 +98,7 @@ def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch)
 
     node = {"Resources": {"CPU": 10_000.0, "GPU": float(number)}}
     monkeypatch.setattr(ray, "nodes", lambda: [node])
-    for clients in range(1, MOST_A_GPU + 1):
+    for clients in range(1, MAX_CLIENTS_PER_GPU + 1):
         share = Sharing(clients).share
         sent = SimulationConfig(client_resources_num_gpus=share).client_resources_num_gpus
         assert pool_size_from_resources({"num_cpus": 1, "num_gpus": sent}) == number * clients
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_told(tmp_path, monkeypatch):
 
     refused(r"GPU 1 \(NVIDIA GeForce .*\) is too small: a client needs .* lower batch-size", LARGE,
             SMALL, batch_size=256)  # fmt: skip
-    refused("GPU 0 .* nvidia-smi does not say how much memory .* --clients-per-gpu",
+    refused("GPU 0 .* nvidia-smi does not report its memory, .* --clients-per-gpu",
             "NVIDIA GB10, [N/A], [N/A]")  # fmt: skip
     refused("--clients-per-gpu 2: found no GPU", asked=2)
     refused("--clients-per-gpu 2: found no GPU for device = 'cpu'", LARGE, asked=2, device="cpu")
@@ -243,7 +243,7 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     file = str(tmp_path / "study.yaml")
     Path(file).write_text(STUDY)
     study = read_study(Path(file))
-    run = planned(study, Results(tmp_path))[0]
+    run = table_runs(study, Results(tmp_path))[0]
     flower_run = running.RunOptions("flower", 2, 3).command(run, tmp_path)
     assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
     assert running.RunOptions("flower", 1, None).command(run, tmp_path)[-2:] == [
@@ -264,16 +264,16 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
 
 def test_the_most_that_is_alive_at_a_time_is_counted():
     weight = torch.empty(10, 1000, device="meta")
-    with _MostAlive([weight]) as memory:
+    with _PeakMemory([weight]) as memory:
         a = torch.empty(1000, device="meta")
         b = weight.T.view(1000, 10)  # no memory of its own
         c = 2 * a
-        assert memory.most == 8000
+        assert memory.peak == 8000
         del a, b
         d = c.view(10, 100) + 1
         del c, d
         torch.empty(500, device="meta")
-    assert memory.most == 8000
+    assert memory.peak == 8000
 
 
 def test_an_evaluation_takes_its_batch_and_the_widest_layer():
@@ -290,7 +290,7 @@ def test_an_evaluation_takes_its_batch_and_the_widest_layer():
 def test_the_page_says_what_the_plan_counts_for_each_size_of_gpu():
     """In three steps: what a process needs, what fits beside the server, and what the page says."""
     assert [fitting(room, Footprint(30, 20)) for room in (20, 30, 50, 110, 1e6)] == [
-        "no", "in process", "1", "3", str(MOST_A_GPU)
+        "no", "in process", "1", "3", str(MAX_CLIENTS_PER_GPU)
     ]  # fmt: skip
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert "\n".join(classes()) in page
@@ -340,7 +340,7 @@ def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path)
     in_ray = empty | {"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def told(cuda="13.0", environment=empty):
-        return unused_gpus(cuda, driver, environment)
+        return explain_unused_gpus(cuda, driver, environment)
 
     assert "on the CPU, but the machine has 2 GPUs: CUDA 13.0 cannot use them" in told()
     assert "warns that the driver is too old, update it" in told()
@@ -349,11 +349,13 @@ def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path)
     assert "this PyTorch is built without CUDA" in told(None, in_ray)
     hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in told(environment=hidden)
-    assert told().endswith("If the CPU is meant, device=cpu says so")
+    assert told().endswith("To use the CPU, set device=cpu")
     # No driver's folder, as under WSL: nvidia-smi is asked.
     nowhere = tmp_path / "nowhere"
-    assert unused_gpus("13.0", nowhere, empty) is None
-    assert "has 1 GPU:" in (unused_gpus("13.0", nowhere, machine(tmp_path / "wsl", SMALL)) or "")
+    assert explain_unused_gpus("13.0", nowhere, empty) is None
+    assert "has 1 GPU:" in (
+        explain_unused_gpus("13.0", nowhere, machine(tmp_path / "wsl", SMALL)) or ""
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
@@ -397,8 +399,8 @@ def test_free_on_an_integrated_gpu_is_what_the_machine_has_beside_its_cache(monk
 @pytest.mark.parametrize(("free", "given"), [(50, 0), (20, 1)])
 def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypatch):
     cuda = FakeCuda(monkeypatch, free, reserved=60, allocated=20)
-    give_back_memory(CUDA)
-    give_back_memory(torch.device("cpu"))
+    release_cached_memory(CUDA)
+    release_cached_memory(torch.device("cpu"))
     assert cuda.emptied == given
 
 
@@ -414,7 +416,7 @@ def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypat
 )  # fmt: skip
 def test_processes_get_gpus_in_turn(number, processes, expected):
     there = [Gpu(str(i), str(i), "H100", 1, 1) for i in range(number)]
-    places = in_turn(there, processes)
+    places = assign_gpus(there, processes)
     assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == expected
 
 
@@ -444,12 +446,12 @@ def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypat
     if found_gpus.DRIVER.is_dir():
         pytest.skip("the machine has GPUs of its own to tell of")
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
-    found_gpus.tell_of_unused_gpus.cache_clear()
+    found_gpus.log_unused_gpus.cache_clear()
     try:
         assert pick_device("cpu").type == "cpu"
         assert not caplog.messages
         assert {pick_device("auto").type for _ in range(2)} == {"cpu"}
     finally:
-        found_gpus.tell_of_unused_gpus.cache_clear()
+        found_gpus.log_unused_gpus.cache_clear()
     (message,) = caplog.messages
     assert "the machine has 1 GPU: this PyTorch" in message

@@ -160,7 +160,7 @@ def test_weights_in_few_bits_are_refused(tmp_path):
     """What unpacks them is chosen by the model, and may be fetched as well."""
     folder = save_model("bert", tmp_path / "model")
     changed(folder, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ValueError, match="quantization_config: its weights are kept in few bits"):
+    with pytest.raises(ValueError, match="quantization_config: its weights are quantized"):
         build("bert", folder)
 
 

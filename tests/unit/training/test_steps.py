@@ -11,11 +11,11 @@ import torch
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training.batching import in_parts
+from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
     Stepper,
     _batches,
-    rate_in_round,
+    learning_rate_in_round,
     steps_of,
     train_locally,
 )
@@ -73,7 +73,7 @@ def test_adam_is_fused_or_left_to_pytorch(loaded, device, fused, monkeypatch):
 
 def test_batches_are_cut_into_parts_in_their_order():
     batches = [np.arange(7), np.arange(7, 12), np.arange(12, 14)]
-    parts, numbers = in_parts(iter(batches), 3)
+    parts, numbers = split_batches(iter(batches), 3)
     assert np.concatenate(list(parts)).tolist() == list(range(14))
     assert list(numbers) == [3, 2, 1]
 
@@ -126,18 +126,26 @@ def test_the_cosine_is_flowertunes():
         {"learning-rate": 5e-5, "learning-rate-schedule": "cosine", "num-rounds": 200}
     )
     for number in (1, 2, 77, 199, 200):
-        assert rate_in_round(config, number) == pytest.approx(theirs(number, 200, 5e-5, 1e-6))
+        assert learning_rate_in_round(config, number) == pytest.approx(
+            theirs(number, 200, 5e-5, 1e-6)
+        )
 
 
 def test_the_rate_rises_at_first():
     config = read_config(
         {"learning-rate": 1.0, "learning-rate-schedule": "constant:3", "num-rounds": 9}
     )
-    assert [rate_in_round(config, n) for n in (1, 2, 3, 4, 9)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [learning_rate_in_round(config, n) for n in (1, 2, 3, 4, 9)] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]
     falling = read_config(
         {"learning-rate": 1.0, "num-rounds": 9, "learning-rate-schedule": "cosine:0:3"}
     )  # fmt: skip
-    rates = [rate_in_round(falling, n) for n in range(1, 10)]
+    rates = [learning_rate_in_round(falling, n) for n in range(1, 10)]
     assert max(rates) == rates[3]
     assert rates[-1] == pytest.approx(0, abs=1e-12)
 

@@ -31,7 +31,7 @@ def _eight(monkeypatch):
     ],
 )
 def test_clients_at_work(settings, clients, number):
-    assert read_config(settings).at_work_of(clients) == number
+    assert read_config(settings).max_concurrent(clients) == number
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fence of deploy/fence.conf on a real SuperLink: a run goes through it, and nothing else does.
+"""deploy/reverse-proxy.conf before a real SuperLink: a run passes it, and nothing else does.
 
 Flower 1.41 has no login for its operators, so who reaches the SuperLink's port is the operator.
 What a device sends here is compared with what the SuperLink says that it was asked.
@@ -48,8 +48,8 @@ def start_node(deployment, number, scripts):
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory, python):
-    folder = tmp_path_factory.mktemp("fence")
-    with Deployment(folder, nodes=3, fenced=True, scripts=python.scripts) as running:
+    folder = tmp_path_factory.mktemp("proxy")
+    with Deployment(folder, nodes=3, behind_proxy=True, scripts=python.scripts) as running:
         # For the first run node 0 and all that it starts are Flower's commands, and no forks.
         for number, scripts in enumerate((SCRIPTS, python.scripts)):
             running.register(number)
@@ -62,14 +62,14 @@ def deployment(tmp_path_factory, python):
 def asked(deployment):
     """All that the SuperLink was asked: the port of who asked, and the path as it received it.
 
-    The port is 0 where the fence says for whom it asks.
+    The port is 0 where the reverse proxy says for whom it asks.
     """
     calls = re.findall(r'127.0.0.1:(\d+) - "[A-Z]+ (\S+) HTTP/', deployment.log("superlink"))
     assert calls
     return [(int(port), path) for port, path in calls]
 
 
-def test_a_run_goes_through_the_fence(deployment, python):
+def test_a_run_goes_through_the_proxy(deployment, python):
     assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
     run = deployment.run(f"num-rounds=2 {SHORT}")
     assert run.wait() == "finished:completed"
@@ -84,8 +84,8 @@ def test_a_run_goes_through_the_fence(deployment, python):
     assert deployment.wait_for_node(0)
 
 
-def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
-    """The danger that the fence is for: no key, no password; the certificate is no secret."""
+def test_without_the_proxy_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
+    """The danger without the proxy: no key, no password; the certificate is no secret."""
     deployment.write_config("intruder", deployment.inside)
     key = tmp_path / "own"
     subprocess.run(
@@ -117,7 +117,7 @@ def nodes(deployment):
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_flwr_does_nothing_through_the_fence(deployment, nodes, words):
+def test_flwr_does_nothing_through_the_proxy(deployment, nodes, words):
     before = len(asked(deployment))
     key = str(deployment.keys / "node-2" / "node.pub")
     ended = subprocess.run(
@@ -156,7 +156,7 @@ def spellings():
 
 
 def say(deployment, request: bytes, protocols=()) -> tuple[bytes, str | None]:
-    """Send bytes to the fence over TLS; what comes back until it closes, and the protocol."""
+    """Send bytes to the proxy over TLS; what comes back until it closes, and the protocol."""
     context = ssl.create_default_context(cafile=deployment.keys / "authority" / "ca.crt")
     if protocols:
         context.set_alpn_protocols(list(protocols))
@@ -196,7 +196,7 @@ def test_no_other_call_passes_however_it_is_spelt(deployment):
             assert statuses(answer) in ([404], [400], [405]), method
     assert_only_supernodes_asked(deployment, before)
     told = "access forbidden by rule, client: 127.0.0.1, server: , request: "
-    assert f'{told}"POST {INNER} HTTP/1.1"' in deployment.log("fence")
+    assert f'{told}"POST {INNER} HTTP/1.1"' in deployment.log("proxy")
 
 
 def assert_only_supernodes_asked(deployment, before):
@@ -236,7 +236,7 @@ def test_a_call_hidden_in_another_does_not_pass(deployment):
     assert_only_supernodes_asked(deployment, before)
 
 
-def test_the_fence_speaks_http_1_1_only_and_takes_no_more_than_a_piece(deployment):
+def test_the_proxy_speaks_http_1_1_only_and_takes_no_more_than_a_piece(deployment):
     _, chosen = say(deployment, request_of("POST", INNER), ("h2", "http/1.1"))
     assert chosen != "h2"
     length = f"Content-Length: {17 * 2**20}"
@@ -299,7 +299,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
     assert all(0 in [c["partition-id"] for c in record["clients"]] for record in run.rounds)
     rejected = [one["client"] for record in run.rounds for one in record["rejected"]]
     assert set(rejected) == {"partition 1"}
-    assert "client intended to send too large body" in deployment.log("fence")
+    assert "client intended to send too large body" in deployment.log("proxy")
     assert " 500" not in deployment.log("superlink")
     deployment.stop_node(1)
     start_node(deployment, 1, python.scripts)

@@ -1,12 +1,21 @@
-"""The house is as docs/architecture.md draws it: rooms on floors, imports that point down."""
+"""The package is as docs/architecture.md draws it: layers, and imports that point down."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from scripts import draw_house
-from scripts.draw_house import PACKAGE, PAGE, arrows, floors, imported, page_with, picture, rooms
+from scripts import draw_layers
+from scripts.draw_layers import (
+    PACKAGE,
+    PAGE,
+    arrows,
+    imported,
+    layers,
+    page_with,
+    picture,
+    subpackages,
+)
 
 # The mathematics, and all that it needs: usable without Flower.
 WITHOUT_FLOWER = [
@@ -32,27 +41,29 @@ def modules_within(path, seen):
 
 
 def test_imports_point_down():
-    order = {room: number for number, floor in enumerate(floors()) for room in floor}
+    order = {subpackage: number for number, layer in enumerate(layers()) for subpackage in layer}
     below = arrows()
-    assert all(order[other] < order[room] for room in below for other in below[room])
+    assert all(
+        order[other] < order[subpackage] for subpackage in below for other in below[subpackage]
+    )
     assert sum(len(others) for others in below.values()) > 50
 
 
 def test_a_circle_is_found(monkeypatch):
-    monkeypatch.setattr(draw_house, "arrows", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    monkeypatch.setattr(draw_layers, "arrows", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}})
     with pytest.raises(ValueError, match="circle: a -> b -> c -> a"):
-        floors()
+        layers()
 
 
 def test_the_page_has_the_picture_of_today():
     page = PAGE.read_text()
-    assert page == page_with(picture()), "run python scripts/draw_house.py --write"
+    assert page == page_with(picture()), "run python scripts/draw_layers.py --write"
 
 
-def test_the_page_has_a_line_for_each_room():
+def test_the_page_has_a_line_for_each_subpackage():
     lines = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = [name for line in lines for name in re.findall(r"`([a-z_]+)(?:/|\.py)`", line)]
-    assert sorted(listed) == sorted(rooms())
+    assert sorted(listed) == sorted(subpackages())
 
 
 def test_the_walk_through_a_round_names_every_file_of_the_server():
@@ -63,12 +74,12 @@ def test_the_walk_through_a_round_names_every_file_of_the_server():
     assert files - {"server/__init__.py"} <= named
 
 
-@pytest.mark.parametrize("room", WITHOUT_FLOWER)
-def test_the_mathematics_imports_no_flower(room):
+@pytest.mark.parametrize("subpackage", WITHOUT_FLOWER)
+def test_the_mathematics_imports_no_flower(subpackage):
     needed: set[Path] = set()
-    for path in rooms()[room]:
+    for path in subpackages()[subpackage]:
         modules_within(path, needed)
-    assert len(needed) >= len(rooms()[room])
+    assert len(needed) >= len(subpackages()[subpackage])
     with_flower = [
         path for path in needed if any(n.split(".")[0] == "flwr" for n in imported(path))
     ]

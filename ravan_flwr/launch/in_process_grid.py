@@ -1,0 +1,168 @@
+"""Call the ClientApp from Flower's `Grid`, in the process of the ServerApp.
+
+A client runs when its reply is pulled, so at most one reply waits. Or several clients run at a time
+in worker processes (parallel_clients.py), with the same results.
+"""
+
+import math
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
+
+from ravan_flwr.client.client_request import read_personal, store_personal
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
+from ravan_flwr.launch.parallel_clients import ParallelClients
+from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.workers import Job
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.secure.node_keys import make_keys
+from ravan_flwr.specs import Scalar
+
+
+class InProcessGrid(Grid):
+    """Flower's `Grid` over clients in this process."""
+
+    in_process = True  # clients run when their replies are pulled
+
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
+        identify()
+        self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
+        self._waiting: dict[str, Message] = {}
+        self._last: dict[tuple[int, str], str] = {}  # id of the waiting message by client and kind
+        self.clients: ParallelClients | None = None  # None: clients run one after the other
+        self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
+        self._until = math.inf  # deadline of the replies to the messages that were pushed last
+        self._nodes: tuple[list[int], list[NodeInfo]] = [], []  # ids, and their NodeInfos
+        self._contexts = {}
+        for node_id in range(1, num_clients + 1):
+            node: dict[str, Scalar] = {"partition-id": node_id - 1, "num-partitions": num_clients}
+            self._contexts[node_id] = Context(1, node_id, node, RecordDict(), dict(run_config))
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes in which clients compute."""
+        return 1 if self.clients is None else self.clients.processes
+
+    def give_keys(self, folder: Path) -> None:
+        """Make all clients' signing keys in a folder, and name it in their node configs."""
+        for node_id, context in self._contexts.items():
+            make_keys(folder, node_id - 1)
+            context.node_config["secure-keys"] = str(folder)
+
+    def personal_states(self) -> dict[int, Tensors]:
+        """Return the clients' personal parameters, by partition."""
+        parts = {i - 1: read_personal(context.state) for i, context in self._contexts.items()}
+        return {
+            partition: personal for partition, personal in parts.items() if personal is not None
+        }
+
+    def give_personal_states(self, parts: Mapping[int, Tensors]) -> None:
+        """Restore the clients' personal parameters in a resumed run."""
+        for node_id, context in self._contexts.items():
+            if node_id - 1 in parts:
+                store_personal(context.state, parts[node_id - 1])
+
+    def set_run(self, run: Run) -> None:
+        """Set the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a new message; Flower now prefers the constructor."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all clients."""
+        return list(self._contexts)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the NodeInfos of all clients: the same list object while the ids are the same."""
+        return self._listed(self.get_node_ids())
+
+    def _listed(self, node_ids: Iterable[int]) -> list[NodeInfo]:
+        ids = list(node_ids)
+        if self._nodes[0] != ids:
+            self._nodes = ids, [NodeInfo(node_id=node) for node in ids]
+        return self._nodes[1]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Queue messages, and return their ids; clients run when their replies are pulled."""
+        if self.clients is not None:
+            self.clients.start_workers()
+        self._until = time.monotonic() + self._timeout
+        return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        message_id = str(uuid.uuid4())
+        # An unanswered message of the same kind to the same client is dropped.
+        self._waiting.pop(self._last.pop(node_and_kind(message), ""), None)
+        set_message_id(message, message_id)
+        self._waiting[message_id] = message
+        self._last[node_and_kind(message)] = message_id
+        return message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the next client; return a list with its reply, or an empty one if it is too late."""
+        ids = {message_id for message_id in message_ids if message_id in self._waiting}
+        # For a single id, do not search the queue.
+        for message_id in list(ids) if len(ids) == 1 else self._waiting:
+            if message_id in ids:
+                message = self._waiting.pop(message_id)
+                self._last.pop(node_and_kind(message), None)
+                try:
+                    return [self._deliver(message)]
+                except TimeoutError:
+                    return []
+        return []
+
+    def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
+        """Let workers begin messages whose replies will be pulled; return the ids to pull."""
+        if self.clients is not None:
+            waiting = filter(None, map(self._waiting.get, message_ids))
+            self.clients.expect(map(self._job, waiting))
+        return message_ids
+
+    def _deliver(self, message: Message) -> Message:
+        """Return a client's reply; TimeoutError if it comes too late."""
+        job = self._job(message)
+        if self.clients is None:
+            reply = reply_of(message, job.context)
+        elif (answer := self.clients.answer(job)) is None:
+            raise TimeoutError
+        else:
+            reply = answer
+        set_message_id(reply, str(uuid.uuid4()))
+        return reply
+
+    def _job(self, message: Message) -> Job:
+        return Job(message, self._contexts[message.metadata.dst_node_id], self._until)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Push all messages, then pull all replies; `timeout` is not used."""
+        del timeout
+        pushed = list(self.push_messages(messages))
+        self.expect(pushed)
+        return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
+
+
+def node_and_kind(message: Message) -> tuple[int, str]:
+    """Return the id of a message's client, and the kind of the message."""
+    return message.metadata.dst_node_id, message.metadata.message_type
