@@ -25,7 +25,7 @@ def test_an_automatic_budget_of_ranks(method):
     if method == "fedit":  # with less it is left out, and not refused
         assert 0 < largest_fraction(settings, half // 3) < 0.34
         assert 0 < largest_fraction(settings, 0) < 0.01
-    assert ("left out" in describe(settings)) == (method == "fedit")
+    assert ("not eligible" in describe(settings)) == (method == "fedit")
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
@@ -66,7 +66,7 @@ def test_an_automatic_budget_takes_the_most_heads_that_fit():
     assert largest_fraction(settings, 10**12) == 1.0
     for fraction, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
         assert largest_fraction(settings, int(need / 0.9) + 2) == fraction
-    with pytest.raises(ValueError, match="budget is 'auto', and the least .* lower batch-"):
+    with pytest.raises(ValueError, match="budget is 'auto', and the smallest trainable part .* lower batch-"):
         largest_fraction(settings, needs[0] // 2)
 
 
