@@ -161,7 +161,7 @@ def test_a_card_says_what_it_is(run, exported):
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
     pools = METHODS[run.summary["method"]].pools
     assert f"2, {1 if pools else 3} clients a round" in card
-    assert ("that of one client" in card) == bool(client_words(run))
+    assert ("the model of one client" in card) == bool(client_words(run))
     assert ("on the examples of all" in card) == pools
 
 

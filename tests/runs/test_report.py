@@ -254,7 +254,7 @@ def test_runs_that_were_not_evaluated_or_otherwise(runs, tmp_path, capsys):
     assert not (tmp_path / "one" / "loss.png").exists()  # nothing to draw
     with pytest.raises(SystemExit):
         main(["report", str(f1), str(runs[2]), "--output", str(tmp_path / "two")])
-    assert "expected a metric in common" in capsys.readouterr().err
+    assert "expected a common metric" in capsys.readouterr().err
 
 
 def with_every(key, value):

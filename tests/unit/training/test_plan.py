@@ -66,7 +66,8 @@ def test_an_automatic_budget_takes_the_most_heads_that_fit():
     assert largest_fraction(settings, 10**12) == 1.0
     for fraction, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
         assert largest_fraction(settings, int(need / 0.9) + 2) == fraction
-    with pytest.raises(ValueError, match="budget is 'auto', and the smallest trainable part .* lower batch-"):
+    too_little = "budget is 'auto', and the smallest trainable part .* lower batch-"
+    with pytest.raises(ValueError, match=too_little):
         largest_fraction(settings, needs[0] // 2)
 
 
