@@ -46,7 +46,7 @@ def first_round(seeds, **changes):
     fixed, changed = sums.close()
     method.calibration.load(adapters, fixed)
     assert fixed == {}
-    places = [set(chosen.tolist()) for chosen in method.calibration.places()]
+    places = [set(chosen.tolist()) for chosen in method.calibration.positions()]
     return method, adapters, method.initial_state(adapters) | changed, places
 
 
@@ -70,7 +70,7 @@ def test_as_many_numbers_are_trained_as_the_lora_has():
     for layer, chosen in zip(LAYERS, places, strict=True):
         assert len(chosen) == layer.out_features + layer.in_features
     assert method.calibration.bytes_up == 4 * method.trainable_parameters()
-    other = [set(p.tolist()) for p in build("slora", rank=1, seed=1)[0].calibration.places()]
+    other = [set(p.tolist()) for p in build("slora", rank=1, seed=1)[0].calibration.positions()]
     assert other != places
     whole = build("slora", rank=4)[0].calibration  # more than a matrix of 4 x 7 has
     assert whole.bytes_up == 4 * (6 * 5 + 4 * 7)
@@ -128,7 +128,7 @@ def test_training_moves_the_drawn_places_alone_and_the_weights_come_back():
             moved.extend((end.detach() - start).flatten() for end, start in pairs)
 
     upload = method.calibration.run(adapters, Training())["change"]
-    for change, chosen in zip(moved, method.calibration.places(), strict=True):
+    for change, chosen in zip(moved, method.calibration.positions(), strict=True):
         assert change.nonzero().flatten().tolist() == chosen.tolist()
     assert upload.tolist() == torch.cat([c[c.nonzero().flatten()] for c in moved]).tolist()
     after = network.state_dict()

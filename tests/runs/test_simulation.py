@@ -733,7 +733,7 @@ def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     "method", [name for name, listed in METHODS.items() if not listed.averages]
 )
 def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
-    told = rf"'adam.*': got method '{method}', which makes its .*expected one of ravan, full"
+    told = rf"'adam.*': got method '{method}', which does not compute .*expected one of ravan, full"
     with pytest.raises(ValueError, match=told):
         run(tmp_path, method=method, server_optimizer="adam")
 
