@@ -473,7 +473,7 @@ def as_typed(value: object) -> object:
 def key_table() -> str:
     """Return the table of all keys by topic, with their defaults and allowed values."""
     lines = [
-        "Keys and their defaults. auto: the preset's value, unless the key describes another.",
+        "Keys and defaults. auto: the preset's value, unless the key describes another.",
         "",
         *_row("num-clients", AUTO, "clients of the simulation (a whole number at least 1)"),
     ]
