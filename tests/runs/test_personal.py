@@ -249,7 +249,7 @@ def test_where_the_parts_are_on_devices_it_is_said(tmp_path):
     for path in (simulation.run_dir / "checkpoints").glob("clients-*"):
         path.unlink()
     with (
-        pytest.raises(ValueError, match="on their devices, and deliver=true makes"),
+        pytest.raises(ValueError, match="on the devices, and deliver=true makes"),
         result_of(simulation.run_dir, 0),
     ):
         pass
