@@ -23,7 +23,7 @@ COPY ravan_flwr ravan_flwr
 RUN pip install --constraint constraints.txt ".[privacy,quantize]"
 
 FROM python:${PYTHON}-slim-bookworm
-# The user must be able to read the secrets, which belong to whoever made them.
+# The user must be able to read the secrets, which belong to the user who made them.
 ARG UID=1000
 RUN useradd --uid "$UID" --home-dir /var/lib/ravan-flwr --create-home --shell /usr/sbin/nologin ravan
 COPY --from=build /opt/venv /opt/venv

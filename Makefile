@@ -18,7 +18,7 @@ help:
 	@echo "make compat    the oldest and the newest Flower that install: what is used of its private parts, a run, a deployment"
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
-	@echo "make gpu-first what only a GPU can tell, in ten minutes, as a table in docs/gpu.md"
+	@echo "make gpu-first what needs a GPU, in ten minutes, as a table in docs/gpu.md"
 	@echo "make docs      the documents as a site, build/site/index.html"
 	@echo "make check     lint, types and tests, which build the site: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each run in an empty environment; Flower Hub's limits"
