@@ -109,36 +109,36 @@ class Bench:
             }
 
 
-def one_at_a_time(loaded: Bench) -> list[Tensors]:
+def one_at_a_time(bench: Bench) -> list[Tensors]:
     """Train as the product does."""
-    config = loaded.config
-    steps = LocalSteps(loaded.steps, config.batch_size, config.learning_rate, config.precision)
-    parts = loaded.model, loaded.task, loaded.examples, loaded.state, 1.0, steps
-    return [train_locally(*parts, work).upload for work in loaded.clients]
+    config = bench.config
+    steps = LocalSteps(bench.steps, config.batch_size, config.learning_rate, config.precision)
+    parts = bench.model, bench.task, bench.examples, bench.state, 1.0, steps
+    return [train_locally(*parts, work).upload for work in bench.clients]
 
 
-def together(loaded: Bench) -> list[Tensors]:
+def together(bench: Bench) -> list[Tensors]:
     """Train all clients in one pass a step."""
-    with loaded.trained() as parameters:
-        number = len(loaded.clients)
+    with bench.trained() as parameters:
+        number = len(bench.clients)
         stacks = {
             name: parameter.detach().expand(number, *parameter.shape).clone()
             for name, parameter in parameters.items()
         }
 
         def loss(own: dict[str, Tensor], batch: Batch) -> Tensor:
-            return loaded.loss(_Called(loaded.network, own), batch)
+            return bench.loss(_Called(bench.network, own), batch)
 
         step = vmap(grad_and_value(loss), randomness="different")
-        optimizer = loaded.adam(list(stacks.values()))
-        for each in zip(*loaded.batches, strict=True):
+        optimizer = bench.adam(list(stacks.values()))
+        for each in zip(*bench.batches, strict=True):
             batch = {name: torch.stack([one[name] for one in each]) for name in each[0]}
             gradients, _ = step(stacks, batch)
             for name, stack in stacks.items():
                 # In the stack's own order: a fused Adam takes both as they lie in memory.
                 stack.grad = gradients[name].contiguous()
             optimizer.step()
-        return [_upload_with(loaded, parameters, stacks, client) for client in range(number)]
+        return [_upload_with(bench, parameters, stacks, client) for client in range(number)]
 
 
 class _Called(nn.Module):
@@ -153,43 +153,43 @@ class _Called(nn.Module):
 
 
 def _upload_with(
-    loaded: Bench, parameters: dict[str, nn.Parameter], stacks: dict[str, Tensor], client: int
+    bench: Bench, parameters: dict[str, nn.Parameter], stacks: dict[str, Tensor], client: int
 ) -> Tensors:
     """Put a client's parameters into the model, and collect what it would send."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(stacks[name][client])
-    return loaded.model.upload(loaded.model.method)
+    return bench.model.upload(bench.model.method)
 
 
-def compiled(loaded: Bench, backend: str) -> list[Tensors]:
+def compiled(bench: Bench, backend: str) -> list[Tensors]:
     """Train one client at a time, its network compiled."""
-    mode = "reduce-overhead" if loaded.model.device.type == "cuda" else None  # with CUDA graphs
-    network: Any = torch.compile(loaded.network, backend=backend, dynamic=False, mode=mode)
+    mode = "reduce-overhead" if bench.model.device.type == "cuda" else None  # with CUDA graphs
+    network: Any = torch.compile(bench.network, backend=backend, dynamic=False, mode=mode)
     uploads = []
-    for batches in loaded.batches:
-        with loaded.trained() as parameters:
-            optimizer = loaded.adam(list(parameters.values()))
+    for batches in bench.batches:
+        with bench.trained() as parameters:
+            optimizer = bench.adam(list(parameters.values()))
             for batch in batches:
                 torch.compiler.cudagraph_mark_step_begin()
                 optimizer.zero_grad(set_to_none=True)
-                loaded.loss(network, batch).backward()
+                bench.loss(network, batch).backward()
                 optimizer.step()
-            uploads.append(loaded.model.upload(loaded.model.method))
+            uploads.append(bench.model.upload(bench.model.method))
     return uploads
 
 
 class Graph:
     """Capture a client's step once, with its own memory, and replay it for every client."""
 
-    def __init__(self, loaded: Bench) -> None:
-        self.loaded = loaded
-        with loaded.trained() as parameters:
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        with bench.trained() as parameters:
             self.start = {name: p.detach().clone() for name, p in parameters.items()}
             # The captured parameters: copies, since a loaded state replaces those of the model.
             self.own = {name: t.clone().requires_grad_() for name, t in self.start.items()}
-            self.batch = {name: tensor.clone() for name, tensor in loaded.batches[0][0].items()}
-            self.optimizer = loaded.adam(list(self.own.values()), capturable=True)
+            self.batch = {name: tensor.clone() for name, tensor in bench.batches[0][0].items()}
+            self.optimizer = bench.adam(list(self.own.values()), capturable=True)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -205,21 +205,21 @@ class Graph:
         for tensor in self.own.values():
             if tensor.grad is not None:
                 tensor.grad.zero_()
-        self.loaded.loss(_Called(self.loaded.network, self.own), self.batch).backward()
+        self.bench.loss(_Called(self.bench.network, self.own), self.batch).backward()
         self.optimizer.step()
 
-    def __call__(self, loaded: Bench) -> list[Tensors]:
+    def __call__(self, bench: Bench) -> list[Tensors]:
         """Train every client by replays."""
         uploads = []
-        for client, batches in enumerate(loaded.batches):
+        for client, batches in enumerate(bench.batches):
             self._begin()
             for batch in batches:
                 for name, tensor in batch.items():
                     self.batch[name].copy_(tensor)
                 self.graph.replay()
-            with loaded.trained() as parameters:
+            with bench.trained() as parameters:
                 stacks = {name: tensor.detach()[None] for name, tensor in self.own.items()}
-                uploads.append(_upload_with(loaded, parameters, stacks, 0))
+                uploads.append(_upload_with(bench, parameters, stacks, 0))
             assert client == len(uploads) - 1
         return uploads
 
@@ -244,22 +244,22 @@ def apart(uploads: list[Tensors], expected: list[Tensors]) -> float:
 
 def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure every row; a row that fails has its reason."""
-    loaded = Bench(preset, precision, given)
+    bench = Bench(preset, precision, given)
     rows: dict[str, Callable[[Bench], list[Tensors]]] = {
         FIRST: one_at_a_time,
         "together": together,
-        "compiled": lambda loaded: compiled(loaded, given.backend),
+        "compiled": lambda bench: compiled(bench, given.backend),
     }
     if given.device == "cuda":
-        rows["CUDA graph"] = Graph(loaded)
+        rows["CUDA graph"] = Graph(bench)
     expected: list[Tensors] = []
     base = 0.0
     for name, row in rows.items():
         line: dict[str, Any] = {"preset": preset, "precision": precision, "row": name}
         try:
-            uploads = row(loaded)  # warms up
+            uploads = row(bench)  # warms up
             expected = expected or uploads
-            seconds = [timed(row, loaded, given.device) for _ in range(given.repeat)]
+            seconds = [timed(row, bench, given.device) for _ in range(given.repeat)]
         except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
             yield line | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
             continue
@@ -267,18 +267,18 @@ def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[
         base = base or middle
         waits = None
         if given.device == "cuda":
-            waits = waiting_share(traced(lambda row=row: row(loaded)), middle)  # type: ignore[misc]
+            waits = waiting_share(traced(lambda row=row: row(bench)), middle)  # type: ignore[misc]
         yield line | {
             "seconds": middle, "quicker": base / middle, "waits": waits,
             "apart": apart(uploads, expected),
         }  # fmt: skip
 
 
-def timed(row: Callable[[Bench], list[Tensors]], loaded: Bench, device: str) -> float:
+def timed(row: Callable[[Bench], list[Tensors]], bench: Bench, device: str) -> float:
     """Time a row."""
     synchronize(device)
     began = time.perf_counter()
-    row(loaded)
+    row(bench)
     synchronize(device)
     return time.perf_counter() - began
 

@@ -46,12 +46,9 @@ REPLACED = {
     r"\bgoes on\b|\bgoes with\b|\bcomes of\b": "continues, belongs to, results from",
 }
 # Of comments and docstrings, in which code acts, and an enum has members.
-IN_CODE = {
-    pattern: better for pattern, better in REPLACED.items() if pattern not in (HOUSE, MEMBER)
-}
-IN_CODE |= {
+IN_CODE = {old: new for old, new in REPLACED.items() if old not in (HOUSE, MEMBER)} | {
     r"\b(?:any|every)body\b|\bwhoever\b|\bwhom\b": "the noun that is meant",
-    r"\b[Tt]ell(?:s|ing)?\b|\btold\b|\b[Ss]ay(?:s|ing)? (?:so|why|whether|which|what)\b":
+    r"\btell(?:s|ing)?\b|\btold\b|\bsay(?:s|ing)? (?:so|why|whether|which|what)\b":
         "return, log, report, raise, state",
 }  # fmt: skip
 # The record of a release has the names before it; a page of generated keys is no prose.
@@ -87,7 +84,8 @@ def pages(root: Path = ROOT) -> dict[str, str]:
 
 def comments(source: str) -> str:
     """Return the comments and docstrings of a module, each in its line."""
-    lines = [""] * (source.count("\n") + 1)
+    written = source.splitlines()
+    lines = [""] * len(written)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             lines[token.start[0] - 1] = token.string
@@ -96,7 +94,7 @@ def comments(source: str) -> str:
             continue
         if ast.get_docstring(node):
             first, last = node.body[0].lineno - 1, node.body[0].end_lineno
-            lines[first:last] = source.splitlines()[first:last]
+            lines[first:last] = written[first:last]
     return "\n".join(lines)
 
 
@@ -134,7 +132,7 @@ def wrong(root: Path = ROOT) -> list[str]:
 
 def main() -> None:
     """Write words by page, then what is wrong."""
-    lines = wrong()
+    lines = found = wrong()
     if "--quiet" not in sys.argv:
         counts = {name: words(text) for name, text in pages().items()}
         total = sum(count for name, count in counts.items() if name not in REFERENCE)
@@ -144,7 +142,7 @@ def main() -> None:
         ]
         lines = [*(f"{count:6,}  {name}" for count, name in rows), *lines]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.exit(bool(wrong()))
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def plain(text: str) -> str:
     """Escape a text, such as a path, so that matplotlib can draw it.
 
     Dollars are escaped, since matplotlib parses a formula between two of them. So are unprintable
-    characters: lone surrogates, ends of lines, and those that change the direction of writing.
+    characters: lone surrogates, ends of lines, and characters that change the direction of writing.
     """
     return plain_text.plain(text).replace("$", r"\$")
 

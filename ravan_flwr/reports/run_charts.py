@@ -1,4 +1,4 @@
-"""Draw the charts of runs: those that compare several runs, and those of a single run.
+"""Draw the charts that compare several runs, and the charts of a single run.
 
 Runs that differ only in the seed are one line with a band.
 """

@@ -173,7 +173,7 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-MOST_CLIENTS = 300  # clients that are listed
+LISTED_CLIENTS = 300  # clients that are listed
 MOST_REJECTED = 50  # the last ones, of a run under way
 AT_WORK = "at work"
 
@@ -342,7 +342,7 @@ def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             -client["last_round"],
             client["partition"],
         ),
-    )[:MOST_CLIENTS]
+    )[:LISTED_CLIENTS]
     total = max(len(rows), snapshot.status.get("clients", 0) if snapshot.status else 0)
     partitions = max((record["partitions"] for record in snapshot.run.rounds), default=0)
     if snapshot.status:

@@ -11,7 +11,7 @@ from benchmarks.gpu_levers import apart, compiled, one_at_a_time, together
 
 
 @pytest.fixture(params=["ravan", "fedit", "full"])
-def loaded(request, tmp_path):
+def bench(request, tmp_path):
     given = argparse.Namespace(
         method=request.param, device="cpu", small=True, steps=3, clients=3, folder=tmp_path
     )
@@ -19,16 +19,16 @@ def loaded(request, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
-def test_uploads_are_those_of_one_client_at_a_time(loaded):
-    expected = one_at_a_time(loaded)
+def test_uploads_are_those_of_one_client_at_a_time(bench):
+    expected = one_at_a_time(bench)
     different = apart(expected[:1], expected[1:2])
     assert different > 5e-4  # the clients have batches of their own
-    assert apart(together(loaded), expected) < 1e-2 * different
+    assert apart(together(bench), expected) < 1e-2 * different
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's compiler warns of itself
-        assert apart(compiled(loaded, "aot_eager"), expected) < 1e-2 * different
+        assert apart(compiled(bench, "aot_eager"), expected) < 1e-2 * different
     # And the model is as it was.
-    assert apart(one_at_a_time(loaded), expected) == 0
+    assert apart(one_at_a_time(bench), expected) == 0
 
 
 def test_a_difference_is_found():

@@ -11,7 +11,7 @@ import pytest
 
 from ravan_flwr.reports.dashboard import DashboardPage
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import MOST_CLIENTS, MOST_REJECTED, FollowedRun, view_of
+from ravan_flwr.reports.run_view import LISTED_CLIENTS, MOST_REJECTED, FollowedRun, view_of
 from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
@@ -276,8 +276,8 @@ def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
     rejected = [{"client": f"partition {n % 7}", "reason": "late"} for n in range(500)]
     lines(folder, [record(1, rejected=rejected)])
     view = view_of(FollowedRun(folder).read())
-    assert len(view["clients"]["listed"]) == MOST_CLIENTS
-    assert view["clients"]["more"] == 1000 - MOST_CLIENTS
+    assert len(view["clients"]["listed"]) == LISTED_CLIENTS
+    assert view["clients"]["more"] == 1000 - LISTED_CLIENTS
     assert view["clients"]["missing"] == 2
     assert len(view["rejected"]) == MOST_REJECTED
     assert view["rejections"] == 500
@@ -363,13 +363,13 @@ def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
     lines(folder, [record(1, clients=took_part, rejected=rejected, partitions=10_001)])
     people = view_of(FollowedRun(folder).read())["clients"]
     listed = {one["partition"]: one for one in people["listed"]}
-    assert len(people["listed"]) == MOST_CLIENTS
+    assert len(people["listed"]) == LISTED_CLIENTS
     assert [*listed] == sorted(listed)
     assert listed[last]["now"] == "at work"
     assert listed[7]["now"] == "has answered"
     assert listed[5_000]["rejected"] == 1
     assert listed[6_000]["rounds"] == 1
-    assert people["more"] == 10_000 - MOST_CLIENTS
+    assert people["more"] == 10_000 - LISTED_CLIENTS
     assert people["missing"] == 1
     words = page_of(folder).words
     assert "And 9700 more clients." in words
