@@ -1,4 +1,4 @@
-"""Open untrusted files: only regular files, up to a size limit.
+"""Open untrusted files: only regular files, up to a size limit. Write files to disk.
 
 Reading a pipe without a writer would block for ever, and a device such as `/dev/zero` has no end.
 """
@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -49,6 +50,50 @@ def check_file(path: Path, most: int = LARGE) -> None:
     """Raise ValueError unless this is a regular file of at most `most` bytes."""
     with opened(path, most):
         pass
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+    """Write a temporary file, flush it to disk, rename it: no reader ever sees half a file.
+
+    A file that is not `durable` is not flushed, and may be lost if the machine loses power.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with named_errors(path):
+        try:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
+                file.write(data)
+                if durable:
+                    flush(file)
+            temporary.replace(path)
+            if durable:
+                flush_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def append(file: BinaryIO, data: bytes) -> None:
+    """Append to an open file; the data is on disk when this returns."""
+    file.write(data)
+    flush(file)
+
+
+def flush(file: BinaryIO) -> None:
+    """Flush an open file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Add the file's name to OSErrors: the error of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush_folder(folder: Path) -> None:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.on_device import append, is_on_a_device, locked_file, persistent_folder
+from ravan_flwr.client.on_device import is_on_a_device, locked_file, persistent_folder
 from ravan_flwr.config.node_config import Node
+from ravan_flwr.files import append
 from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, StepNoise, epsilon_of_all
 
 if TYPE_CHECKING:

@@ -60,13 +60,6 @@ def locked_file(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def append(file: BinaryIO, content: bytes) -> None:
-    """Append to a file and flush it to disk."""
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def persistent_folder() -> Path | None:
     """Return this user's private folder in FLWR_HOME; None if it cannot be made or used."""
     folder = _persistent_path()

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from ravan_flwr.client.account import ACCOUNT
-from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
+from ravan_flwr.client.on_device import is_on_a_device, locked_file
+from ravan_flwr.files import append
 from ravan_flwr.secure import PHASES
 
 _OF = "of-run"

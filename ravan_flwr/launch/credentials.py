@@ -32,6 +32,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ravan_flwr.files import write_atomically
+
 AUTHORITY, SUPERLINK, NODE = "authority", "superlink", "node-"
 # Names at which the SuperLink's processes connect to it.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -230,11 +232,7 @@ def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
         for name, data in files.items():
             mode = 0o600 if name.endswith(".key") else 0o644
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(os.open(temporary / name, flags, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_atomically(temporary / name, data, mode)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

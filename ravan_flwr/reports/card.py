@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.data.model_folder import PROCESSOR, read_json
+from ravan_flwr.files import write_atomically
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.console import uploads_seen
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import fill_template

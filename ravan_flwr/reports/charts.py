@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
+from ravan_flwr.files import write_atomically
 from ravan_flwr.messages import plain_text
-from ravan_flwr.runs.directory import write_atomically
 
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")

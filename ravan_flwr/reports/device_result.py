@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ravan_flwr.files import flush_folder, read_file
+from ravan_flwr.files import flush, flush_folder, read_file
 from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.reports.card import fill_card
@@ -156,7 +156,7 @@ def _flush(path: Path) -> None:
         flush_folder(path)
     else:
         with path.open("r+b") as file:
-            os.fsync(file.fileno())
+            flush(file)
 
 
 def _replace(folder: Path, target: Path, previous: Path) -> None:

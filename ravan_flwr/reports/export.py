@@ -32,12 +32,13 @@ from transformers import PreTrainedModel
 from ravan_flwr.adapters.bases import describe_bases, make_bases
 from ravan_flwr.data.hub import no_bars
 from ravan_flwr.data.model_folder import PROCESSOR, read_json
+from ravan_flwr.files import write_atomically
 from ravan_flwr.methods import METHODS, MIXES
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.evaluation import result_of
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network, stored_dtype
 

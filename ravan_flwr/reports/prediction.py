@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, image_of, rows_of
+from ravan_flwr.files import flush
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.tasks.base import Columns
 from ravan_flwr.tasks.extensions import Predicts, task_with
@@ -73,8 +74,7 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], 
         with temporary.open("wb") as file:
             with closing(_WRITERS[kind](file, schema)) as writer:
                 yield write
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         try:
             os.link(temporary, path)  # unlike a rename, it replaces nothing
         except OSError:  # there is a file now, or no link on this file system

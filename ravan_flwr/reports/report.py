@@ -16,10 +16,10 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.reports.run_view import RunSnapshot, comparison_of, picture_of, title_of, view_of
 from ravan_flwr.runs.console import megabytes, minutes
-from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
 from ravan_flwr.runs.lock import NAME as LOCK
 

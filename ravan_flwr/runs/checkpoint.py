@@ -22,9 +22,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ravan_flwr.files import check_file
+from ravan_flwr.files import check_file, write_atomically
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import check_run_exists, write_atomically
+from ravan_flwr.runs.directory import check_run_exists
 
 log = logging.getLogger(__name__)
 

@@ -21,15 +21,14 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import with_preset_path
-from ravan_flwr.files import LARGE, flush_folder, opened, read_file
+from ravan_flwr.files import LARGE, append, named_errors, opened, read_file, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
 from ravan_flwr.specs import Scalar
 
@@ -159,10 +158,8 @@ class RunDirectory:
         """Append lines to the file `name`; they are on disk when this returns."""
         path = self.path / name
         check_run_exists(self.path)
-        with _named_errors(path), path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
+        with named_errors(path), path.open("ab") as file:
+            append(file, "".join(f"{line}\n" for line in lines).encode())
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; an incomplete last line is ignored."""
@@ -288,35 +285,3 @@ def resume_advice(run: Path) -> str:
 
 # A full disk, a quota, a failing disk, a read-only disk, a file that is too large.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-
-
-def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a temporary file, flush it to disk, rename it: no reader ever sees half a file.
-
-    A file that is not `durable` is not flushed, and may be lost if the machine loses power.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _named_errors(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            temporary.replace(path)
-            if durable:
-                flush_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to OSErrors: the error of a full disk has none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error

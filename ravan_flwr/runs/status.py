@@ -11,8 +11,8 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from ravan_flwr.files import read_file
-from ravan_flwr.runs.directory import check_run_exists, write_atomically
+from ravan_flwr.files import read_file, write_atomically
+from ravan_flwr.runs.directory import check_run_exists
 from ravan_flwr.runs.record import check, parse_json
 
 NAME = "status.json"

@@ -5,8 +5,6 @@ included. A client signs its keys of a round (Ed25519, RFC 8032), so neither the
 client can replace them.
 """
 
-import os
-import secrets
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     load_pem_public_key,
 )
+
+from ravan_flwr.files import write_atomically
 
 _LARGEST = 4096  # bytes of a file
 
@@ -92,8 +92,8 @@ def make_keys(folder: Path, partition: int) -> Path:
     open_to_all = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(private, secret, 0o600)
-        _write(public, open_to_all, 0o644)
+        write_atomically(private, secret, 0o600)
+        write_atomically(public, open_to_all, 0o644)
     except OSError as error:
         with suppress(OSError):  # a single key file would block the next attempt
             private.unlink(missing_ok=True)
@@ -106,20 +106,6 @@ def make_keys(folder: Path, partition: int) -> Path:
 
 def _name(partition: int, kind: str) -> str:
     return f"partition-{partition}.{kind}"
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _key(path: Path, kind: Any) -> Any:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from scipy import stats
 
 from ravan_flwr.config.yaml_file import KEBAB
-from ravan_flwr.files import first_error
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.files import append, first_error, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.history import Curve, client_seconds, curve_of
 from ravan_flwr.studies.spec import MIN_SEEDS, PlannedRun
 from ravan_flwr.tasks import TIME
@@ -141,10 +140,8 @@ class Results:
         if (data := dict(run.settings + run.overrides).get("data")) and Path(str(data)).is_dir():
             line["data-hash"] = _hash_of(Path(str(data)))
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        with self.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with self.record.open("ab") as file:
+            append(file, json.dumps(line, allow_nan=False).encode() + b"\n")
         self._lines[run.name] = line
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.charts import Chart
 from ravan_flwr.runs.console import megabytes
-from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.choosing import RateChoice, RungResult, choices_of, ranked, rates_as_good
 from ravan_flwr.studies.lines import Line, lines_of, runs_without_time, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts

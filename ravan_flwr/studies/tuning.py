@@ -21,8 +21,8 @@ import yaml
 from ravan_flwr.config.keys import as_key_values, check_key
 from ravan_flwr.config.presets import preset_file, with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
+from ravan_flwr.files import write_atomically
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import RateChoice, candidates, choose, grid_around
 from ravan_flwr.studies.results import Results

@@ -27,7 +27,7 @@ MOMENTS = {
     "before the record": ("ravan_flwr.runs.directory.RunDirectory.append_round", 3),
     "between record and checkpoint": ("ravan_flwr.server.run_recorder.save_checkpoint", 3),
     "in the middle of a checkpoint": ("ravan_flwr.runs.checkpoint.safetensors.torch.save", 3),
-    "in the middle of a file": ("ravan_flwr.runs.directory.os.fsync", 7),
+    "in the middle of a file": ("ravan_flwr.files.os.fsync", 7),
     "while old checkpoints are dropped": ("ravan_flwr.runs.checkpoint._drop", 1),
     "at the end": ("ravan_flwr.server_app.summary_of", 1),
 }

@@ -100,7 +100,7 @@ def test_no_half_folder_after_a_failure(folder, monkeypatch):
     def full(_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("ravan_flwr.launch.credentials.os.fsync", full)
+    monkeypatch.setattr("ravan_flwr.files.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         make_credentials(folder, [], 3)
     assert contents(folder) == before

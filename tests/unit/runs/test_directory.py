@@ -12,6 +12,7 @@ import torch
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import PresetPath, conf_folder, preset_names
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.files import write_atomically
 from ravan_flwr.runs.checkpoint import (
     KEPT,
     checkpoint_rounds,
@@ -25,7 +26,6 @@ from ravan_flwr.runs.directory import (
     RunDirectory,
     is_write_error,
     with_recorded_settings,
-    write_atomically,
     write_error_message,
 )
 from ravan_flwr.runs.status import write_status

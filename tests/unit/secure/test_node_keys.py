@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_pair(tmp_path, monkeypatch):
     calls = count(1)
 
     def full(_):
-        if next(calls) == 2:  # of the public key, after the private one
+        if next(calls) == 3:  # of the public key, after the private one and its folder
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
