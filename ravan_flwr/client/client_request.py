@@ -31,7 +31,7 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 
 log = getLogger(__name__)
 
-PERSONAL_RECORD = "own-part"  # the record in the node's state with its personal parameters
+PERSONAL_RECORD = "personal"  # the record in the node's state with its personal parameters
 HIDDEN_REASON = (
     "this device could not work on its examples; its own log has the reason, which is not sent "
     "to the server, since it could reveal an example"

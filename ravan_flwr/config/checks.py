@@ -79,7 +79,9 @@ def without_effect(run_config: Values) -> list[str]:
 
 
 def _conflict(values: Values, key: str, conflict: str, expected: str, remedy: str) -> ValueError:
-    return ValueError(f"{key} = {values[key]!r}: got {conflict}, expected {expected}; {remedy}")
+    value = values[key]
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return ValueError(f"{key} = {text}: got {conflict}, expected {expected}; {remedy}")
 
 
 def _check_order(values: Values, small: str, large: str, reason: str = "") -> None:
@@ -148,7 +150,12 @@ def _check_sparsity(values: Values) -> None:
     name = str(values["method"])
     method = METHODS[name]
     for density, supported, reason, form in (
-        (sent[0], method.sparse_down, "clients need all numbers of its state", "1:UP"),
+        (
+            sent[0],
+            method.sparse_down,
+            "clients need all numbers of its state",
+            "1:UP" if method.sparse_up else "1:1",
+        ),
         (sent[1], method.sparse_up, "clients need all of their change in its state", "1:1"),
     ):
         if density < 1 and not supported:

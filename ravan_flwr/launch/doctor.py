@@ -240,7 +240,9 @@ def _not_expired(certificate: x509.Certificate) -> str:
     end = certificate.not_valid_after_utc
     if end < datetime.now(UTC) + RENEWAL:
         expired = "expired" if end < datetime.now(UTC) else "expires"
-        raise ValueError(f"the certificate {expired} on {end:%Y-%m-%d}; renew it (docs/deploy.md)")
+        raise ValueError(
+            f"the certificate {expired} on {end:%Y-%m-%d}; renew it (docs/operating.md)"
+        )
     return f"the certificate is valid until {end:%Y-%m-%d}"
 
 

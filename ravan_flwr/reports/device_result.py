@@ -57,7 +57,7 @@ def save_result(
         "folder": RESULT_FOLDERS[form],
     }
     if personal_state is not None:
-        mark["own-part"] = checksum(personal_state)
+        mark["personal"] = checksum(personal_state)
     if not result_path.is_dir():
         result_path.mkdir()  # not its parents: if they are missing, the path is a mistake
     if _is_delivered(target, mark):
