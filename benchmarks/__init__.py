@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, beside peers; docs/performance.md has their results."""
+"""Measurements of speed and memory, with peers; docs/performance.md has the results."""

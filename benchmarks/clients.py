@@ -1,22 +1,22 @@
 """Measure clients a second with 1,000 clients of 50 images: pfl-research 0.6, ours, Flower's way.
 
     python -m benchmarks.clients                       # 16 minutes; makes pfl's environment
-    python -m benchmarks.clients --pfl PYTHON          # of an environment that has pfl and PEFT
+    python -m benchmarks.clients --pfl PYTHON          # an environment with pfl and PEFT
     python -m benchmarks.clients --flower --processes 2
 
 The setting is that of pfl-research's CIFAR-10 benchmark in shape: 50,000 training images of
 32 x 32 x 3 in ten classes, partitioned evenly, 50 clients a round, one pass in batches of ten. The
-images are crops of scikit-learn's two photographs, since CIFAR-10 itself is a download; what is
-in an image does not change what a step costs. The network has the shape of `digits-vit` with
+images are crops of scikit-learn's two photographs, since CIFAR-10 is a download; the content of
+an image does not change the cost of a step. The network has the shape of `digits-vit` with
 patches of 4 x 4: 64 and a class token, 0.3 million parameters, random, with a LoRA of rank 4 on
 queries and values, the classifier frozen. All rows compute with the same number of threads.
 
-The peer is `benchmarks/plain_pfl`. Its own benchmarks take plain SGD in a client; ours is always
-Adam, so it is measured with both, and the bar is against Adam. Rows take turns, each run is a
-process of its own. A round lasts from one line of its file to the next, by this program's clock;
-the first and the last, which evaluates, do not count. Processor time does not depend on what else
-the machine does, as far as its caches allow. Start-up is the time to the first round's line, less a
-round; memory is the most that one process had, by the kernel.
+The peer is `benchmarks/plain_pfl`. Its own benchmarks use plain SGD in a client; ours is always
+Adam, so that it is measured with both, and the bar is against Adam. Rows take turns, and each run
+is a process of its own. A round lasts from one line of its file to the next, by this program's
+clock. The first round, and the last, which evaluates, do not count. Processor time depends little
+on other processes of the machine, except through caches. Start-up is the time to the first line,
+less a round; memory is the peak of one process, by the kernel.
 """
 
 import argparse
@@ -57,10 +57,10 @@ OURS = {"ours, fedit": "fedit", "ours, ravan": "ravan"}
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold what one run took."""
+    """Hold the measurements of one run."""
 
-    rounds: list[float]  # seconds of each
-    processor: list[float]  # seconds of it that all threads and processes computed
+    rounds: list[float]  # seconds of each round
+    processor: list[float]  # processor seconds of each round, over all threads and processes
     start: float  # seconds from the command to the first round
     memory: float  # MB
 
@@ -74,7 +74,7 @@ class Measured:
 
 
 def main() -> None:
-    """Measure what was asked for, and print a table."""
+    """Run the selected rows, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4, help="of a run that count (default: 4)")
@@ -91,28 +91,28 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="end with 1 if the bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as name:
         folder = Path(name)
-        python = asked.pfl or make_environment(folder / "pfl")
+        python = options.pfl or make_environment(folder / "pfl")
         write_inputs(folder)
-        rows = rows_of(folder, python, asked.rounds + 2, asked.processes)
-        environment = environment_of(folder, asked.threads)
+        rows = rows_of(folder, python, options.rounds + 2, options.processes)
+        environment = environment_of(folder, options.threads)
         found: dict[str, list[Measured]] = {row: [] for row in rows}
-        for _ in range(asked.runs):
+        for _ in range(options.runs):
             for row, command in rows.items():
                 lines = folder / "runs" / f"{len(list(folder.glob('runs/*')))}"
                 found[row].append(measured(command(lines), lines, environment))
-        plain = on_flower(folder, asked.rounds + 2) if asked.flower else []
+        plain = on_flower(folder, options.rounds + 2) if options.flower else []
     show(found, plain)
-    if asked.json:
-        told = {row: [asdict(run) for run in runs] for row, runs in found.items()}
+    if options.json:
+        clients = {row: [asdict(run) for run in runs] for row, runs in found.items()}
         flower = {FLOWER: [{"rounds": plain}]} if plain else {}
-        asked.json.write_text(json.dumps({"clients": told | flower}, indent=1) + "\n")
-    quicker = ratio(found, BARRED)
-    if quicker < BAR:
-        print(f"missed: {BARRED} trains {quicker:.2f} times as many clients a second, bar {BAR}")
-    sys.exit(asked.check and quicker < BAR)
+        options.json.write_text(json.dumps({"clients": clients | flower}, indent=1) + "\n")
+    speedup = ratio(found, BARRED)
+    if speedup < BAR:
+        print(f"missed: {BARRED} trains {speedup:.2f} times as many clients a second, bar {BAR}")
+    sys.exit(options.check and speedup < BAR)
 
 
 def make_environment(folder: Path) -> Path:
@@ -133,7 +133,7 @@ def make_environment(folder: Path) -> Path:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the network, and the images as each reads them: pfl a pickle, we and Flower parquet."""
+    """Write the network, and the images: a pickle for pfl, parquet for ours and Flower."""
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=192,
@@ -169,9 +169,9 @@ run: {{partition: iid, classifier: frozen}}
 
 
 def crops(number: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Cut squares out of two photographs; the class is the photograph and the fifth of its width.
+    """Crop squares of two photographs; the class is the photograph and the fifth of its width.
 
-    (number, 32, 32, 3) bytes, and the classes.
+    Returns (number, 32, 32, 3) bytes, and the classes.
     """
     photographs = np.stack(load_sample_images().images)
     _, height, width, _ = photographs.shape
@@ -184,11 +184,11 @@ def crops(number: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndar
     return np.stack(squares), which * 5 + left * 5 // (width - SIDE)
 
 
-Command = Callable[[Path], list[str]]  # of a folder in which a file of lines is to appear
+Command = Callable[[Path], list[str]]  # command of a folder for the file of rounds
 
 
 def rows_of(folder: Path, python: Path, rounds: int, processes: int | None) -> dict[str, Command]:
-    """Make each row's command."""
+    """Return each row's command."""
     rows: dict[str, Command] = {}
     for name, optimizer in (("pfl, SGD", "sgd"), (PEER, "adam")):
         rows[name] = lambda out, optimizer=optimizer: pfl_command(  # type: ignore[misc]
@@ -207,7 +207,7 @@ def rows_of(folder: Path, python: Path, rounds: int, processes: int | None) -> d
 
 
 def pfl_command(folder: Path, python: Path, out: Path, rounds: int, optimizer: str) -> list[str]:
-    """Write the peer's command."""
+    """Return the peer's command."""
     settings = {
         "model": folder / "model", "data": folder / "pickles", "lines": out / "rounds.jsonl",
         "clients": CLIENTS, "cohort": COHORT, "rounds": rounds, "batch-size": BATCH,
@@ -218,7 +218,7 @@ def pfl_command(folder: Path, python: Path, out: Path, rounds: int, optimizer: s
 
 
 def our_command(folder: Path, out: Path, rounds: int, method: str, processes: int = 1) -> list[str]:
-    """Write ours; one pass over 50 images in batches of ten are five steps."""
+    """Return our command; one pass over 50 images in batches of ten is five steps."""
     settings = {
         "preset": folder / "preset.yaml", "method": method, "num-clients": CLIENTS,
         "clients-per-round": COHORT, "num-rounds": rounds, "local-steps": EACH // BATCH,
@@ -231,41 +231,41 @@ def our_command(folder: Path, out: Path, rounds: int, method: str, processes: in
 
 def environment_of(folder: Path, threads: int) -> Mapping[str, str]:
     """Fix the threads of all rows, and keep caches in the benchmark's folder."""
-    told = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return os.environ | told | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    limits = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return os.environ | limits | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
 
 
 def measured(command: list[str], out: Path, environment: Mapping[str, str]) -> Measured:
     """Run a command, and note when each line appears in the rounds.jsonl below `out`."""
     out.mkdir(parents=True)
     began = time.perf_counter()
-    ends: list[tuple[float, float]] = []  # by the clock, by the processors'
-    with (out / "said").open("wb") as said:
+    ends: list[tuple[float, float]] = []  # by wall clock and processor clock
+    with (out / "said").open("wb") as log:
         process = subprocess.Popen(
-            command, env=environment, cwd=out, stdout=said, stderr=subprocess.STDOUT
+            command, env=environment, cwd=out, stdout=log, stderr=subprocess.STDOUT
         )
         ended = False
-        while not ended:  # and once more then, for lines that came with the end
+        while not ended:  # read once more after the end, for the last lines
             time.sleep(0.01)
-            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ended = os.waitid(os.P_PID, process.pid, how) is not None
+            wait_flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, process.pid, wait_flags) is not None
             lines = sum(file.read_bytes().count(b"\n") for file in out.glob("**/rounds.jsonl"))
             if lines > len(ends):
                 ends += [(time.perf_counter(), computed(process.pid))] * (lines - len(ends))
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        told = (out / "said").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {told}")
+        output = (out / "said").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {output}")
     rounds = [
         (end - before_end, processor - before_processor)
         for (before_end, before_processor), (end, processor) in itertools.pairwise(ends)
     ]
-    counted = [wall for wall, _ in rounds[:-1]]  # the last one evaluates
+    walls = [wall for wall, _ in rounds[:-1]]  # the last round evaluates
     return Measured(
-        rounds=counted,
+        rounds=walls,
         processor=[processor for _, processor in rounds[:-1]],
-        start=ends[0][0] - began - statistics.median(counted),
+        start=ends[0][0] - began - statistics.median(walls),
         memory=used.ru_maxrss / 1000,
     )
 
@@ -282,7 +282,7 @@ def computed(pid: int) -> float:
 
 
 def on_flower(folder: Path, rounds: int) -> list[float]:
-    """Run Flower's plain app with 1,000 nodes in Ray, a process a core; the seconds of rounds."""
+    """Run Flower's plain app with 1,000 nodes in Ray, a process a core; return round seconds."""
     file = folder / "times.json"
     simulated(
         ROOT / "benchmarks" / "plain_fedit",
@@ -296,7 +296,7 @@ def on_flower(folder: Path, rounds: int) -> list[float]:
 
 
 def ratio(found: Mapping[str, list[Measured]], row: str, what: str = "clients_a_second") -> float:
-    """Take the median over the runs of a row's figure to the peer's, run by run."""
+    """Return the median over runs of the ratio of a row's figure to the peer's."""
     return statistics.median(
         float(getattr(mine, what)) / float(getattr(peer, what))
         for mine, peer in zip(found[row], found[PEER], strict=True)
@@ -304,7 +304,7 @@ def ratio(found: Mapping[str, list[Measured]], row: str, what: str = "clients_a_
 
 
 def show(found: Mapping[str, list[Measured]], plain: list[float]) -> None:
-    """Print a row each, medians over the runs; `x` is the ratio to the peer."""
+    """Print a row for each, medians over the runs; `x` is the ratio to the peer."""
     print("| | clients a second | by run | x | processor, ms a client | x | start-up, s | MB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row, runs in found.items():

@@ -1,11 +1,11 @@
-"""Measure what all cores bring one run in process, on a quiet machine and beside a busy process.
+"""Measure the speed-up of one run by all cores, on an idle machine and beside a busy process.
 
     python -m benchmarks.cores                 # four minutes on two cores
     python -m benchmarks.cores --check         # an error where a bar is missed
 
-The default preset with ten clients a round. Each run is a process of its own, and the settings take
-turns: clients one after the other with one thread, as `processes=1` has them, and as many at a time
-as `processes=auto` chooses. A ratio is of one turn; the first round of a run does not count. The
+The default preset with ten clients a round. Each run is a process of its own, and the settings
+take turns: one client at a time with one thread, as with `processes=1`, and parallel clients as
+chosen by `processes=auto`. A ratio is of one turn; the first round of a run does not count. The
 busy process is an endless loop in Python.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.threads import busy_processes, seconds_of_rounds
 
 SETTINGS = {"one process": "processes=1", "all cores": "processes=auto"}
-BARS = {"quiet": 1.4, "busy": 0.9}  # times as quick as one process
+BARS = {"quiet": 1.4, "busy": 0.9}  # times as fast as one process
 
 
 def main(arguments: list[str]) -> int:
@@ -29,11 +29,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=20, help="of a client in each round")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     found: dict[str, dict[str, list[float]]] = {}
     for beside in BARS:
         with busy_processes(1 if beside == "busy" else 0):
-            turns = [turn(given.rounds, given.steps) for _ in range(given.runs)]
+            turns = [turn(options.rounds, options.steps) for _ in range(options.runs)]
         found[beside] = {name: [one[name] for one in turns] for name in SETTINGS}
     lines = [
         "| a round of ten clients | one process, s | all cores, s | times as quick |",
@@ -49,13 +49,13 @@ def main(arguments: list[str]) -> int:
         if ratio < BARS[beside]:
             missed.append(f"missed: {beside}, {ratio:.2f}, bar {BARS[beside]}")
     sys.stdout.write("\n".join([*lines, *missed]) + "\n")
-    if given.json:
-        given.json.write_text(json.dumps({"cores": found}, indent=1) + "\n")
-    return int(given.check and bool(missed))
+    if options.json:
+        options.json.write_text(json.dumps({"cores": found}, indent=1) + "\n")
+    return int(options.check and bool(missed))
 
 
 def turn(rounds: int, steps: int) -> dict[str, float]:
-    """Run each setting once; the median seconds of training in a round."""
+    """Run each setting once; return the median training seconds of a round."""
     more = ["clients-per-round=10", f"local-steps={steps}"]
     environment: dict[str, str] = {}
     return {

@@ -1,18 +1,18 @@
-"""Measure on a GPU what needs a GPU, in parts with a time limit each.
+"""Measure on a GPU the parts that need one, each with a time limit.
 
     make gpu-first                                       # ten minutes; a table in docs/gpu.md
     python -m benchmarks.gpu steps --preset glue-llama   # one part, with another model
-    python -m benchmarks.gpu --device pretend --small    # does it run? on the tests' accelerator
+    python -m benchmarks.gpu --device pretend --small    # the tests' fake accelerator
 
-The parts, each in a process of its own, which ends when its time is up; what it has found by then
-is in the table:
+Each part is a process of its own, which ends when its time is up; its results until then are in
+the table:
 
-- sync: three steps during which nothing may wait for the GPU.
-- right: a first round moves weights of 16 bits; float16 measures what float32 does; gradients in
-  each precision and in 4 bits beside float64's of the same weights.
-- tests: those marked gpu, of precision, heads, plan, evaluation and budget.
-- steps: the preset's own path, from examples in a file to what a client sends: milliseconds a step,
-  how long the GPU waits in it (waiting.py), kernels and memory; each lever on or off; one
+- sync: three steps in which no operation may wait for the GPU.
+- right: a first round changes weights of 16 bits; float16 agrees with float32; gradients in each
+  precision and in 4 bits are compared with float64's of the same weights.
+- tests: the tests marked gpu, of precision, heads, plan, evaluation and budget.
+- steps: the preset's own path, from the examples' file to the upload: milliseconds a step, the
+  fraction of it in which the GPU waits (waiting.py), kernels and memory; each lever on or off; one
   evaluation; one, two and four processes of clients.
 - levers: several clients in one pass, and graphs of a step (gpu_levers.py).
 
@@ -59,34 +59,34 @@ from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_local
 from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import ARCHITECTURES, save_data, save_model
 
-Row = tuple[str, str]  # what, and what came of it
+Row = tuple[str, str]  # name, result
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- gpu-first: made by benchmarks/gpu.py -->", "<!-- end of gpu-first -->"
 PRESETS = ("digits-vit", "cifar100-vit-b16", "glue-llama")
 SMALL: dict[str, Scalar] = {"lora-rank": 4, "batch-size": 4}
 WORK = ClientRound(0, 1, 0)
-EXACT = "cpu:0"  # where float64 is computed
+EXACT = "cpu:0"  # float64 is computed there
 
 
-# What is measured.
+# The measurements.
 
 
-def loaded_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
-    """Build the workbench of a preset, with a model and examples made for it."""
-    return ModelAndData(read_config(settings_of(given, preset, **settings)))
+def loaded_of(options: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
+    """Return a preset's model and data, with generated weights and examples."""
+    return ModelAndData(read_config(settings_of(options, preset, **settings)))
 
 
-def settings_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> dict[str, Scalar]:
-    """Write the run config; model and examples lie in the folder, once for all parts."""
-    device = "cpu" if given.device == "pretend" else given.device
+def settings_of(options: argparse.Namespace, preset: str, **settings: Scalar) -> dict[str, Scalar]:
+    """Return the run config; model and examples are in the folder, once for all parts."""
+    device = "cpu" if options.device == "pretend" else options.device
     found: dict[str, Scalar] = {"preset": preset, "device": device, "partition": "iid"}
-    found |= {"precision": precision_of(given)} | (SMALL if given.small else {})
+    found |= {"precision": precision_of(options)} | (SMALL if options.small else {})
     if preset in ARCHITECTURES:
-        place = given.folder / f"{preset}{'-small' * given.small}"
+        place = options.folder / f"{preset}{'-small' * options.small}"
         if not place.exists():
             task = "rte" if preset == "glue-llama" else ""
-            rows = (40, 40) if given.small else (640, 2048)
-            shape = {} if given.small else dict(read_preset(preset).model.shape)
+            rows = (40, 40) if options.small else (640, 2048)
+            shape = {} if options.small else dict(read_preset(preset).model.shape)
             shape.pop("model_type", None)
             save_data(preset, place / "data", task, *rows)
             save_model(ARCHITECTURES[preset], place / "model", **shape)
@@ -95,13 +95,13 @@ def settings_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> d
     return found | settings
 
 
-def precision_of(given: argparse.Namespace) -> str:
-    """Return the precision to measure in; the tests' accelerator casts nothing."""
-    return "float32" if given.device == "pretend" else "bfloat16"
+def precision_of(options: argparse.Namespace) -> str:
+    """Return the precision to measure; the tests' accelerator has no autocast."""
+    return "float32" if options.device == "pretend" else "bfloat16"
 
 
 def started(loaded: ModelAndData) -> Tensors:
-    """Make a state that is not zero, so that every parameter has a gradient."""
+    """Make a non-zero state, so that every parameter has a gradient."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
@@ -113,7 +113,7 @@ def started(loaded: ModelAndData) -> Tensors:
 def stepping(
     loaded: ModelAndData, precision: str, number: int = 1
 ) -> Iterator[tuple[Stepper, Any]]:
-    """Give a client's stepper, and what it trains."""
+    """Yield a client's stepper, and its trained parameters."""
     steps = LocalSteps(number, loaded.config.batch_size, 1e-4, precision)
     stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 4).train, steps, WORK)
     with loaded.model.holding(started(loaded)):
@@ -124,35 +124,35 @@ def stepping(
 
 
 def train(loaded: ModelAndData, number: int) -> None:
-    """Do a client's round, as a run does."""
-    how = LocalSteps(number, loaded.config.batch_size, 1e-4, loaded.config.precision)
-    mine, state = loaded.partition(0, 4).train, loaded.model.initial_state()
-    train_locally(loaded.model, loaded.task, mine, state, 1.0, how, WORK)
+    """Do a client's round, as in a run."""
+    local_steps = LocalSteps(number, loaded.config.batch_size, 1e-4, loaded.config.precision)
+    examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
+    train_locally(loaded.model, loaded.task, examples, state, 1.0, local_steps, WORK)
 
 
 # The parts.
 
 
-def sync(given: argparse.Namespace) -> Iterator[Row]:
-    """Look for what waits for the GPU, which does not depend on sizes."""
+def sync(options: argparse.Namespace) -> Iterator[Row]:
+    """Find operations that wait for the GPU; they do not depend on sizes."""
     for preset in ("cifar100-vit-b16", "glue-llama"):
-        small = argparse.Namespace(**vars(given) | {"small": True})
-        with stepping(loaded_of(small, preset), precision_of(given), 3) as (stepper, parameters):
+        small = argparse.Namespace(**vars(options) | {"small": True})
+        with stepping(loaded_of(small, preset), precision_of(options), 3) as (stepper, parameters):
             stepper.train(parameters)
             try:
-                with no_waiting(given.device):
+                with no_waiting(options.device):
                     stepper.train(parameters)
             except RuntimeError as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                named = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
-                yield f"{preset}: three steps without waiting", f"no: {' <- '.join(named[:-4:-1])}"
+                places = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
+                yield f"{preset}: three steps without waiting", f"no: {' <- '.join(places[:-4:-1])}"
             else:
                 yield f"{preset}: three steps without waiting", "yes"
 
 
 @contextmanager
 def no_waiting(device: str) -> Iterator[None]:
-    """Turn whatever waits for a GPU into an error."""
+    """Turn every wait for a GPU into an error."""
     if device != "cuda":
         yield
         return
@@ -163,9 +163,9 @@ def no_waiting(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def right(given: argparse.Namespace) -> Iterator[Row]:
-    """Compare with what must come out."""
-    small = argparse.Namespace(**vars(given) | {"small": True})
+def right(options: argparse.Namespace) -> Iterator[Row]:
+    """Compare results with their expected values."""
+    small = argparse.Namespace(**vars(options) | {"small": True})
     loaded = loaded_of(small, "glue-llama", init="first-round", precision="float32")
     steps = LocalSteps(50, 4, 1e-5, "float32")
     work = loaded.model, loaded.task, loaded.partition(0, 4).train, loaded.model.initial_state()
@@ -174,12 +174,17 @@ def right(given: argparse.Namespace) -> Iterator[Row]:
     yield "first round: weights that fifty steps of 1e-5 moved", f"{moved:.1%}"
 
     def sketch(precision: str) -> Tensor:
-        made = loaded_of(small, "glue-llama", init="data-aware", precision=precision)
-        work = made.model, made.task, made.partition(0, 4).train, made.model.initial_state()
-        how = LocalSteps(1, 4, 1e-4, precision)
-        return calibrate_locally(*work, how, ClientRound(0, 0, 0)).upload["sketch"]
+        loaded_ = loaded_of(small, "glue-llama", init="data-aware", precision=precision)
+        work = (
+            loaded_.model,
+            loaded_.task,
+            loaded_.partition(0, 4).train,
+            loaded_.model.initial_state(),
+        )
+        local_steps = LocalSteps(1, 4, 1e-4, precision)
+        return calibrate_locally(*work, local_steps, ClientRound(0, 0, 0)).upload["sketch"]
 
-    if given.device != "cpu":
+    if options.device != "cpu":
         yield "sketches of gradients in float16", f"{off(sketch('float16'), sketch('float32'))} off"
     exact = gradients(
         loaded_of(small, "glue-llama", device=EXACT, precision="float32"), double=True
@@ -188,16 +193,16 @@ def right(given: argparse.Namespace) -> Iterator[Row]:
     kinds |= {"bfloat16, backbone in it": {"backbone-dtype": "bfloat16"}}
     for kind, more in kinds.items():
         precision = kind.partition(",")[0]
-        if precision in {"cpu": ("float16",), "pretend": ("bfloat16",)}.get(given.device, ()):
-            continue  # which the one does not train in, and the other casts nothing to
+        if precision in {"cpu": ("float16",), "pretend": ("bfloat16",)}.get(options.device, ()):
+            continue  # the CPU does not train in it, and the fake accelerator does not cast
         got = gradients(loaded_of(small, "glue-llama", precision=precision, **more))
         yield f"gradients in {kind}", f"{off(got, exact)} off float64's"
-    if given.device == "cuda":
+    if options.device == "cuda":
         yield "gradients in 4 bits, bfloat16", f"{off(*four_bits(small))} off float64's"
 
 
 def gradients(loaded: ModelAndData, *, double: bool = False) -> Tensor:
-    """Compute a batch's gradients of all that a client trains."""
+    """Compute the gradients of a batch for all trained parameters."""
     precision = loaded.config.precision
     if double:
         loaded.model.network.double()
@@ -207,37 +212,37 @@ def gradients(loaded: ModelAndData, *, double: bool = False) -> Tensor:
         return found.double() / stepper.scaler.get_scale()
 
 
-def four_bits(given: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Compute gradients over a backbone in 4 bits, and in float64 over what these bits say."""
+def four_bits(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Compute gradients over a backbone in 4 bits, and in float64 over the unpacked weights."""
     import bitsandbytes.functional as F  # noqa: PLC0415
 
-    few = loaded_of(given, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
-    whole = loaded_of(given, "glue-llama", device=EXACT, precision="float32")
+    few = loaded_of(options, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
+    unpacked_model = loaded_of(options, "glue-llama", device=EXACT, precision="float32")
     modules = dict(few.model.network.named_modules())
     with torch.no_grad():
-        for name, module in whole.model.network.named_modules():
+        for name, module in unpacked_model.model.network.named_modules():
             weight: Any = getattr(modules[name], "weight", None)
             if getattr(weight, "quant_state", None) is not None:
                 unpacked = F.dequantize_4bit(weight.data, weight.quant_state)
                 module.get_parameter("weight").copy_(unpacked)
-    return gradients(few), gradients(whole, double=True)
+    return gradients(few), gradients(unpacked_model, double=True)
 
 
 def off(got: Tensor, expected: Tensor) -> str:
-    """Say how far tensors are from each other, by norms."""
+    """Return the relative distance of tensors, by norms."""
     return f"{float((got - expected).norm() / expected.norm()):.1e}"
 
 
-def tests(given: argparse.Namespace) -> Iterator[Row]:
-    """Run the tests that need a GPU, and name those that fail."""
+def tests(options: argparse.Namespace) -> Iterator[Row]:
+    """Run the tests that need a GPU, and list the failed ones."""
     words = "precision or head or plan or evaluation or budget"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-rf", "-m", "gpu", "-k", words]
-    command += ["tests/runs/test_gpu.py", *["--collect-only"] * given.small]
+    command += ["tests/runs/test_gpu.py", *["--collect-only"] * options.small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     for name in re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE):
         yield name, "failed"
-    counted = re.findall(r"^.*\d+ .*in [\d.]+ ?s.*$", done.stdout, re.MULTILINE)
-    yield "all of these", counted[-1].strip("= ") if counted else f"status {done.returncode}"
+    summary = re.findall(r"^.*\d+ .*in [\d.]+ ?s.*$", done.stdout, re.MULTILINE)
+    yield "all of these", summary[-1].strip("= ") if summary else f"status {done.returncode}"
 
 
 @contextmanager
@@ -248,7 +253,7 @@ def casting_always() -> Iterator[None]:
 
 
 def cast_norms(network: nn.Module) -> None:
-    """Cast what a LayerNorm gives once, and not for each layer that reads it."""
+    """Cast a LayerNorm's output once instead of in each layer that reads it."""
 
     def cast(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output.to(torch.bfloat16)
@@ -267,7 +272,7 @@ def compile_blocks(network: nn.Module) -> None:
 
 @contextmanager
 def examples_on_the_device() -> Iterator[None]:
-    """Bring all examples of a client to the device before the first step."""
+    """Copy all examples of a client to the device before the first step."""
 
     def batches(
         examples: Encoded,
@@ -275,11 +280,11 @@ def examples_on_the_device() -> Iterator[None]:
         order: Iterator[np.ndarray],
         device: torch.device,
     ) -> Iterator[Batch]:
-        whole = lay_out(examples.take(np.arange(len(examples))))
-        there = {name: tensor.to(device) for name, tensor in whole.items()}
+        all_examples = lay_out(examples.take(np.arange(len(examples))))
+        on_device = {name: tensor.to(device) for name, tensor in all_examples.items()}
         for rows in order:
             chosen = torch.from_numpy(rows).to(device)
-            yield {name: tensor.index_select(0, chosen) for name, tensor in there.items()}
+            yield {name: tensor.index_select(0, chosen) for name, tensor in on_device.items()}
 
     with mock.patch.object(local_steps, "_batches", batches):
         yield
@@ -287,12 +292,12 @@ def examples_on_the_device() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Lever:
-    """Say how a step is computed otherwise."""
+    """A variant of the computation of a step."""
 
     settings: dict[str, Scalar] = field(default_factory=dict)
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     change: Callable[[nn.Module], None] = lambda _: None
-    anywhere: bool = True  # also where it does nothing, or there are no kernels for it
+    anywhere: bool = True  # also without an effect, or without kernels for it
 
 
 AS_IT_IS = "as it is"
@@ -309,43 +314,43 @@ LEVERS = {
 }
 
 
-def steps(given: argparse.Namespace) -> Iterator[Row]:
+def steps(options: argparse.Namespace) -> Iterator[Row]:
     """Time a client's steps, each lever on or off, an evaluation, and processes side by side."""
     for name, lever in LEVERS.items():
-        if not lever.anywhere and given.device != "cuda":
+        if not lever.anywhere and options.device != "cuda":
             continue
         try:
             with lever.context():
-                loaded = loaded_of(given, given.preset, **lever.settings)
+                loaded = loaded_of(options, options.preset, **lever.settings)
                 lever.change(loaded.model.network)
-                yield f"{given.preset}, {name}", timed_steps(loaded, given)
+                yield f"{options.preset}, {name}", timed_steps(loaded, options)
                 if name == AS_IT_IS:
                     began, number = time.perf_counter(), sum(map(len, loaded.test_sets.values()))
                     loaded.evaluate()
                     rate = number / (time.perf_counter() - began)
-                    yield f"{given.preset}, an evaluation", f"{rate:,.0f} examples a second"
-        except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
-            yield f"{given.preset}, {name}", failure(error)
-    for processes in (1, 2) if given.small else (1, 2, 4):
-        number, rounds = (2, 1) if given.small else (20, 2)
+                    yield f"{options.preset}, an evaluation", f"{rate:,.0f} examples a second"
+        except Exception as error:  # noqa: BLE001 (a lever that fails is a finding)
+            yield f"{options.preset}, {name}", failure(error)
+    for processes in (1, 2) if options.small else (1, 2, 4):
+        number, rounds = (2, 1) if options.small else (20, 2)
         settings: dict[str, Scalar] = {
             "processes": processes, "clients-per-round": 4, "num-rounds": rounds,
             "eval-every": rounds, "local-steps": number, "report": False, "tracking": "none",
-            "output-dir": str(given.folder / "runs"),
+            "output-dir": str(options.folder / "runs"),
         }  # fmt: skip
         try:
-            run = simulate(settings_of(given, given.preset, **settings), 4)
+            run = simulate(settings_of(options, options.preset, **settings), 4)
             lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
             seconds = json.loads(lines[-1])["phases"]
-            told = ", ".join(f"{phase} {took:.2f} s" for phase, took in seconds.items())
-            yield f"{given.preset}, processes={processes}, 4 clients of {number} steps", told
+            times = ", ".join(f"{phase} {took:.2f} s" for phase, took in seconds.items())
+            yield f"{options.preset}, processes={processes}, 4 clients of {number} steps", times
         except Exception as error:  # noqa: BLE001
-            yield f"{given.preset}, processes={processes}", failure(error)
+            yield f"{options.preset}, processes={processes}", failure(error)
 
 
-def timed_steps(loaded: ModelAndData, given: argparse.Namespace) -> str:
+def timed_steps(loaded: ModelAndData, options: argparse.Namespace) -> str:
     """Measure a client's round: time and kernels by step, waiting, memory."""
-    number, on_cuda = 2 if given.small else 20, given.device == "cuda"
+    number, on_cuda = 2 if options.small else 20, options.device == "cuda"
     train(loaded, number)  # warms up
     taken = []
     for _ in range(3):
@@ -353,30 +358,37 @@ def timed_steps(loaded: ModelAndData, given: argparse.Namespace) -> str:
         train(loaded, number)
         taken.append(time.perf_counter() - began)
     seconds = statistics.median(taken)
-    told = f"{1000 * seconds / number:.1f} ms a step"
+    report = f"{1000 * seconds / number:.1f} ms a step"
     if not on_cuda:
-        return told
+        return report
     torch.cuda.reset_peak_memory_stats()
     trace = traced(partial(train, loaded, 5))
     waits = waiting_share(trace, 5 * seconds / number)
     peak = torch.cuda.max_memory_allocated() / 1e9
-    return f"{told}, the GPU waits {waits:.0%}, {kernels(trace) // 5} kernels, {peak:.1f} GB"
+    return f"{report}, the GPU waits {waits:.0%}, {kernels(trace) // 5} kernels, {peak:.1f} GB"
 
 
-def levers(given: argparse.Namespace) -> Iterator[Row]:
-    """Measure what several clients in one pass, and graphs, would bring."""
+def levers(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure several clients in one pass, and CUDA graphs."""
     from benchmarks import gpu_levers  # noqa: PLC0415 (it uses this module)
 
-    how = gpu_levers.how(["--device", given.device, "--folder", str(given.folder)])
-    if given.small:
-        how.small, how.steps, how.repeat, how.backend = True, 2, 1, "eager"
+    levers_options = gpu_levers.parse_arguments(
+        ["--device", options.device, "--folder", str(options.folder)]
+    )
+    if options.small:
+        (
+            levers_options.small,
+            levers_options.steps,
+            levers_options.repeat,
+            levers_options.backend,
+        ) = True, 2, 1, "eager"
     for preset in PRESETS[:2]:
-        for line in gpu_levers.measure(preset, precision_of(given), how):
+        for line in gpu_levers.measure(preset, precision_of(options), levers_options):
             what = f"{preset}, 8 clients {line['row']}"
             yield what, line.get("failed") or f"{line['quicker']:.2f} times as quick"
 
 
-# What fits, by the plan.
+# Capacity, by the plan.
 
 SIZES = (8, 16, 24, 48, 80)  # GB of a GPU's memory
 IN_16_BITS: dict[str, Scalar] = {"precision": "bfloat16", "backbone-dtype": "bfloat16"}
@@ -397,7 +409,7 @@ RUNS: dict[str, dict[str, Scalar]] = {
 
 
 def classes() -> Iterator[str]:
-    """Write the table of what GPUs of each size can train, by what the plan counts."""
+    """Return the table of what GPUs of each size can train, by the plan."""
     yield f"| run | client, server, GB | {' | '.join(f'{size} GB' for size in SIZES)} |"
     yield "| --- " * (2 + len(SIZES)) + "|"
     for name, settings in RUNS.items():
@@ -408,20 +420,20 @@ def classes() -> Iterator[str]:
 
 
 def fitting(room: float, need: Footprint) -> str:
-    """Say how many clients fit beside the server; or that both fit as one process."""
+    """Return how many clients fit beside the server, or that both fit as one process."""
     if room >= need.server + need.client:
         return str(min(MAX_CLIENTS_PER_GPU, int((room - need.server) // need.client)))
     return "in process" if room >= max(need.client, need.server) else "no"
 
 
 def failure(error: Exception) -> str:
-    """Say in a line why something could not be measured."""
+    """Return one line with the reason why a measurement failed."""
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 # Each part in a process of its own.
 
-# name -> what it does, and its share of the time that is left
+# name -> (function, fraction of the remaining time)
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = {
     "sync": (sync, 1),
     "right": (right, 2),
@@ -432,7 +444,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = 
 
 
 def main(arguments: list[str]) -> int:
-    """Run all parts within the limit and write the table; or one part, and print its rows."""
+    """Run all parts within the limit and write the table, or run one part and print its rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "part", nargs="?", choices=(*PARTS, "classes"),
@@ -444,22 +456,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for all parts")
     parser.add_argument("--page", type=Path, help="a page that has the table between two comments")
     parser.add_argument("--folder", type=Path, help="keep the models and examples that are made")
-    given = parser.parse_args(arguments)
-    if given.part == "classes":
+    options = parser.parse_args(arguments)
+    if options.part == "classes":
         print("\n".join(classes()))
         return 0
     with tempfile.TemporaryDirectory() as place:
-        given.folder = given.folder or Path(place)
-        if given.part is None:
-            return all_parts(given)
-        settle_device(given.device)
-        for what, told in PARTS[given.part][0](given):
-            print(json.dumps([what, told]), flush=True)
+        options.folder = options.folder or Path(place)
+        if options.part is None:
+            return all_parts(options)
+        settle_device(options.device)
+        for what, result in PARTS[options.part][0](options):
+            print(json.dumps([what, result]), flush=True)
     return 0
 
 
 def settle_device(name: str) -> None:
-    """Let the tests' accelerator be the device that is found, if it is asked for."""
+    """Use the tests' accelerator as the device if it is selected."""
     if name != "pretend":
         return
     from tests.pretend import register  # noqa: PLC0415 (a machine with a GPU has no need of it)
@@ -474,33 +486,33 @@ def settle_device(name: str) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 
-def all_parts(given: argparse.Namespace) -> int:
-    """Run every part; a part gets its share of the time that is left."""
-    if given.device == "cuda" and not torch.cuda.is_available():
+def all_parts(options: argparse.Namespace) -> int:
+    """Run every part; a part gets a fraction of the remaining time."""
+    if options.device == "cuda" and not torch.cuda.is_available():
         print(f"error: PyTorch {torch.__version__} finds no GPU", file=sys.stderr)
         return 1
-    ends, lines = time.monotonic() + given.limit, []
+    ends, lines = time.monotonic() + options.limit, []
     for place, name in enumerate(PARTS):
         left = sum(share for _, share in list(PARTS.values())[place:])
         limit = max(0.0, ends - time.monotonic()) * PARTS[name][1] / left
-        for what, told in rows_of(name, given, limit):
-            lines.append(f"| {name} | {what} | {told} |".replace("\n", " "))
+        for what, result in rows_of(name, options, limit):
+            lines.append(f"| {name} | {what} | {result} |".replace("\n", " "))
             print(lines[-1], flush=True)
-    gpu = torch.cuda.get_device_name() if given.device == "cuda" else given.device
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     about = f"{gpu}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}:"
     table = [about, "", "| part | what | result |", "| --- | --- | --- |", *lines]
-    if given.page:
-        write_table(given.page, "\n".join(table))
+    if options.page:
+        write_table(options.page, "\n".join(table))
     return 0
 
 
-def rows_of(name: str, given: argparse.Namespace, limit: float) -> list[Row]:
-    """Run a part for so many seconds at most, and read what it has found by then."""
-    command = [sys.executable, "-m", "benchmarks.gpu", name, "--device", given.device]
-    command += ["--preset", given.preset, "--folder", str(given.folder)]
-    with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as told:
+def rows_of(name: str, options: argparse.Namespace, limit: float) -> list[Row]:
+    """Run a part for a limited number of seconds, and read its results."""
+    command = [sys.executable, "-m", "benchmarks.gpu", name, "--device", options.device]
+    command += ["--preset", options.preset, "--folder", str(options.folder)]
+    with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [*command, *["--small"] * given.small], cwd=ROOT, stdout=found, stderr=told,
+            [*command, *["--small"] * options.small], cwd=ROOT, stdout=found, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
         end = ""
@@ -510,27 +522,27 @@ def rows_of(name: str, given: argparse.Namespace, limit: float) -> list[Row]:
         except subprocess.TimeoutExpired:
             end = f"stopped after {limit:.0f} s"
         finally:
-            with suppress(ProcessLookupError):  # and what it has started
+            with suppress(ProcessLookupError):  # with its own child processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         found.seek(0)
-        told.seek(0)
+        errors.seek(0)
         rows = [row for line in found if (row := row_in(line))]
-        last = (told.read().strip().splitlines() or [""])[-1][:200]
+        last = (errors.read().strip().splitlines() or [""])[-1][:200]
     return [*rows, *([(end, last if "status" in end else "")] if end else [])]
 
 
 def row_in(line: str) -> Row | None:
-    """Read a row; None of what others have printed, or of half a line."""
+    """Read a row; None for other output, or for an incomplete line."""
     try:
-        what, told = json.loads(line)
+        what, result = json.loads(line)
     except (TypeError, ValueError):
         return None
-    return str(what), str(told)
+    return str(what), str(result)
 
 
 def write_table(page: Path, table: str) -> None:
-    """Put the table into the page, in place of the one before."""
+    """Replace the table in the page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")

@@ -3,22 +3,22 @@
     python -m benchmarks.gpu_levers                                 # some minutes on a GPU
     python -m benchmarks.gpu_levers --device cpu --small --steps 3  # are the uploads the same?
 
-A prototype to measure, no part of the product. The rows train the same clients on the same
-batches from the same state:
+This is a prototype to measure, not part of the package. The rows train the same clients on the
+same batches from the same state:
 
-- "one at a time": as the product does it (`train_locally`).
+- "one at a time": as in the package (`train_locally`).
 - "together": `torch.func.vmap` over the clients' stacked parameters, which for RAVAN are the r x r
-  cores and their scales, over one frozen backbone with its shared B and A. Adam is elementwise, so
-  that one Adam over the stacks does what a client's own does.
+  cores and their scales, over one frozen backbone with shared B and A. Adam is elementwise, so that
+  one Adam over the stacks equals each client's own.
 - "compiled": one client at a time, its network by `torch.compile`; on a GPU with CUDA graphs.
 - "CUDA graph": one client at a time, forward, backward and Adam captured once and replayed; only
   on a GPU.
 
-For each row: seconds, times as quick as the first, the share of the time in which the GPU waited,
-and how far an upload is from the first row's, by norms: Adam moves a number whose gradient is zero,
-such as a key's bias, by what rounding leaves of it. In bfloat16 rounding is to 16 bits. With
---check a row of float32 that differs by more than 1e-4 is an error. Kept is what makes 1.5 times
-as quick (docs/gpu.md).
+For each row: seconds, speed-up over the first row, the fraction of time in which the GPU waited,
+and the relative distance of uploads from the first row's, by norms. Adam moves a number with zero
+gradient, such as a key's bias, by its rounding error. In bfloat16 rounding is to 16 bits. With
+--check a float32 row that differs by more than 1e-4 is an error. A lever is kept if it is 1.5 times
+as fast (docs/gpu.md).
 """
 
 import argparse
@@ -50,23 +50,23 @@ FIRST = "one at a time"
 
 
 class Bench:
-    """Hold a model, and the clients' batches, which lie on its device."""
+    """Hold a model, and the clients' batches on its device."""
 
-    def __init__(self, preset: str, precision: str, given: argparse.Namespace) -> None:
-        settings: dict[str, Scalar] = {"method": given.method, "precision": precision}
-        made = loaded_of(given, preset, **settings)
-        for layer in made.model.adapters:  # the merged form makes a weight for each client
+    def __init__(self, preset: str, precision: str, options: argparse.Namespace) -> None:
+        settings: dict[str, Scalar] = {"method": options.method, "precision": precision}
+        loaded = loaded_of(options, preset, **settings)
+        for layer in loaded.model.adapters:  # the merged form makes a weight for each client
             layer.form = "factored"
-        self.config, self.model, self.task = made.config, made.model, made.task
-        self.examples = made.partition(0, 4).train
+        self.config, self.model, self.task = loaded.config, loaded.model, loaded.task
+        self.examples = loaded.partition(0, 4).train
         self.network: nn.Module = self.model.network
-        self.steps, self.dtype = given.steps, PRECISIONS[precision]
-        self.clients = [ClientRound(0, 1, number) for number in range(given.clients)]
+        self.steps, self.dtype = options.steps, PRECISIONS[precision]
+        self.clients = [ClientRound(0, 1, number) for number in range(options.clients)]
         self.state = self.started()
         self.batches = [self._batches_of(work) for work in self.clients]
 
     def started(self) -> Tensors:
-        """Make a state that is not zero, so that every parameter has a gradient."""
+        """Make a non-zero state, so that every parameter has a gradient."""
         generator = torch.Generator().manual_seed(0)
         return {
             name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
@@ -96,7 +96,7 @@ class Bench:
 
     @contextmanager
     def trained(self) -> Iterator[dict[str, nn.Parameter]]:
-        """Load the state, and give the parameters that a client trains, by name."""
+        """Load the state, and yield the parameters that a client trains, by name."""
         with self.model.holding(self.state):
             self.network.train()
             generator = self.clients[0].generator("heads")
@@ -110,7 +110,7 @@ class Bench:
 
 
 def one_at_a_time(bench: Bench) -> list[Tensors]:
-    """Train as the product does."""
+    """Train as the package does."""
     config = bench.config
     steps = LocalSteps(bench.steps, config.batch_size, config.learning_rate, config.precision)
     parts = bench.model, bench.task, bench.examples, bench.state, 1.0, steps
@@ -118,7 +118,7 @@ def one_at_a_time(bench: Bench) -> list[Tensors]:
 
 
 def together(bench: Bench) -> list[Tensors]:
-    """Train all clients in one pass a step."""
+    """Train all clients in one pass for each step."""
     with bench.trained() as parameters:
         number = len(bench.clients)
         stacks = {
@@ -135,27 +135,27 @@ def together(bench: Bench) -> list[Tensors]:
             batch = {name: torch.stack([one[name] for one in each]) for name in each[0]}
             gradients, _ = step(stacks, batch)
             for name, stack in stacks.items():
-                # In the stack's own order: a fused Adam takes both as they lie in memory.
+                # In the stack's order: a fused Adam uses both as they are in memory.
                 stack.grad = gradients[name].contiguous()
             optimizer.step()
         return [_upload_with(bench, parameters, stacks, client) for client in range(number)]
 
 
 class _Called(nn.Module):
-    """Stand for a network with other parameters."""
+    """Act as a network with other parameters."""
 
     def __init__(self, network: nn.Module, parameters: dict[str, Tensor]) -> None:
         super().__init__()
-        self._network, self._with = [network], parameters  # in a list: no part of this module
+        self._network, self._with = [network], parameters  # a list, so that it is no submodule
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return functional_call(self._network[0], self._with, given, named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._network[0], self._with, args, kwargs)
 
 
 def _upload_with(
     bench: Bench, parameters: dict[str, nn.Parameter], stacks: dict[str, Tensor], client: int
 ) -> Tensors:
-    """Put a client's parameters into the model, and collect what it would send."""
+    """Put a client's parameters into the model, and return its upload."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(stacks[name][client])
@@ -186,14 +186,14 @@ class Graph:
         self.bench = bench
         with bench.trained() as parameters:
             self.start = {name: p.detach().clone() for name, p in parameters.items()}
-            # The captured parameters: copies, since a loaded state replaces those of the model.
+            # The captured parameters are copies, since a loaded state replaces those of the model.
             self.own = {name: t.clone().requires_grad_() for name, t in self.start.items()}
             self.batch = {name: tensor.clone() for name, tensor in bench.batches[0][0].items()}
             self.optimizer = bench.adam(list(self.own.values()), capturable=True)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(3):  # what PyTorch's documentation asks for before a capture
+                for _ in range(3):  # required by PyTorch's documentation before a capture
                     self.step()
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
@@ -201,7 +201,7 @@ class Graph:
                 self.step()
 
     def step(self) -> None:
-        """Take a step on the batch that lies in place."""
+        """Take a step on the current batch."""
         for tensor in self.own.values():
             if tensor.grad is not None:
                 tensor.grad.zero_()
@@ -224,33 +224,33 @@ class Graph:
         return uploads
 
     def _begin(self) -> None:
-        """Put the state back, and Adam's to zero, in place."""
+        """Reset the state, and Adam's to zero, in place."""
         with torch.no_grad():
             for name, tensor in self.own.items():
                 tensor.copy_(self.start[name])
-            for kept in self.optimizer.state.values():
-                for value in kept.values():
+            for moments in self.optimizer.state.values():
+                for value in moments.values():
                     value.zero_()
 
 
-def apart(uploads: list[Tensors], expected: list[Tensors]) -> float:
-    """Find how far an upload is: the norm of the difference, to the tensor's; the most of all."""
+def distance(uploads: list[Tensors], expected: list[Tensors]) -> float:
+    """Return the largest relative distance of any tensor from its expected value."""
     return max(
         float((got[name].float() - tensor.float()).norm() / tensor.float().norm())
-        for got, wanted in zip(uploads, expected, strict=True)
-        for name, tensor in wanted.items()
+        for got, expected_tensors in zip(uploads, expected, strict=True)
+        for name, tensor in expected_tensors.items()
     )
 
 
-def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure every row; a row that fails has its reason."""
-    bench = Bench(preset, precision, given)
+def measure(preset: str, precision: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure every row; a failed row has its reason."""
+    bench = Bench(preset, precision, options)
     rows: dict[str, Callable[[Bench], list[Tensors]]] = {
         FIRST: one_at_a_time,
         "together": together,
-        "compiled": lambda bench: compiled(bench, given.backend),
+        "compiled": lambda bench: compiled(bench, options.backend),
     }
-    if given.device == "cuda":
+    if options.device == "cuda":
         rows["CUDA graph"] = Graph(bench)
     expected: list[Tensors] = []
     base = 0.0
@@ -259,18 +259,18 @@ def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[
         try:
             uploads = row(bench)  # warms up
             expected = expected or uploads
-            seconds = [timed(row, bench, given.device) for _ in range(given.repeat)]
-        except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
+            seconds = [timed(row, bench, options.device) for _ in range(options.repeat)]
+        except Exception as error:  # noqa: BLE001 (a lever that fails is a finding)
             yield line | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
             continue
         middle = statistics.median(seconds)
         base = base or middle
         waits = None
-        if given.device == "cuda":
+        if options.device == "cuda":
             waits = waiting_share(traced(lambda row=row: row(bench)), middle)  # type: ignore[misc]
         yield line | {
             "seconds": middle, "quicker": base / middle, "waits": waits,
-            "apart": apart(uploads, expected),
+            "apart": distance(uploads, expected),
         }  # fmt: skip
 
 
@@ -284,13 +284,13 @@ def timed(row: Callable[[Bench], list[Tensors]], bench: Bench, device: str) -> f
 
 
 def synchronize(device: str) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def how(arguments: list[str]) -> argparse.Namespace:
-    """Read what is to be measured, and how."""
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
     parser.add_argument("--method", default="ravan", help="of the run config (default: ravan)")
@@ -311,34 +311,34 @@ def how(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Measure, and write a table and JSON."""
-    given = how(arguments)
-    settle_device(given.device)
+    options = parse_arguments(arguments)
+    settle_device(options.device)
     with tempfile.TemporaryDirectory() as place:
-        given.folder = given.folder or Path(place)
-        return _all(given)
+        options.folder = options.folder or Path(place)
+        return _all(options)
 
 
-def _all(given: argparse.Namespace) -> int:
+def _all(options: argparse.Namespace) -> int:
     print("| model | precision | clients | seconds | times as quick | GPU waits | apart |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     lines = []
-    for preset in given.presets:
-        for precision in given.precisions:
-            for line in measure(preset, precision, given):
+    for preset in options.presets:
+        for precision in options.precisions:
+            for line in measure(preset, precision, options):
                 lines.append(line)
                 print(as_row(line), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"levers": lines}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"levers": lines}, indent=1) + "\n")
     wrong = [
         line
         for line in lines
         if line["precision"] == "float32" and not line.get("apart", 1.0) <= MOST_APART
     ]
-    return int(given.check and bool(wrong))
+    return int(options.check and bool(wrong))
 
 
 def as_row(line: dict[str, Any]) -> str:
-    """Write a line of the table."""
+    """Return a line of the table."""
     about = f"| {line['preset']} | {line['precision']} | {line['row']} |"
     if "failed" in line:
         return f"{about} failed: {line['failed']} | | | |"

@@ -1,14 +1,14 @@
-"""Measure what packing and a backbone in 16 bits bring to steps of a language model.
+"""Measure the effect of packing and of a 16-bit backbone on steps of a language model.
 
     python -m benchmarks.language                             # five minutes of a core
     python -m benchmarks.language --shape 1b --device cuda    # the same on a GPU
 
 The texts are docstrings of Python's standard library, each after a line with its length in words,
-of which the first 512 tokens are read; answers alone are learned. The network is a LLaMA with
+of which the first 512 tokens are read; only answers are learned. The network is a LLaMA with
 random weights, saved in bfloat16: a small one, or one of the shape of LLaMA-3.2-1B, with RAVAN's
 adapters. The rows of a table take turns in one process; seconds (on a CPU, of a processor) are
-medians of a step, and ratios medians over the turns. Memory is the frozen model's, and on a GPU the
-most that a turn allocates.
+medians of a step, and ratios medians over the turns. Memory is the frozen model's, and on a GPU
+the peak of a turn.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128_256,
     },
 }  # fmt: skip
-# What is compared with the first of each table: backbone-dtype, precision, how steps are laid out.
+# Compared with the first of each table: backbone-dtype, precision, layout of steps.
 Way = tuple[str, str, dict[str, Any]]
 LAYOUTS: dict[str, Way] = {
     "a row a text": ("float32", "float32", {}),
@@ -64,16 +64,16 @@ DTYPES: dict[str, Way] = {
 
 @dataclass
 class Row:
-    """Hold what was measured of one way to train."""
+    """Hold the measurements of one way to train."""
 
     name: str
-    model: int  # bytes of what is frozen
+    model: int  # bytes of frozen weights
     seconds: list[float]
     most: int = 0  # bytes allocated on a GPU
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, and print a table for packing and one for the numbers of the backbone."""
+    """Measure, and print a table for packing and one for the dtype of the backbone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cpu")
@@ -81,17 +81,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save(folder, given.shape)
-        layouts = measured(folder, LAYOUTS, given)
-        show(layouts, tokens_told(loaded_of(folder, "float32", "float32", given.device), given))
-        dtypes = measured(folder, DTYPES, given)
+        save(folder, options.shape)
+        layouts = measured(folder, LAYOUTS, options)
+        show(
+            layouts, token_counts(loaded_of(folder, "float32", "float32", options.device), options)
+        )
+        dtypes = measured(folder, DTYPES, options)
         show(dtypes, "")
-    if given.json:
-        made = [[vars(row) for row in rows] for rows in (layouts, dtypes)]
-        given.json.write_text(json.dumps(made, indent=2) + "\n")
+    if options.json:
+        tables = [[vars(row) for row in rows] for rows in (layouts, dtypes)]
+        options.json.write_text(json.dumps(tables, indent=2) + "\n")
     return 0
 
 
@@ -126,43 +128,43 @@ def save(folder: Path, shape: str) -> None:
 
 
 def loaded_of(folder: Path, kept_in: str, precision: str, device: str) -> ModelAndData:
-    """Open the files as a run does."""
+    """Load the files as a run does."""
     settings: dict[str, Scalar] = {
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
         "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
     loaded = ModelAndData(read_config(with_preset_path(settings)))
-    loaded.model  # noqa: B018 (built before anything is timed)
+    loaded.model  # noqa: B018 (built before timing)
     return loaded
 
 
-def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> list[Row]:
-    """Time the rows of a table in turn, after one turn that does not count."""
+def measured(folder: Path, table: dict[str, Way], options: argparse.Namespace) -> list[Row]:
+    """Time the rows of a table in turn, after a warm-up turn."""
     rows, works = [], []
-    clock = time.process_time if given.device == "cpu" else time.perf_counter
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
     for name, (kept_in, precision, layout) in table.items():
-        loaded = loaded_of(folder, kept_in, precision, given.device)
-        steps = LocalSteps(given.steps, given.batch, 1e-4, precision, **layout)
+        loaded = loaded_of(folder, kept_in, precision, options.device)
+        steps = LocalSteps(options.steps, options.batch, 1e-4, precision, **layout)
         rows.append(Row(name, frozen_bytes(loaded), []))
         works.append(work_of(loaded, steps))
-    for turn in range(given.repetitions + 1):
+    for turn in range(options.repetitions + 1):
         for row, work in zip(rows, works, strict=True):
-            if given.device == "cuda":
+            if options.device == "cuda":
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
             began = clock()
             work()
-            if given.device == "cuda":
+            if options.device == "cuda":
                 torch.cuda.synchronize()
                 row.most = max(row.most, torch.cuda.max_memory_allocated() - before)
             if turn:
-                row.seconds.append((clock() - began) / given.steps)
+                row.seconds.append((clock() - began) / options.steps)
     return rows
 
 
 def work_of(loaded: ModelAndData, steps: LocalSteps) -> Callable[[], object]:
-    """Let one client train, from the same state on the same examples in every row."""
+    """Return a function that trains one client, from the same state on the same examples."""
     examples, state = loaded.partition(0, 1).train, loaded.model.initial_state()
     work = ClientRound(0, 1, 0)
     return lambda: train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
@@ -174,24 +176,26 @@ def frozen_bytes(loaded: ModelAndData) -> int:
     return sum(p.numel() * p.element_size() for p in tensors.values())
 
 
-def tokens_told(loaded: ModelAndData, given: argparse.Namespace) -> str:
-    """Say how many tokens go through the network in both ways, and how many are none of padding."""
+def token_counts(loaded: ModelAndData, options: argparse.Namespace) -> str:
+    """Return the numbers of tokens with each layout, and the fractions without padding."""
     examples = loaded.partition(0, 1).train
-    order = training_batches(len(examples), given.batch, ClientRound(0, 1, 0).generator("batches"))
-    taken = [examples.take(next(order)) for _ in range(given.steps)]
-    there = sum(int(batch["length"].sum()) for batch in taken)
+    order = training_batches(
+        len(examples), options.batch, ClientRound(0, 1, 0).generator("batches")
+    )
+    taken = [examples.take(next(order)) for _ in range(options.steps)]
+    total = sum(int(batch["length"].sum()) for batch in taken)
 
     def through(lay_out: Callable[[Batch], Batch]) -> int:
         return sum(lay_out(batch)["input_ids"].numel() for batch in taken)
 
-    apart, together = (
+    separate, packed = (
         through(loaded.task.collate),
         through(task_with(Packs, loaded.task, "packing").packed),
     )
-    return f"tokens of a turn: {apart:,}, {together:,} with packing, {there:,} without padding\n"
+    return f"tokens of a turn: {separate:,}, {packed:,} with packing, {total:,} without padding\n"
 
 
-def show(rows: list[Row], told: str) -> None:
+def show(rows: list[Row], tokens: str) -> None:
     """Print a table."""
     first = rows[0].seconds
     lines = [
@@ -205,7 +209,7 @@ def show(rows: list[Row], told: str) -> None:
             f"| **{statistics.median(ratios):.2f}** | {row.model / 1e6:.1f} "
             f"| {f'{row.most / 1e6:.1f}' if row.most else ''} |"
         )
-    sys.stdout.write("\n".join(lines) + "\n" + told + "\n")
+    sys.stdout.write("\n".join(lines) + "\n" + tokens + "\n")
     sys.stdout.flush()
 
 

@@ -43,7 +43,7 @@ LOOP_BAR, MEMORY_BAR = 0.85, 1.05
 
 
 class Loop(nn.Module):
-    """A multi-head layer as one would write it first: a plain loop over the heads."""
+    """A multi-head layer as a plain loop over the heads."""
 
     def __init__(self, layer: MultiHeadLinear) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class Loop(nn.Module):
 def network() -> ViTForImageClassification:
     """Build ViT-B/16 with random weights, frozen."""
     torch.manual_seed(0)
-    made = ViTForImageClassification(ViTConfig())
-    made.requires_grad_(False).train()
-    return made
+    vit = ViTForImageClassification(ViTConfig())
+    vit.requires_grad_(False).train()
+    return vit
 
 
 def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False) -> nn.Module:
-    """Attach RAVAN's adapters; `heads` are those that this client trains."""
+    """Attach RAVAN's adapters; `heads` are the trained ones."""
     model = network()
 
     def adapt(layer: object, linear: nn.Linear) -> nn.Module:
@@ -82,10 +82,10 @@ def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False
             seed=0,
             layer="",
         )
-        made = MultiHeadLinear(linear, B, A, form)
+        layer_ = MultiHeadLinear(linear, B, A, form)
         if heads:
-            made.train_heads(heads)
-        return Loop(made) if loop else made
+            layer_.train_heads(heads)
+        return Loop(layer_) if loop else layer_
 
     attach(model, find_layers(model, TARGETS), adapt)
     return model
@@ -137,18 +137,18 @@ ROWS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Step:
-    """Runs forward, backward and Adam of one row."""
+    """Run forward, backward and Adam of one row."""
 
-    def __init__(self, row: str, asked: argparse.Namespace) -> None:
-        self.device = torch.device(asked.device)
-        self.dtype = getattr(torch, asked.precision)
+    def __init__(self, row: str, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.dtype = getattr(torch, options.precision)
         model = ROWS[row]().to(self.device)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(trained, lr=1e-4, fused=True)
-        self.model = torch.compile(model) if asked.compile else model
+        self.model = torch.compile(model) if options.compile else model
         random = torch.Generator().manual_seed(1)
-        self.pixels = torch.randn(asked.batch, 3, 224, 224, generator=random).to(self.device)
-        self.labels = torch.zeros(asked.batch, dtype=torch.long, device=self.device)
+        self.pixels = torch.randn(options.batch, 3, 224, 224, generator=random).to(self.device)
+        self.labels = torch.zeros(options.batch, dtype=torch.long, device=self.device)
 
     def __call__(self) -> float:
         """Take one step; return its seconds."""
@@ -168,14 +168,14 @@ class Step:
             torch.cuda.synchronize()
 
 
-def memory(row: str, asked: argparse.Namespace) -> float:
+def memory(row: str, options: argparse.Namespace) -> float:
     """Measure this process's peak in megabytes over two steps, everything included."""
-    step = Step(row, asked)
+    step = Step(row, options)
     gc.collect()
-    if asked.device == "cpu":
+    if options.device == "cpu":
         Path("/proc/self/clear_refs").write_text("5")
     step(), step()
-    if asked.device != "cpu":
+    if options.device != "cpu":
         return torch.cuda.max_memory_allocated() / 1e6
     (line,) = [
         line
@@ -185,13 +185,13 @@ def memory(row: str, asked: argparse.Namespace) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def measure(asked: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure seconds, ratio to PEFT and megabytes of every row."""
-    steps = {row: Step(row, asked) for row in asked.rows}
+    steps = {row: Step(row, options) for row in options.rows}
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {row: [] for row in steps}
-    for _ in range(asked.repetitions):
+    for _ in range(options.repetitions):
         for row, step in steps.items():
             times[row].append(step())
     del steps
@@ -201,7 +201,7 @@ def measure(asked: argparse.Namespace) -> dict[str, dict[str, float]]:
         found[row] = {
             "seconds": statistics.median(seconds),
             "ratio": statistics.median(ratios),
-            "megabytes": 0.0 if asked.no_memory else _memory_of(row),
+            "megabytes": 0.0 if options.no_memory else _memory_of(row),
         }
     return found
 
@@ -213,19 +213,21 @@ def _memory_of(row: str) -> float:
 
 
 def missed(found: dict[str, dict[str, float]]) -> list[str]:
-    """List the bars that were missed, in words."""
-    words = [
+    """Return a message for each missed bar."""
+    messages = [
         f"{row}: {found[row]['ratio']:.3f} x PEFT's, bar {bar:.2f}"
         for row, bar in BARS.items()
         if row in found and found[row]["ratio"] > bar
     ]
     ours, loop = found["RAVAN 4 x 110"], found.get("RAVAN 4 x 110, a loop over heads")
     if loop and ours["seconds"] > LOOP_BAR * loop["seconds"]:
-        words.append(f"RAVAN: {ours['seconds'] / loop['seconds']:.3f} x a loop's, bar {LOOP_BAR}")
+        messages.append(
+            f"RAVAN: {ours['seconds'] / loop['seconds']:.3f} x a loop's, bar {LOOP_BAR}"
+        )
     if ours["megabytes"] > MEMORY_BAR * found[PEER]["megabytes"]:
         share = ours["megabytes"] / found[PEER]["megabytes"]
-        words.append(f"RAVAN: {share:.3f} x PEFT's memory, bar {MEMORY_BAR}")
-    return words
+        messages.append(f"RAVAN: {share:.3f} x PEFT's memory, bar {MEMORY_BAR}")
+    return messages
 
 
 def main() -> None:
@@ -241,11 +243,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.memory_of:
-        print(memory(asked.memory_of, asked))
+    options = parser.parse_args()
+    if options.memory_of:
+        print(memory(options.memory_of, options))
         return
-    found = measure(asked)
+    found = measure(options)
     print("| training step | seconds | x PEFT's | MB | x PEFT's |\n| --- | --- | --- | --- | --- |")
     for row, figures in found.items():
         more = figures["megabytes"] / max(found[PEER]["megabytes"], 1e-9)
@@ -253,11 +255,11 @@ def main() -> None:
             f"| {row} | {figures['seconds']:.3f} | {figures['ratio']:.3f} | "
             f"{figures['megabytes']:.0f} | {more:.3f} |"
         )
-    if asked.json:
-        asked.json.write_text(json.dumps({"layers": found}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"layers": found}, indent=1) + "\n")
     for words in missed(found):
         print("missed:", words)
-    sys.exit(asked.check and bool(missed(found)))
+    sys.exit(options.check and bool(missed(found)))
 
 
 if __name__ == "__main__":

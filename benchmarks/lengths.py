@@ -1,11 +1,11 @@
-"""Measure what batches of texts of like lengths save: an evaluation, and training steps.
+"""Measure the time saved by batches of texts of similar lengths, in evaluation and training.
 
     python -m benchmarks.lengths                   # three minutes
 
 The texts are docstrings of Python's standard library, from one word to thousands, of which the
 first 256 tokens are read. The network has the shape of BERT-Mini (4 layers, 256 wide) and random
-weights, with RAVAN's adapters. In an evaluation every text is measured once, in batches of 256: in
-the order of the file, as it was once done, and by length, as it is done. Steps of training are of
+weights, with RAVAN's adapters. In an evaluation every text is measured once, in batches of 256:
+in the order of the file, as in earlier versions, and by length, as now. Steps of training are of
 32 texts, with `batching=random` and `batching=length`. The two take turns; figures are medians.
 """
 
@@ -43,7 +43,7 @@ BERT_MINI: dict[str, Any] = {
     "intermediate_size": 1024, "vocab_size": 8000, "max_position_embeddings": 512,
 }  # fmt: skip
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-LEAST = 1.2  # times as quick, an evaluation and training
+LEAST = 1.2  # times as fast, an evaluation and training
 
 
 def main(arguments: list[str]) -> int:
@@ -54,43 +54,44 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     texts = docstrings()
     with tempfile.TemporaryDirectory() as name:
-        loaded = workbench(Path(name), texts, given.texts)
+        loaded = load_workbench(Path(name), texts, options.texts)
         test = loaded.test_sets["test"]
         train = loaded.partition(0, 1).train
         of_test, of_train = token_counts(test), token_counts(train)
         found = {
-            "evaluation": in_turn(evaluations(loaded, test), given.repetitions),
-            "training": in_turn(trainings(loaded, train, given.steps), given.repetitions),
+            "evaluation": in_turn(evaluations(loaded, test), options.repetitions),
+            "training": in_turn(trainings(loaded, train, options.steps), options.repetitions),
         }
     tokens = {
         "evaluation": [
-            padded(evaluation_batches(len(test), EVALUATION_BATCH, by), of_test)
+            padded_tokens(evaluation_batches(len(test), EVALUATION_BATCH, by), of_test)
             for by in (None, of_test)
         ],
         "training": [
-            padded(first_batches(len(train), given.steps, by), of_train) for by in (None, of_train)
+            padded_tokens(first_batches(len(train), options.steps, by), of_train)
+            for by in (None, of_train)
         ],
     }
     show(found, tokens, of_test)
-    if given.json:
-        given.json.write_text(json.dumps({"seconds": found, "tokens": tokens}, indent=2) + "\n")
-    slow = [what for what, rows in found.items() if ratio(rows) < LEAST]
-    sys.stdout.write(f"bar: both {LEAST} times as quick; missed: {', '.join(slow) or 'none'}\n")
-    return int(given.check and bool(slow))
+    if options.json:
+        options.json.write_text(json.dumps({"seconds": found, "tokens": tokens}, indent=2) + "\n")
+    missed = [what for what, rows in found.items() if ratio(rows) < LEAST]
+    sys.stdout.write(f"bar: both {LEAST} times as quick; missed: {', '.join(missed) or 'none'}\n")
+    return int(options.check and bool(missed))
 
 
 def docstrings() -> list[str]:
-    """Read those of every module, class and function of the standard library, each once."""
+    """Return the docstrings of all modules, classes and functions of the standard library, once."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):  # examples of what is no Python
+        except (SyntaxError, UnicodeDecodeError):  # examples of invalid Python
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -100,8 +101,8 @@ def docstrings() -> list[str]:
     return [texts[number] for number in order[:TEXTS]]
 
 
-def workbench(folder: Path, texts: list[str], number: int) -> ModelAndData:
-    """Save a model, its tokenizer and the texts, and open them as a run does."""
+def load_workbench(folder: Path, texts: list[str], number: int) -> ModelAndData:
+    """Save a model, its tokenizer and the texts, and load them as a run does."""
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**BERT_MINI)).save_pretrained(folder / "model")
     tokenizer = Tokenizer(models.WordPiece())
@@ -124,12 +125,12 @@ def workbench(folder: Path, texts: list[str], number: int) -> ModelAndData:
     }  # fmt: skip
     config = read_config(settings)  # the files are no subset of GLUE
     loaded = ModelAndData(replace(config, data=replace(config.data, subset="")))
-    loaded.model  # noqa: B018 (built before anything is timed)
+    loaded.model  # noqa: B018 (built before timing)
     return loaded
 
 
 def evaluations(loaded: ModelAndData, test: Encoded) -> dict[str, Callable[[], object]]:
-    """Evaluate in the order of the file, and by length."""
+    """Return functions that evaluate in the order of the file, and by length."""
 
     def by_length() -> dict[str, float]:
         with loaded.model.holding(loaded.model.initial_state()):
@@ -143,20 +144,20 @@ def evaluations(loaded: ModelAndData, test: Encoded) -> dict[str, Callable[[], o
 
 
 def trainings(loaded: ModelAndData, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
-    """Train on batches at random, and on batches of like lengths."""
+    """Return functions that train on batches at random, and on batches of similar lengths."""
     by_chance = LocalSteps(steps, BATCH, 1e-4, "float32")
 
-    def work(how: LocalSteps) -> object:
+    def work(local_steps: LocalSteps) -> object:
         state = loaded.model.initial_state()
-        given = loaded.model, loaded.task, train, state, 1.0, how, ClientRound(0, 1, 0)
-        return train_locally(*given)
+        arguments = loaded.model, loaded.task, train, state, 1.0, local_steps, ClientRound(0, 1, 0)
+        return train_locally(*arguments)
 
     alike = replace(by_chance, batching="length")
     return {"in order": lambda: work(by_chance), "by length": lambda: work(alike)}
 
 
 def in_turn(works: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
-    """Time each in turn, after one turn that does not count."""
+    """Time each in turn, after a warm-up turn."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repetitions + 1):
         for name, work in works.items():
@@ -168,18 +169,18 @@ def in_turn(works: dict[str, Callable[[], object]], repetitions: int) -> dict[st
 
 
 def first_batches(number: int, steps: int, lengths: np.ndarray | None) -> Iterator[np.ndarray]:
-    """Draw the batches that `trainings` draws."""
+    """Draw the same batches as `trainings`."""
     drawn = training_batches(number, BATCH, ClientRound(0, 1, 0).generator("batches"), lengths)
     yield from (rows for rows, _ in zip(drawn, range(steps), strict=False))
 
 
-def padded(batches: Iterator[np.ndarray] | list[np.ndarray], lengths: np.ndarray) -> int:
-    """Count the tokens that go through the network, padding included."""
+def padded_tokens(batches: Iterator[np.ndarray] | list[np.ndarray], lengths: np.ndarray) -> int:
+    """Count the tokens that go through the network, with padding."""
     return int(sum(len(rows) * lengths[rows].max() for rows in batches))
 
 
 def ratio(rows: dict[str, list[float]]) -> float:
-    """Compute how many times as quick it is by length: the median over the turns."""
+    """Return the speed-up by length: the median over the turns."""
     return statistics.median(
         one / other for one, other in zip(rows["in order"], rows["by length"], strict=True)
     )

@@ -1,14 +1,14 @@
-"""Measure what liars cost in accuracy: `digits-vit`, ten clients, of which none, one or two lie.
+"""Measure the accuracy lost to lying clients: `digits-vit`, ten clients, of which 0, 1 or 2 lie.
 
     python -m benchmarks.liars --output liars.jsonl
 
 All ten clients take part in each of six rounds, with ten local steps of eight examples. A liar
-trains like the others and then sends something else, by `LIES`. Each cell is a whole run;
-its line is written when it ends, and cells that are in the file already are not run again.
-`--table` prints what is there.
+trains like the others and then sends another upload, by `LIES`. Each cell is a whole run; its
+line is written when it ends, and cells that are in the file already are not run again. `--table`
+prints the results in the file.
 
-`limit off` is a fixed limit so large that nothing is refused by it: what was without one. With
-mixed budgets honest clients have a quarter, and liars claim the whole.
+`limit off` is a fixed limit so large that it refuses nothing, which equals no limit. With mixed
+budgets honest clients have a quarter, and liars claim the whole.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Scalar] = {
     "report": False,
     "tracking": "none",
 }
-# Budgets of a mixed federation: the liars are the last, and claim what `whole` says.
+# Budgets of a mixed federation: the last clients are the liars, and claim that of `whole`.
 MIXED = {"full": 1.0, "mixed": 0.25}
 
 Tensors = dict[str, Tensor]
@@ -49,7 +49,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Reply:
-    """An honest upload, and what its tensors were before."""
+    """An honest upload, and its tensors before training."""
 
     upload: Tensors
     start: Tensors
@@ -76,7 +76,7 @@ def _random(reply: Reply) -> Tensors:
     return reply.changed(noise)
 
 
-# The lies: what is sent in place of an honest upload.
+# The lies: uploads that replace an honest one.
 LIES: dict[str, Callable[[Reply], Tensors]] = {
     "huge norm": lambda r: r.changed(lambda _, __, change: change / change.norm() * 9.9e5),
     "sign flip": lambda r: r.changed(lambda _, __, change: -change),
@@ -88,7 +88,7 @@ LIES: dict[str, Callable[[Reply], Tensors]] = {
 }
 
 
-LARGE = ("huge norm", "ten times")  # of which a limit has something to refuse
+LARGE = ("huge norm", "ten times")  # a limit may refuse these
 
 
 class LyingGrid(InProcessGrid):
@@ -103,8 +103,8 @@ class LyingGrid(InProcessGrid):
         super().__init__(run_config, num_clients)
         self._firsts: dict[int, Tensors] = {}
         for node_id, context in self._contexts.items():
-            whole = self._lies(node_id) and self.claims_whole
-            context.node_config["budget"] = 1.0 if whole else MIXED[self.budgets]
+            full_budget = self._lies(node_id) and self.claims_whole
+            context.node_config["budget"] = 1.0 if full_budget else MIXED[self.budgets]
 
     def _lies(self, node_id: int) -> bool:
         return node_id > len(self._contexts) - self.liars
@@ -126,7 +126,7 @@ class LyingGrid(InProcessGrid):
 
 
 def _start_of(upload: Tensors, sent: Tensors) -> Tensors:
-    """Return the broadcast in the upload's shapes: of RAVAN, the heads that its bits mark."""
+    """Return the broadcast in the upload's shapes; for RAVAN, the heads that its bits mark."""
     start = {}
     for name, tensor in upload.items():
         if tensor.is_floating_point():
@@ -161,7 +161,7 @@ def cells(methods: list[str]) -> Iterator[Cell]:
 
 
 def accuracy_of(cell: Cell, seed: int) -> Cell:
-    """Make one run; its accuracy is None where it did not reach its end."""
+    """Make one run; its accuracy is None if it did not finish."""
     LyingGrid.liars, LyingGrid.budgets = cell["liars"], cell["budgets"]
     LyingGrid.lie, LyingGrid.claims_whole = cell["lie"], cell["whole"]
     settings = SETTINGS | {
@@ -181,12 +181,12 @@ def accuracy_of(cell: Cell, seed: int) -> Cell:
 
 
 def read(path: Path) -> list[Cell]:
-    """Read the cells that were run."""
+    """Read the finished cells."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(done: list[Cell]) -> str:
-    """Write a row for each lie and number of liars, a column for each defence."""
+    """Return a row for each lie and number of liars, with a column for each defence."""
     lines = []
     for method, budgets in sorted({(c["method"], c["budgets"]) for c in done}):
         mine = [c for c in done if (c["method"], c["budgets"]) == (method, budgets)]
@@ -202,8 +202,8 @@ def table(done: list[Cell]) -> str:
             cells_ = {
                 (c["robust"], c["limit"]): c for c in mine if (c["lie"], c["liars"]) == (lie, liars)
             }
-            told = [_told(cells_.get(way)) for way in ways]
-            lines.append(f"| {lie} | {liars} | " + " | ".join(told) + " |")
+            columns = [_accuracy_text(cells_.get(way)) for way in ways]
+            lines.append(f"| {lie} | {liars} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
 
 
@@ -213,7 +213,7 @@ def _place(row: tuple[str, int]) -> tuple[int, int]:
     return ([*LIES].index(lie) if lie in LIES else -1), liars
 
 
-def _told(cell: Cell | None) -> str:
+def _accuracy_text(cell: Cell | None) -> str:
     if cell is None:
         return ""
     if cell["accuracy"] is None:
@@ -224,24 +224,24 @@ def _told(cell: Cell | None) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
+    """Run the missing cells, and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("liars.jsonl"))
     parser.add_argument("--methods", nargs="+", default=["ravan"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
-    given = parser.parse_args()
-    done = read(given.output)
+    options = parser.parse_args()
+    done = read(options.output)
     known = {json.dumps({k: c[k] for k in KEYS} | {"seed": c["seed"]}) for c in done}
     torch.set_num_threads(1)
     simulation.InProcessGrid = LyingGrid  # type: ignore[attr-defined]
-    for cell in [] if given.table else cells(given.methods):
-        if json.dumps(cell | {"seed": given.seed}) not in known:
-            ended = cell | {"seed": given.seed} | accuracy_of(cell, given.seed)
+    for cell in [] if options.table else cells(options.methods):
+        if json.dumps(cell | {"seed": options.seed}) not in known:
+            ended = cell | {"seed": options.seed} | accuracy_of(cell, options.seed)
             done.append(ended)
-            with given.output.open("a") as file:
+            with options.output.open("a") as file:
                 file.write(json.dumps(ended) + "\n")
-    print(table([c for c in done if c["seed"] == given.seed]))
+    print(table([c for c in done if c["seed"] == options.seed]))
 
 
 KEYS = ("method", "budgets", "robust", "limit", "lie", "liars", "whole")

@@ -1,13 +1,13 @@
-"""Seconds and bytes of a client's round on its link, by payload, budget, wire and bandwidth.
+"""Compute a client's seconds and bytes of a round on its link, by payload, wire and bandwidth.
 
     python -m benchmarks.links              # computed
     python -m benchmarks.links --measure    # and transfers through `tbf` (root, seven minutes)
     python -m benchmarks.links --flower     # and the estimate's constants (root, five minutes)
 
-Computed: the bytes by which `link-bytes-estimate` is made, over the bandwidth. Measured: a payload
-each way over TLS between two hosts in network namespaces, each limited by `tbf`, beside what is
-computed for it. Flower is not part of that. The constants of the estimate are what the interface of
-a device counts while its SuperNode waits, and while it takes part in rounds of docs/deploy.md.
+Computed: the bytes of `link-bytes-estimate`, over the bandwidth. Measured: a payload each way over
+TLS between two hosts in network namespaces, each limited by `tbf`, beside the computed seconds.
+Flower is not part of that. The constants of the estimate are the bytes that a device's interface
+counts while its SuperNode waits, and while it takes part in rounds of docs/deploy.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.server.round_log import FRAMES, IDLE_BYTES, MESSAGE_BYTES
 from testing.deployment import wait_for
 from testing.network import Host, Network
-from testing.site import Site, why_no_site
+from testing.site import Site, site_unavailable
 from tests.fork_server import LIBRARIES, ForkServer
 
 PAYLOADS = (50_000, 1_000_000, 20_000_000)  # bytes of float32, each way, at a whole budget
@@ -52,7 +52,7 @@ server.serve_forever()
 
 
 def payload_bytes(payload: int, wire: str, budget: float) -> tuple[int, int]:
-    """Return the payload up and down: a half budget uploads half, and is sent the whole."""
+    """Return the payload up and down: half a budget uploads half, and receives the whole."""
     numbers = payload // 4
     return num_bytes([(round(numbers * budget),)], wire), num_bytes([(numbers,)], wire)
 
@@ -63,7 +63,7 @@ def link_bytes(payload: int, wire: str, budget: float) -> int:
 
 
 def show() -> None:
-    """Print the table of what is computed."""
+    """Print the table of computed values."""
     print("| payload | wire | budget | bytes on the link | " + " | ".join(
         f"{rate} Mbit/s" for rate in RATES) + " |")  # fmt: skip
     print("| --- " * (4 + len(RATES)) + "|")
@@ -75,7 +75,7 @@ def show() -> None:
 
 
 def measure(folder: Path) -> None:
-    """Print seconds and bytes of a payload each way, beside what is computed."""
+    """Print the measured seconds and bytes of a payload each way, beside the computed ones."""
     with Network(folder, ["server", "device-0"]) as network:
         server, device = network.hosts["server"], network.hosts["device-0"]
         keys = folder / "keys"
@@ -100,24 +100,24 @@ def measure(folder: Path) -> None:
 
 
 def transfer(device: Host, payload: int, certificate: Path) -> float:
-    """Download and upload that many bytes; return the seconds, without the handshakes."""
+    """Download and upload this many bytes; return the seconds, without the handshakes."""
     device.run(f"head -c {payload} /dev/zero > /run/payload")
     url = f"https://server.example.org:{PORT}"
     form = "'%{time_total} %{time_appconnect}\\n'"
     curl = f"curl -sf -m 600 -H Expect: --cacert {certificate} -o /dev/null -w {form}"
-    said = device.run(f"{curl} {url}/{payload}; {curl} -T /run/payload {url}/")
-    spans = [float(total) - float(begun) for total, begun in re.findall(r"(\S+) (\S+)\n", said)]
+    output = device.run(f"{curl} {url}/{payload}; {curl} -T /run/payload {url}/")
+    spans = [float(total) - float(begun) for total, begun in re.findall(r"(\S+) (\S+)\n", output)]
     assert len(spans) == 2
     return sum(spans)
 
 
 def constants(folder: Path) -> None:
-    """Print what a device's interface counts while it waits, and in rounds."""
+    """Print the bytes that a device's interface counts while it waits, and in rounds."""
     hosts = ["server", "operator", "device-0", "device-1"]  # the last one has a poor link
     with ForkServer(LIBRARIES) as python, Network(folder, hosts, python.inside) as network:
         site = Site(network)
         site.set_up()
-        site.programs["check-0"].end()  # which asks every five seconds in tests
+        site.programs["check-0"].end()  # it would send a request every five seconds in tests
 
         def count() -> tuple[float, int]:
             return time.monotonic(), sum(site.devices[0].bytes_on_link())
@@ -151,19 +151,19 @@ def _difference(after: tuple[float, int], before: tuple[float, int]) -> tuple[fl
 
 
 def main() -> None:
-    """Print what is computed, and what is measured if that was asked for."""
+    """Print the computed values, and the measured ones if selected."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="transfers through tbf, too")
     parser.add_argument("--flower", action="store_true", help="the estimate's constants, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     show()
-    for wanted, ask in ((asked.measure, measure), (asked.flower, constants)):
-        if not wanted:
+    for selected, action in ((options.measure, measure), (options.flower, constants)):
+        if not selected:
             continue
-        if why := why_no_site():
+        if why := site_unavailable():
             raise SystemExit(f"no measurement, expected network namespaces and nginx: {why}")
         with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
-            ask(Path(folder))
+            action(Path(folder))
 
 
 if __name__ == "__main__":

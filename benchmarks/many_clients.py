@@ -1,13 +1,13 @@
-"""Measure runs in process with thousands of clients: until the first round, memory, records.
+"""Measure runs in process with thousands of clients: time to the first round, memory, records.
 
     python benchmarks/many_clients.py              # two minutes
     python benchmarks/many_clients.py --data FOLDER --partition dirichlet-by-client
 
 Every row is a process of its own, with `digits-vit`, one local step, and 60,000 images of 8 x 8:
-scikit-learn's digits with noise, or the folder that is named. "Ready" is from the end of imports
-to the first message of the first round: the data is read and partitioned, every client was asked.
-"The rest" of a round is what is neither training nor evaluation; its difference between rows, by
-the clients that one has more, is what a client costs a round that it is not in.
+scikit-learn's digits with noise, or the given folder. "Ready" is from the end of imports to the
+first message of the first round: the data is loaded and partitioned, and every client queried.
+"The rest" of a round is neither training nor evaluation; its difference between rows, divided by
+the difference in clients, is the cost of a client outside the round.
 """
 
 import argparse
@@ -22,10 +22,11 @@ import datasets
 import numpy as np
 from sklearn.datasets import load_digits
 
-READY_BARS = {1_000: 10.0, 10_000: 60.0}  # seconds of a processor: of the clock, if it is quiet
-ABSENT_BAR = 1e-3  # seconds of a round for a client that is not in it
-COHORT_BAR = 30.0  # MB that ten times as many clients a round may take more
-RECORD_BAR = 1.05  # times the record of a round with a hundredth of the clients
+# Seconds of a processor, which are those of an idle machine.
+READY_BARS = {1_000: 10.0, 10_000: 60.0}
+ABSENT_BAR = 1e-3  # seconds of a round for a client outside it
+COHORT_BAR = 30.0  # MB more for ten times as many clients a round
+RECORD_BAR = 1.05  # relative to the record of a round with a hundredth of the clients
 ASYNCHRONOUS = {
     "devices": "edge-gpus", "aggregation": "async", "buffer-size": 10, "concurrency": 200,
     "clients-per-round": 200,
@@ -33,7 +34,7 @@ ASYNCHRONOUS = {
 ROWS = 60_000
 FEW, MANY = 100, 10_000
 
-# What `ravan-flwr simulate` does, with a clock at the first round's first message.
+# The same as `ravan-flwr simulate`, with a timestamp at the first message of the first round.
 SIMULATED = """
 import json, resource, statistics, sys, time
 began = time.time()
@@ -83,18 +84,19 @@ Row = dict[str, float]
 
 
 def main() -> None:
-    """Measure what was asked for, and print a table."""
+    """Run the selected rows, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="a folder of 8 x 8 images (default: made up)")
     parser.add_argument("--partition", default="iid", help="how they are dealt out (default: iid)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
-        data = asked.data or made_up(Path(folder) / "data")
+        data = options.data or write_noisy_digits(Path(folder) / "data")
         settings = {
-            "data": str(data.absolute()), "partition": asked.partition, "num-rounds": asked.rounds,
+            "data": str(data.absolute()), "partition": options.partition,
+            "num-rounds": options.rounds,
             "local-steps": 1, "eval-every": 100, "report": False, "tracking": "none",
             "processes": 1,
             "output-dir": str(Path(folder) / "runs"),
@@ -108,7 +110,7 @@ def main() -> None:
                 (f"{MANY:,} clients, 20 a round", MANY, 20),
             )
         }
-        flying = {**settings, **ASYNCHRONOUS, "num-rounds": 4 * asked.rounds}
+        flying = {**settings, **ASYNCHRONOUS, "num-rounds": 4 * options.rounds}
         in_flight = measured(MANY, flying)
     few, thousand, cohort, many = rows.values()
     absent = (many["rest of a round"] - few["rest of a round"]) / (MANY - FEW)
@@ -116,9 +118,9 @@ def main() -> None:
     update = in_flight["rest, processor"] / in_flight["updates"]
     show(rows | {f"{MANY:,} clients, 200 in flight, 10 a round": in_flight}, absent, grown)
     print(f"an asynchronous update takes {update * 1e3:.1f} ms of a processor beside its steps")
-    if asked.json:
-        told: dict[str, Any] = {"many clients": rows, "absent": absent, "cohort MB": grown}
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+    if options.json:
+        figures: dict[str, Any] = {"many clients": rows, "absent": absent, "cohort MB": grown}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     missed = [
         f"{number:,} clients take {row['ready, processor']:.1f} s, bar {READY_BARS[number]:g}"
         for number, row in ((1_000, thousand), (10_000, many))
@@ -132,11 +134,11 @@ def main() -> None:
         missed.append(f"a record has {many['record']} bytes with {MANY:,} clients")
     for words in missed:
         print("missed:", words)
-    sys.exit(asked.check and bool(missed))
+    sys.exit(options.check and bool(missed))
 
 
-def made_up(folder: Path) -> Path:
-    """Write scikit-learn's digits with noise, as many as there are to be, as a folder of data."""
+def write_noisy_digits(folder: Path) -> Path:
+    """Write scikit-learn's digits with noise, in the needed number, as a data folder."""
     random = np.random.default_rng(0)
     images, labels = load_digits(return_X_y=True)
     features = datasets.Features(
@@ -151,8 +153,8 @@ def made_up(folder: Path) -> Path:
         rows = random.integers(0, len(labels), number)
         noisy = images[rows].reshape(-1, 8, 8) / 16 + random.normal(0, 0.05, (number, 8, 8))
         table = {"image": noisy.astype(np.float32), "label": labels[rows]}
-        made = datasets.Dataset.from_dict(table, features=features)
-        made.to_parquet(folder / f"{name}.parquet")
+        dataset = datasets.Dataset.from_dict(table, features=features)
+        dataset.to_parquet(folder / f"{name}.parquet")
     return folder
 
 
@@ -167,7 +169,7 @@ def measured(clients: int, settings: dict[str, Any]) -> Row:
 
 
 def show(rows: dict[str, Row], absent: float, grown: float) -> None:
-    """Print a row each, and what follows from their differences."""
+    """Print a row for each, and the results from their differences."""
     print(
         "| | ready, s | of a processor | rest of a round, ms | MB | record, bytes | checkpoint "
         "| status.json |"

@@ -3,12 +3,12 @@
     python -m benchmarks.many_nodes                 # 5, 10, 20 and 50 nodes
     python -m benchmarks.many_nodes --nodes 5 10
 
-Each SuperNode is a process with its own key, over TLS, and each message starts a client process: no
-warm workers. SuperNodes and client processes are forks of one process (tests/fork_server.py), so
-that one machine has the memory and the time to start so many. SuperLink and ServerApp are started
-as always. The last nodes join a run that continues. Then a fifth of all nodes is killed
-at random in a round. Messages go to `--clients` nodes a round, so what grows with the nodes is what
-they ask while they wait. CPU is seconds of a processor a second.
+Each SuperNode is a process with its own key, over TLS, and each message starts a client process,
+without warm workers. SuperNodes and client processes are forks of one process
+(tests/fork_server.py), so that one machine has enough memory. SuperLink and ServerApp are started
+normally. The last nodes join during a run. Then a fifth of all nodes is killed
+at random in a round. Messages go to `--clients` nodes a round, so that the remaining growth comes
+from the polls of waiting nodes. CPU is processor seconds a second.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from testing.deployment import Deployment, Run, wait_for
 from tests.fork_server import LIBRARIES, ForkServer, Python, fork_of
 
 WAITING, RUNNING = "no run", "rounds"
-WINDOW = 60.0  # seconds that a row of the table is measured
-LOOKS = "2"  # seconds between two looks of a SuperNode's own processes for work
+WINDOW = 60.0  # seconds of measurement for a row of the table
+POLL_SECONDS = "2"  # seconds between two polls of a SuperNode's own processes
 KILLED = 0.2
 SPARE = 4e9  # bytes of memory that stay free
-NODE = 1.5e8  # bytes of memory that a node takes, with its client process
+NODE = 1.5e8  # bytes of memory of a node, with its client process
 SETTINGS = (
     "method='ravan' report=false tracking='none' local-steps=1 eval-every=10 straggler-grace=15"
 )
@@ -46,7 +46,7 @@ for key in sys.argv[1:]:
 
 @dataclass
 class Row:
-    """What the server's processes took while so many nodes were connected."""
+    """The resources of the server's processes with this many nodes connected."""
 
     nodes: int
     what: str
@@ -59,12 +59,12 @@ class Row:
 
 
 class Farm:
-    """The deployment, its run and what was measured."""
+    """The deployment, its run and the measurements."""
 
     def __init__(self, deployment: Deployment, python: Python, nodes: int, clients: int) -> None:
         self.deployment, self.nodes, self.clients = deployment, nodes, clients
         path = os.pathsep.join([str(python.scripts), os.environ["PATH"]])
-        self._forks = {"PATH": path, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": LOOKS}
+        self._forks = {"PATH": path, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL_SECONDS}
         self.connected: list[int] = []
         self.rows: list[Row] = []
         self.run: Run | None = None
@@ -81,7 +81,7 @@ class Farm:
         return (time.monotonic() - began) / self.nodes
 
     def join(self, number: int) -> float:
-        """Let nodes join up to this number; in a run, wait for their answers. Return seconds."""
+        """Add nodes up to this number; in a run, wait for their answers. Return seconds."""
         began, new = time.monotonic(), range(len(self.connected), number)
         for node in new:
             config = f"partition-id={node} num-partitions={self.nodes}"
@@ -93,7 +93,7 @@ class Farm:
         return time.monotonic() - began
 
     def answers(self, nodes: range | list[int]) -> None:
-        """Wait until each of these has sent its first reply, which is that to the query."""
+        """Wait until each node has sent its first reply, which answers the query."""
         log = self.deployment.log
         done = lambda: all("Sent successfully" in log(f"node-{n}") for n in nodes)  # noqa: E731
         wait_for(done, "the nodes' answers", pause=1)
@@ -108,7 +108,7 @@ class Farm:
         return len(chosen)
 
     def measure(self, what: str) -> None:
-        """Add a row: what the server's processes take for a while."""
+        """Add a row: the resources of the server's processes over a while."""
         rounds, before, began = self.rounds, self._servers(), time.monotonic()
         time.sleep(WINDOW)
         after, seconds = self._servers(), time.monotonic() - began
@@ -126,7 +126,7 @@ class Farm:
 
     @property
     def rounds(self) -> int:
-        """Count the rounds that are done."""
+        """Count the finished rounds."""
         return len(self.run.rounds) if self.run else 0
 
     def _servers(self) -> dict[str, tuple[float, float]]:
@@ -143,7 +143,7 @@ class Farm:
         return found
 
     def _memory(self, machine: str) -> float:
-        """Sum the MB of a node's processes, what several share divided among them."""
+        """Return the MB of a node's processes, with shared memory divided among them."""
         total = 0.0
         for pid in processes_of(self.deployment.folder / machine):
             try:
@@ -155,43 +155,43 @@ class Farm:
 
 
 def main() -> None:
-    """Run what was asked for, and print a row for each number of nodes."""
+    """Run the measurements, and print a row for each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[5, 10, 20, 50])
     parser.add_argument("--clients", type=int, default=2, help="clients a round")
     parser.add_argument("--rounds", type=int, default=10, help="least number of rounds")
     parser.add_argument("--limit", type=float, default=1500.0, help="seconds; no node joins after")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
-    asked = parser.parse_args()
-    ends, nodes = time.monotonic() + asked.limit, max(asked.nodes)
+    options = parser.parse_args()
+    ends, nodes = time.monotonic() + options.limit, max(options.nodes)
     with (
         ForkServer(LIBRARIES) as python,
         tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder,
         Deployment(Path(folder), nodes=nodes) as deployment,
     ):
-        farm = Farm(deployment, python, nodes, asked.clients)
+        farm = Farm(deployment, python, nodes, options.clients)
         print(f"registered {nodes} keys, {farm.register():.2f} s each", flush=True)
-        grow(farm, asked.nodes, ends)
+        grow(farm, options.nodes, ends)
         if farm.run is not None:
-            shrink(farm, asked.rounds, ends)
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in farm.rows], indent=1) + "\n")
+            shrink(farm, options.rounds, ends)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in farm.rows], indent=1) + "\n")
     extrapolate(farm.rows)
 
 
 def grow(farm: Farm, numbers: list[int], ends: float) -> None:
-    """Let nodes join until all are there, the time is up or memory is short."""
+    """Add nodes until all are connected, the time is up or memory is short."""
     numbers = sorted(numbers)
     for number in numbers:
-        there = len(farm.connected)
-        if psutil.virtual_memory().available < SPARE + (number - there) * NODE:
-            print(f"no more than {there} nodes: memory is short", flush=True)
+        connected = len(farm.connected)
+        if psutil.virtual_memory().available < SPARE + (number - connected) * NODE:
+            print(f"no more than {connected} nodes: memory is short", flush=True)
             break
         if time.monotonic() > ends:
-            print(f"no more than {there} nodes: the time is up", flush=True)
+            print(f"no more than {connected} nodes: the time is up", flush=True)
             break
         seconds = farm.join(number)
-        print(f"{number} nodes, the last {number - there} in {seconds:.0f} s", flush=True)
+        print(f"{number} nodes, the last {number - connected} in {seconds:.0f} s", flush=True)
         if farm.run is None:
             farm.measure(WAITING)
             if number < numbers[-2:][0]:
@@ -203,16 +203,17 @@ def grow(farm: Farm, numbers: list[int], ends: float) -> None:
 
 
 def shrink(farm: Farm, rounds: int, ends: float) -> None:
-    """Kill a fifth of the nodes in a round, and see that rounds go on."""
+    """Kill a fifth of the nodes in a round, and check that rounds continue."""
     assert farm.run is not None
-    there, began = farm.rounds, time.monotonic()
-    print(f"killed {farm.kill()} nodes after round {there}", flush=True)
+    first_round, began = farm.rounds, time.monotonic()
+    print(f"killed {farm.kill()} nodes after round {first_round}", flush=True)
     wait_for(
-        lambda: farm.rounds >= there + 2 and (farm.rounds >= rounds or time.monotonic() > ends),
+        lambda: farm.rounds >= first_round + 2
+        and (farm.rounds >= rounds or time.monotonic() > ends),
         "rounds without the killed nodes", pause=1,
     )  # fmt: skip
-    seconds = (time.monotonic() - began) / (farm.rounds - there)
-    print(f"{farm.rounds - there} rounds after that, {seconds:.1f} s each", flush=True)
+    seconds = (time.monotonic() - began) / (farm.rounds - first_round)
+    print(f"{farm.rounds - first_round} rounds after that, {seconds:.1f} s each", flush=True)
     farm.measure("a fifth killed")
     assert farm.run.status == "running"
     lost = sum(len(record["rejected"]) for record in farm.run.rounds)
@@ -220,7 +221,7 @@ def shrink(farm: Farm, rounds: int, ends: float) -> None:
 
 
 def extrapolate(rows: list[Row], nodes: int = 200) -> None:
-    """Fit lines to what nodes cost that wait, and to the ServerApp; print them for more nodes."""
+    """Fit lines to the cost of waiting nodes, and of the ServerApp; extrapolate to more nodes."""
     for name, what in (
         ("superlink_cpu", WAITING), ("superlink_mb", WAITING),
         ("serverapp_cpu", RUNNING), ("serverapp_mb", RUNNING),

@@ -1,12 +1,12 @@
-"""Measure what a round of every method costs beside FedIT's: bytes a client, CPU and wall seconds.
+"""Measure the cost of a round of every method relative to FedIT: bytes, CPU and wall seconds.
 
     python -m benchmarks.methods      # digits-vit; eleven minutes
 
-All methods train at one budget, on the same clients and examples, with the classifier frozen. Each
-takes turns with a run of FedIT, so that a ratio compares what ran side by side; the first round of
-a run, in which things are built, is left out, and a run of Fed-SB leaves its calibration out of the
-seconds, not of the bytes. Bytes are those of the record, and beside them what the formulas of
-docs/methods.md give.
+All methods have one parameter budget, the same clients and examples, and a frozen classifier.
+Each takes turns with a run of FedIT, so that a ratio compares simultaneous runs. The first round
+of a run, which includes set-up, is excluded, and a run of Fed-SB excludes its calibration from the
+seconds, but not from the bytes. Bytes are those of the record, beside those by the formulas of
+docs/methods.md.
 """
 
 import argparse
@@ -35,13 +35,13 @@ SETTINGS: dict[str, Scalar] = {
     "preset": "digits-vit", "lora-rank": 8, "classifier": "frozen", "clients-per-round": 3,
     "local-steps": 10, "report": False, "tracking": "none", "processes": 1,
 }  # fmt: skip
-CLIENTS = 3  # all in every round: each is sent what travels once in the first
+CLIENTS = 3  # all in every round, so that each receives the one-time payload in the first
 
 Row = dict[str, Any]
 
 
 class Shapes:
-    """Hold what the formulas of docs/methods.md are in: a method's ranks, and the layers' sides."""
+    """The variables of the formulas of docs/methods.md: a method's ranks, and the layers' sides."""
 
     def __init__(self, method: Method, replies: int) -> None:
         self.out = sum(layer.out_features for layer in method.layers)
@@ -52,17 +52,17 @@ class Shapes:
 
     @property
     def both(self) -> int:
-        """Count the numbers of B and A: r (out + in)."""
+        """Count the parameters of B and A: r (out + in)."""
         return self.r * (self.out + self.ins)
 
     def residual(self, number: int, grows: int) -> int:
-        """Count what was added before a round: k (out + in), at most out in of each matrix."""
+        """Count the residual before a round: k (out + in), at most out in, for each matrix."""
         k = (number - 1) * grows
         return sum(min(k * (out + side), out * side) for out, side in self.sides)
 
 
-# name -> numbers up and down of a client in round 1, 2, .., as the table of docs/methods.md says. A
-# method that is not here sends what the one sends that it derives from.
+# name -> values up and down of a client in round 1, 2, .., as in the table of docs/methods.md. A
+# method that is not here sends the same as its base class.
 Formula = Callable[[Shapes, int], tuple[float, float]]
 FORMULAS: dict[str, Formula] = {
     "ravan": lambda s, _: (s.n * s.h * s.r**2 + s.h * s.n / 32, s.n * s.h * s.r**2),
@@ -89,20 +89,20 @@ FORMULAS: dict[str, Formula] = {
 
 
 def formula_of(name: str) -> Formula:
-    """Find how much a client sends and gets under that method."""
-    known = {get_method(one): FORMULAS[one] for one in FORMULAS if one != name}
+    """Return the formula of a method."""
+    known = {get_method(method): FORMULAS[method] for method in FORMULAS if method != name}
     own = [FORMULAS[name]] if name in FORMULAS else []
     return (own + [known[kind] for kind in get_method(name).__mro__ if kind in known])[0]
 
 
 @contextmanager
 def ends_of_rounds() -> Iterator[list[tuple[float, float]]]:
-    """Note wall and CPU seconds, of all threads and children, at the end of every round."""
+    """Record wall and CPU seconds, of all threads and children, at the end of every round."""
     ends: list[tuple[float, float]] = []
     done = RunRecorder.on_round_end
 
-    def noting(*given: Any) -> None:
-        done(*given)
+    def noting(*args: Any) -> None:
+        done(*args)
         ends.append((time.perf_counter(), cpu_seconds()))
 
     setattr(RunRecorder, "on_round_end", noting)  # noqa: B010 (mypy: it is a method)
@@ -115,11 +115,11 @@ def ends_of_rounds() -> Iterator[list[tuple[float, float]]]:
 def cpu_seconds() -> float:
     """Count the CPU seconds of this process and its children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def measure(name: str, rounds: int, folder: Path) -> Row:
-    """Run a method, and take the medians of its rounds but the first."""
+    """Run a method, and return the medians of its rounds but the first."""
     settings = {**SETTINGS, "method": name, "num-rounds": rounds, "output-dir": str(folder)}
     with ends_of_rounds() as ends:
         run = simulate(settings, CLIENTS)
@@ -135,12 +135,12 @@ def measure(name: str, rounds: int, folder: Path) -> Row:
 
 
 def mean_bytes(record: dict[str, Any], key: str) -> float:
-    """Take the mean over a round's clients."""
+    """Return the mean over a round's clients."""
     return statistics.fmean(client[key] for client in record["clients"])
 
 
 def formula(name: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Compute bytes up and down of a client in each round, as docs/methods.md says."""
+    """Compute bytes up and down of a client in each round, by the formulas of docs/methods.md."""
     method = get_model_and_data(read_config({**SETTINGS, "method": name})).model.method
     shapes = Shapes(method, int(SETTINGS["clients-per-round"]))
     each = [formula_of(name)(shapes, number) for number in range(1, rounds + 1)]
@@ -187,13 +187,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--runs", type=int, default=3, help="pairs of runs (default: 3)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
-    names = asked.methods.split(",")
+    options = parser.parse_args()
+    names = options.methods.split(",")
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder, redirect_stdout(sys.stderr):
-        found = compare(names, asked.rounds, asked.runs, Path(folder))
+        found = compare(names, options.rounds, options.runs, Path(folder))
     show(found)
-    if asked.json:
-        asked.json.write_text(json.dumps({"methods": found}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"methods": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measure what a round in process takes beside its training: `digits-vit`, ViT-B/16's shape.
+"""Measure the overhead of a round in process beyond training: `digits-vit`, ViT-B/16's shape.
 
     python -m benchmarks.overhead                  # two minutes
 
-Both runs are whole ones, with their records, checkpoints and evaluations; the first round, in which
-things are built, is left out. Training is the clients' local steps (forward, backward, Adam),
-evaluation the server's forward passes over its test examples, and the rest everything else:
-sampling, messages, weights put in and taken out, checks, sums, the record and the checkpoint. A row
-is the median over its rounds.
+Both are complete runs, with records, checkpoints and evaluations; the first round, which includes
+set-up, is excluded. Training is the clients' local steps (forward, backward, Adam), evaluation the
+server's forward passes over its test examples, and the rest everything else:
+sampling, messages, loading and collecting weights, checks, sums, the record and the checkpoint. A
+row is the median over its rounds.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import save_data
 
-Round = dict[str, float]  # seconds of all of it, of training, of evaluation
+Round = dict[str, float]  # seconds of the round, of training, of evaluation
 
-# name -> (the most that the rest may be of a round, the number of clients, the run's settings)
+# name -> (the largest fraction of the rest, the number of clients, the run's settings)
 RUNS: dict[str, tuple[float, int, dict[str, Scalar]]] = {
     "digits-vit, 3 clients, 50 steps of 32": (0.10, 20, {"num-rounds": 8}),
     "ViT-B/16, 1 client, 5 steps of 8": (
@@ -52,10 +52,10 @@ RUNS: dict[str, tuple[float, int, dict[str, Scalar]]] = {
 def timed(inner: Callable[..., Any], seconds: Round, what: str) -> Callable[..., Any]:
     """Wrap a function so that its seconds are counted."""
 
-    def outer(*given: Any, **named: Any) -> Any:
+    def outer(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
-            return inner(*given, **named)
+            return inner(*args, **kwargs)
         finally:
             seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began
 
@@ -63,13 +63,13 @@ def timed(inner: Callable[..., Any], seconds: Round, what: str) -> Callable[...,
 
 
 def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[Round]:
-    """Time a run's rounds but the first, each from the end of the one before to its own."""
+    """Time a run's rounds but the first, each from the end of the previous one."""
     seconds: Round = {}
     ends: list[tuple[float, Round]] = []
 
     def ending(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def outer(*given: Any) -> None:
-            inner(*given)
+        def outer(*args: Any) -> None:
+            inner(*args)
             ends.append((time.perf_counter(), dict(seconds)))
             seconds.clear()
 
@@ -97,7 +97,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
 
 
 def write_vit_b16(folder: Path) -> dict[str, Scalar]:
-    """Write ViT-B/16 with random weights and a few pictures, in folders as the hub has them."""
+    """Write ViT-B/16 with random weights and a few pictures, in folders as from the hub."""
     transformers.ViTModel(transformers.ViTConfig()).save_pretrained(folder / "model")
     transformers.ViTImageProcessor().save_pretrained(folder / "model")
     save_data("svhn-vit-b16", folder / "data", train=30, test=8)
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     found: dict[str, Round] = {}
     missed = []
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder, redirect_stdout(sys.stderr):
@@ -119,21 +119,23 @@ def main() -> None:
             rounds = rounds_of({**settings, **more}, clients, Path(folder) / "runs")
             for one in rounds:
                 one["rest"] = one["all"] - one["training"] - one["evaluation"]
-            found[name] = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-            share = statistics.median(one["rest"] / one["all"] for one in rounds)
-            found[name]["share"] = share
-            if share > bar:
-                missed.append(f"{name}: the rest is {share:.1%} of a round, bar {bar:.0%}")
+            found[name] = {
+                key: statistics.median(round_[key] for round_ in rounds) for key in rounds[0]
+            }
+            fraction = statistics.median(round_["rest"] / round_["all"] for round_ in rounds)
+            found[name]["share"] = fraction
+            if fraction > bar:
+                missed.append(f"{name}: the rest is {fraction:.1%} of a round, bar {bar:.0%}")
     print("| a round | seconds | training | evaluation | the rest | of all |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in found.items():
         parts = " | ".join(f"{row[key]:.3f}" for key in ("all", "training", "evaluation", "rest"))
         print(f"| {name} | {parts} | {row['share']:.1%} |")
-    if asked.json:
-        asked.json.write_text(json.dumps({"overhead": found}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"overhead": found}, indent=1) + "\n")
     for words in missed:
         print("missed:", words)
-    sys.exit(asked.check and bool(missed))
+    sys.exit(options.check and bool(missed))
 
 
 if __name__ == "__main__":

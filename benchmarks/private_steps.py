@@ -1,10 +1,10 @@
-"""Measure what privacy of each example costs a client's steps: private ones beside plain ones.
+"""Measure the cost of example-level privacy for a client's steps, relative to plain steps.
 
     python -m benchmarks.private_steps            # a minute of a core
 
-A client of the digits trains `--steps` steps of 32 examples, in turn by plain and by private ones,
+A client of the digits trains `--steps` steps of 32 examples, in turn by plain and private steps,
 with one thread. Seconds are of the processor, by step; ratios are medians over the turns. Poisson
-draws have as many examples in the mean. The last column is a loop over the examples of a batch.
+draws have equally many examples on average. The last column is a loop over a batch's examples.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.private_steps import train_privately
 
 METHODS = ("ravan", "fedit", "ffa-lora")
-EXAMPLES = 256  # of the client, of which 32 are expected in a step
+EXAMPLES = 256  # of the client; 32 are expected in a step
 
 
 def main(arguments: list[str]) -> int:
@@ -33,12 +33,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=7)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sys.stdout.write("| method | plain step, ms | private, ms | x plain | one by one, x plain |\n")
     sys.stdout.write("| --- | --- | --- | --- | --- |\n")
     for method in METHODS:
-        turns = measured(method, given.steps, given.repetitions)
+        turns = measured(method, options.steps, options.repetitions)
         plain, private = (statistics.median(turn[way] for turn in turns) for way in (0, 1))
         ratios = [statistics.median(turn[way] / turn[0] for turn in turns) for way in (1, 2)]
         sys.stdout.write(
@@ -56,17 +56,21 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     loaded = ModelAndData(config)
     examples = loaded.partition(0, 2).train.select(np.arange(EXAMPLES))
     state, work = loaded.model.initial_state(), ClientRound(0, 1, 0)
-    told, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
-    apart = steps_of(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
+    local_steps, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
+    one_by_one = steps_of(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
 
     def plain() -> object:
-        return train_locally(loaded.model, loaded.task, examples, state, 1.0, told, work)
+        return train_locally(loaded.model, loaded.task, examples, state, 1.0, local_steps, work)
 
     def private() -> object:
-        return train_privately(loaded.model, loaded.task, examples, state, 1.0, told, work, noise)
+        return train_privately(
+            loaded.model, loaded.task, examples, state, 1.0, local_steps, work, noise
+        )
 
     def loop() -> object:
-        return train_privately(loaded.model, loaded.task, examples, state, 1.0, apart, work, noise)
+        return train_privately(
+            loaded.model, loaded.task, examples, state, 1.0, one_by_one, work, noise
+        )
 
     ways = (plain, private, loop)
     for way in ways:
@@ -75,7 +79,7 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
 
 
 def seconds(way: Callable[[], object]) -> float:
-    """Measure the processor's seconds of one turn."""
+    """Measure the processor seconds of one turn."""
     began = time.process_time()
     way()
     return time.process_time() - began

@@ -2,11 +2,11 @@
 
     python benchmarks/ravan_memory.py              # about three minutes on two cores
 
-Random weights, 24 matrices of 768 x 768, 4 heads of rank 110. Each number of heads K has a
-process of its own, which builds the model, resets the kernel's high-water mark of its
+Random weights, 24 matrices of 768 x 768, 4 heads of rank 110. Each number of heads K has its
+own process, which builds the model, resets the kernel's high-water mark of its
 resident memory, and does two steps (forward, backward, Adam); the peer beside it trains all
-heads. "Scores" is the backward pass of gradient scoring. The last column is what `plan`
-counts on the meta device. The time to make the bases is printed first.
+heads. "Scores" is the backward pass of gradient scoring. The last column is the plan's count
+on the meta device. The time to make the bases is printed first.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
 
 
 def measure(heads: int, batch_size: int) -> float:
-    """Measure the megabytes of two steps beyond the model; 0 heads: one gradient scoring."""
+    """Measure the megabytes of two steps beyond the model; for 0 heads, one gradient scoring."""
     network, method, adapters = build(110, "cpu")
     task = TASK
     shapes = task.shapes(network.config, batch_size)
@@ -66,7 +66,7 @@ def measure(heads: int, batch_size: int) -> float:
         "labels": torch.zeros(batch_size, dtype=torch.long),
     }
     network.train()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of building
     before = _status("VmRSS")
 
     def backward(*_: object) -> None:
@@ -85,7 +85,7 @@ def measure(heads: int, batch_size: int) -> float:
 
 
 def count(heads: int, batch_size: int) -> float:
-    """Count megabytes as the plan does: kept for backward, and what is trained."""
+    """Count megabytes as the plan does: memory kept for backward, and trained parameters."""
     network, method, adapters = build(110, "meta")
     method.choose(adapters, heads / HEADS, generator(0), lambda: None)
     trained = sum(4 * p.numel() for p in method.parameters(adapters))
@@ -126,7 +126,7 @@ def main() -> None:
         write(f"{measure(arguments.one, arguments.batch_size)}\n")
         return
     write(f"Gram-Schmidt bases for 24 x (768 x 768), 4 x 156: {bases_seconds(156):.1f} s\n\n")
-    # Freed memory goes back to the system at once, so that the peak is what was in use.
+    # Freed memory is returned to the system at once, so that the peak is the memory in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     medians = {}
     for heads in (4, 3, 2, 1, 0):
@@ -146,8 +146,8 @@ def main() -> None:
     write("| trained heads | peak, MB | ratio to all | counted, MB |\n| --- | --- | --- | --- |\n")
     for heads, peak in medians.items():
         name = f"{heads} of {HEADS}" if heads else "none (scores)"
-        counted = f"{count(heads, arguments.batch_size):.0f}" if heads else ""
-        write(f"| {name} | {peak:.0f} | {peak / medians[HEADS]:.3f} | {counted} |\n")
+        estimate = f"{count(heads, arguments.batch_size):.0f}" if heads else ""
+        write(f"| {name} | {peak:.0f} | {peak / medians[HEADS]:.3f} | {estimate} |\n")
 
 
 if __name__ == "__main__":

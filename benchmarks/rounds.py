@@ -1,13 +1,13 @@
-"""Measure seconds a round: an app as Flower's examples are, ours, and ours with warm workers.
+"""Measure seconds a round: an app like Flower's examples, ours, and ours with warm workers.
 
     python -m benchmarks.rounds deployment   # a SuperLink and two SuperNodes over TLS
     python -m benchmarks.rounds ray          # Flower's simulation runtime, 20 clients
 
 All of them fine-tune `digits-vit` by FedIT, with a LoRA of rank 4, the classifier frozen: the same
 payload, data, steps and clients. The peer, `benchmarks/plain_fedit`, loads model and data in
-every message and leaves the rounds to Flower's FedAvg. Runs take turns; a run's number is the
+every message and leaves the rounds to Flower's FedAvg. Runs take turns; a run's figure is the
 median of its rounds but the first, and a row's the median of its runs. A round ends when the
-server has evaluated. Nothing else should run on the machine meanwhile.
+server has evaluated. No other program should run on the machine meanwhile.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PLAIN = ROOT / "benchmarks" / "plain_fedit"
 
 
 def main() -> None:
-    """Run what was asked for, and print a table."""
+    """Run the selected measurement, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runtime", choices=["deployment", "ray"])
     parser.add_argument("--runs", type=int, default=3)
@@ -46,23 +46,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="local steps (default: 1)")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
         write_inputs(Path(folder))
-        measure = {"deployment": on_deployment, "ray": on_ray}[asked.runtime]
-        times = measure(Path(folder), asked.runs, asked.rounds, asked.steps)
-    show(times, asked.runtime, asked.steps)
-    if asked.json:
-        asked.json.write_text(json.dumps({asked.runtime: times}, indent=1) + "\n")
-    quicker = median(times[PEER]) / median(times["ours"])
-    bar = BARS[asked.runtime].get(asked.steps, 0.0)  # 0: there is none
-    if quicker < bar:
-        print(f"missed: {quicker:.2f} times as quick, bar {bar}")
-    sys.exit(asked.check and quicker < bar)
+        measure = {"deployment": on_deployment, "ray": on_ray}[options.runtime]
+        times = measure(Path(folder), options.runs, options.rounds, options.steps)
+    show(times, options.runtime, options.steps)
+    if options.json:
+        options.json.write_text(json.dumps({options.runtime: times}, indent=1) + "\n")
+    speedup = median(times[PEER]) / median(times["ours"])
+    bar = BARS[options.runtime].get(options.steps, 0.0)  # 0: no bar
+    if speedup < bar:
+        print(f"missed: {speedup:.2f} times as quick, bar {bar}")
+    sys.exit(options.check and speedup < bar)
 
 
 def write_inputs(folder: Path) -> None:
-    """Write backbone and digits as folders, which the peer reads as it would read the hub's."""
+    """Write backbone and digits as folders, which the peer reads as it would from the hub."""
     settings, weights = read_backbone(bundled_file(read_config({}).model.name))
     network = transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
     network.load_state_dict(weights, strict=False)
@@ -79,7 +79,7 @@ Times = dict[str, list[list[float]]]  # row -> run -> seconds of each round
 
 
 def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
-    """Run on two SuperNodes; those of the warm row are started anew with warm workers."""
+    """Run on two SuperNodes; those of the warm row are restarted with warm workers."""
     settings = f"num-rounds={rounds} clients-per-round=2 local-steps={steps}"
     times: Times = {PEER: [], "ours": [], "ours, warm": []}
     home = Path(tempfile.mkdtemp(dir=folder))
@@ -132,13 +132,13 @@ def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
 
 
 def plain_settings(folder: Path, file: Path, settings: str) -> str:
-    """Write the run config of the peer."""
+    """Return the run config of the peer."""
     paths = f"model='{folder}/model' data='{folder}/data' times='{file}'"
     return f"{paths} {settings}"
 
 
 def simulated(app: Path, settings: str, nodes: int = 20) -> None:
-    """`flwr run` of an app on a SuperLink of its own."""
+    """Call `flwr run` for an app on its own SuperLink."""
     federation = f"num-supernodes={nodes} client-resources-num-cpus=1"
     command = ["flwr", "run", str(app), "--stream"]
     command += ["-c", settings, "--federation-config", federation]
@@ -153,7 +153,7 @@ def simulated(app: Path, settings: str, nodes: int = 20) -> None:
 
 
 def show(times: Times, runtime: str, steps: int) -> None:
-    """Print a row each, and its ratio to the first."""
+    """Print a row for each, and its ratio to the first."""
     base = median(times[PEER])
     print(f"\n{runtime}, {steps} local steps of 32 | seconds a round | runs | times as quick")
     for row, runs in times.items():
@@ -162,7 +162,7 @@ def show(times: Times, runtime: str, steps: int) -> None:
 
 
 def median(runs: list[list[float]]) -> float:
-    """Take the median over the runs of the median of their rounds but the first."""
+    """Return the median over the runs of the median of their rounds but the first."""
     return statistics.median(statistics.median(run[1:]) for run in runs)
 
 

@@ -1,6 +1,6 @@
 """Print a hash of the last state of a short run of every method.
 
-A change that is to keep the numbers prints the same lines before and after it:
+A change that keeps results to the bit prints the same lines before and after it:
 
     python -m benchmarks.same_bits > before.txt
     python -m benchmarks.same_bits | diff before.txt -

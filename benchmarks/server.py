@@ -1,12 +1,12 @@
-"""Measure the server's work in a round, against Flower's FedAvg; and a registry of thousands.
+"""Measure the server's work in a round against Flower's FedAvg, and a registry of thousands.
 
     python benchmarks/server.py                    # two minutes
 
 A reply has 1.16 million float32 numbers: RAVAN's H of ViT-B/16, 24 layers of 4 heads of rank 110,
 which Flower's FedAvg gets as one Array in its own format. Both start from the messages and end
 with the next global arrays; ours checks every reply (shape, dtype, finite, norm) on the way.
-Sixteen different replies are taken again and again, the two take turns, and a row is the median
-of the repetitions. Memory is what the process grew by.
+Sixteen different replies are used repeatedly, the two take turns, and a row is the median of
+the repetitions. Memory is the growth of the process.
 
 Methods that need the product of a LoRA's factors, over the same layers with rank 32, against the
 same step with the (out, in) matrices: ten replies, and the next state.
@@ -43,13 +43,13 @@ from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
-BAR, ROSTER_BAR = 0.5, 0.010
+BAR, REGISTRY_BAR = 0.5, 0.010
 
 
 def methods() -> tuple[dict[str, Method], dict[str, Method]]:
     """Make methods over ViT-B/16's adapted matrices, with equal numbers of parameters.
 
-    Those whose next state is a mean, and those that work on the products of factors.
+    Those whose next state is a mean, and those with products of factors.
     """
     layers = [Layer(str(n), SIDE, SIDE) for n in range(LAYERS)]
     settings = Settings(
@@ -77,7 +77,7 @@ def methods() -> tuple[dict[str, Method], dict[str, Method]]:
 
 
 def upload(method: Method, seed: int) -> dict[str, Tensor]:
-    """Make up what a client with the whole budget might send."""
+    """Make a random upload of a client with the whole budget."""
     random = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=random)
@@ -89,7 +89,7 @@ def upload(method: Method, seed: int) -> dict[str, Tensor]:
 
 
 def messages(records: list[ArrayRecord], number: int) -> Iterator[Message]:
-    """Make up replies."""
+    """Make random replies."""
     for n in range(number):
         metrics = MetricRecord({"num-examples": 10, "train-loss": 1.0})
         content = RecordDict({"arrays": records[n % len(records)], "metrics": metrics})
@@ -130,10 +130,10 @@ def of_factors(method: Method, uploads: list[dict[str, Tensor]]) -> float:
 
 
 def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
-    """Do the same with whole matrices: their mean, their norms, their SVD."""
+    """Do the same with full matrices: their mean, their norms, their SVD."""
     assert isinstance(method, LoraMethod)
     began = time.perf_counter()
-    factors = [method.split(one) for one in uploads]
+    factors = [method.split(upload) for upload in uploads]
     for layer in range(LAYERS):
         products = [Bs[layer].double() @ As[layer].double() for Bs, As in factors]
         if isinstance(method, HetLora):
@@ -153,7 +153,7 @@ def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
 def compared(
     ours: Callable[[], float], peer: Callable[[], float], repetitions: int
 ) -> tuple[float, float, float]:
-    """Take the medians of both, which take turns, and of their ratios."""
+    """Return the medians of both, which take turns, and of their ratios."""
     times = [(ours(), peer()) for _ in range(repetitions)]
     ratio = statistics.median(mine / theirs for mine, theirs in times)
     mine, theirs = (statistics.median(column) for column in zip(*times, strict=True))
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     found: dict[str, dict[str, float]] = {}
     missed = []
@@ -216,14 +216,14 @@ def main() -> None:
         ]
         of_ours(method, records, DIFFERENT)
         before = resident()
-        of_ours(method, records, asked.replies)
+        of_ours(method, records, options.replies)
         grown = resident() - before
         mine, peer, ratio = compared(
-            partial(of_ours, method, records, asked.replies),
-            partial(of_flower, theirs, asked.replies),
-            asked.repetitions,
+            partial(of_ours, method, records, options.replies),
+            partial(of_flower, theirs, options.replies),
+            options.repetitions,
         )
-        mine, peer = mine * 1e3 / asked.replies, peer * 1e3 / asked.replies
+        mine, peer = mine * 1e3 / options.replies, peer * 1e3 / options.replies
         found[name] = {"ms": mine, "peer ms": peer, "ratio": ratio, "MB grown": grown}
         print(f"| {name} | {mine:.3f} | {peer:.3f} | {ratio:.2f} | {grown:.0f} |")
         if ratio > BAR:
@@ -235,20 +235,20 @@ def main() -> None:
         mine, peer, ratio = compared(
             partial(of_factors, method, uploads),
             partial(of_matrices, method, uploads),
-            min(3, asked.repetitions),
+            min(3, options.repetitions),
         )
         found[name] = {"s": mine, "peer s": peer, "ratio": ratio}
         print(f"| {name} | {mine:.2f} | {peer:.2f} | {ratio:.2f} |")
     seconds = sampling()
-    found["roster"] = {"ms": seconds * 1e3}
-    print(f"\n10,000 clients in the roster: {seconds * 1e3:.1f} ms to sample a round")
-    if seconds > ROSTER_BAR:
-        missed.append(f"roster: {seconds * 1e3:.1f} ms, bar {ROSTER_BAR * 1e3:g} ms")
-    if asked.json:
-        asked.json.write_text(json.dumps({"server": found}, indent=1) + "\n")
-    for words in missed:
-        print("missed:", words)
-    sys.exit(asked.check and bool(missed))
+    found["registry"] = {"ms": seconds * 1e3}
+    print(f"\n10,000 clients in the registry: {seconds * 1e3:.1f} ms to sample a round")
+    if seconds > REGISTRY_BAR:
+        missed.append(f"registry: {seconds * 1e3:.1f} ms, bar {REGISTRY_BAR * 1e3:g} ms")
+    if options.json:
+        options.json.write_text(json.dumps({"server": found}, indent=1) + "\n")
+    for messages_ in missed:
+        print("missed:", messages_)
+    sys.exit(options.check and bool(missed))
 
 
 if __name__ == "__main__":

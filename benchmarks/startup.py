@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py                   # two minutes
 
-Every figure is the median of some runs, each a process of its own, files already in the system's
+Every figure is the median of some runs, each in its own process, with files in the system's
 cache. "Flower" is `ravan-flwr simulate --engine flower` with 20 nodes, until the record of a first
 round of one step.
 """
@@ -28,7 +28,7 @@ COMMANDS = {
     ],
 }
 
-# What `ravan-flwr simulate` does, with a clock at its doors; it ends after the first step.
+# The same as `ravan-flwr simulate`, with timestamps between phases; it ends after the first step.
 SIMULATED = """
 import json, os, sys, time
 began = float(os.environ["BEGAN"])
@@ -116,25 +116,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     found = {
-        name: statistics.median(seconds_of(command) for _ in range(asked.runs))
+        name: statistics.median(seconds_of(command) for _ in range(options.runs))
         for name, command in COMMANDS.items()
     }
     with tempfile.TemporaryDirectory() as folder:
-        phases = [simulated(folder) for _ in range(asked.runs)]
+        phases = [simulated(folder) for _ in range(options.runs)]
         for phase in phases[0]:
             found[f"simulate: {phase}"] = statistics.median(run[phase] for run in phases)
         found["Flower: a first round of one step"] = in_flower(str(Path(folder) / "flower"))
     print("| start-up | seconds |\n| --- | --- |")
     for name, seconds in found.items():
         print(f"| {name} | {seconds:.2f} |")
-    if asked.json:
-        asked.json.write_text(json.dumps({"startup": found}, indent=1) + "\n")
-    slow = found["ravan-flwr --help"] > HELP_BAR
-    if slow:
+    if options.json:
+        options.json.write_text(json.dumps({"startup": found}, indent=1) + "\n")
+    is_slow = found["ravan-flwr --help"] > HELP_BAR
+    if is_slow:
         print(f"missed: ravan-flwr --help, bar {HELP_BAR} s")
-    sys.exit(asked.check and slow)
+    sys.exit(options.check and is_slow)
 
 
 if __name__ == "__main__":

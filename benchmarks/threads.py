@@ -1,4 +1,4 @@
-"""Measure a round by PyTorch's number of threads, on a quiet machine and beside a busy process.
+"""Measure a round by PyTorch's number of threads, on an idle machine and beside a busy process.
 
     python benchmarks/threads.py                  # the default preset, ten minutes
     python benchmarks/threads.py --check          # an error where a busy neighbour costs too much
@@ -26,7 +26,7 @@ SETTINGS = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "a thread a core, passive": {"OMP_NUM_THREADS": str(CORES), "OMP_WAIT_POLICY": "passive"},
 }
-BAR = 2.0  # ours, busy, to the quickest setting, busy
+BAR = 2.0  # ours with a busy process, relative to the fastest setting with one
 
 
 def main(arguments: list[str]) -> int:
@@ -36,25 +36,25 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of a run; the first does not count")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in SETTINGS}
     for beside in ("quiet", "busy"):
         with busy_processes(CORES - 1 or 1 if beside == "busy" else 0):
-            for _ in range(given.runs):
+            for _ in range(options.runs):
                 for name, environment in SETTINGS.items():
-                    rounds = seconds_of_rounds(environment, given.rounds)
+                    rounds = seconds_of_rounds(environment, options.rounds)
                     seconds[name].setdefault(beside, []).extend(rounds[1:])
     lines = ["| threads | quiet, s | busy, s | busy to quiet |", "| --- | --- | --- | --- |"]
     for name, found in seconds.items():
         quiet, busy = (statistics.median(found[beside]) for beside in ("quiet", "busy"))
         lines.append(f"| {name} | {quiet:.2f} | {busy:.2f} | {busy / quiet:.1f} |")
     sys.stdout.write("\n".join(lines) + "\n")
-    if given.json:
-        given.json.write_text(json.dumps(seconds, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(seconds, indent=2) + "\n")
     best = min(statistics.median(found["busy"]) for found in seconds.values())
     ratio = statistics.median(seconds["ours"]["busy"]) / best
     sys.stdout.write(f"ours beside a busy process: {ratio:.2f} times the best (bar {BAR})\n")
-    return int(given.check and ratio > BAR)
+    return int(options.check and ratio > BAR)
 
 
 @contextmanager

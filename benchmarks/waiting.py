@@ -1,8 +1,8 @@
-"""Compute in which part of a time a GPU had nothing to do, from PyTorch's own profile.
+"""Compute the fraction of time in which a GPU was idle, from PyTorch's own profile.
 
 A profile is a trace of events: kernels and copies on the GPU, each with a start and a duration.
-The GPU was busy in their union, since kernels of several streams overlap. A profiler makes the
-CPU's part slower and not the kernels, so the busy time is held against the time of the same work
+The GPU was busy in their union, since kernels of several streams overlap. A profiler slows down
+the CPU and not the kernels, so that the busy time is compared with the time of the same work
 without it.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # not its copies of the CPU's annotations
+ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # without its copies of the CPU's annotations
 
 
 def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
-    """Sum the time in which at least one event of a trace was at work on the GPU."""
+    """Return the time in which at least one event of a trace was active on the GPU."""
     total = end = 0.0
     for start, duration in sorted(
         (float(event["ts"]), float(event["dur"]))
@@ -32,7 +32,7 @@ def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
 
 
 def waiting_share(events: Iterable[Mapping[str, Any]], seconds: float) -> float:
-    """Compute the share of so many seconds in which the GPU waited, from 0 to 1."""
+    """Return the fraction of this many seconds in which the GPU waited, from 0 to 1."""
     return min(1.0, max(0.0, 1 - busy_seconds(events) / seconds))
 
 

@@ -1,9 +1,9 @@
 """Draw the images on which the backbone of `fashion-vit` is pretrained: outlines with a filling.
 
 An outline is a letter or a sign of the fonts that come with matplotlib, or a shape that is made of
-random curves and polygons. A filling is a pattern: stripes, checks, dots, shades, grain. Nothing
-that people wear or carry is drawn, and no photograph is read: the shapes are what chance makes of
-ellipses and polygons, and of the fonts only letters, digits, arrows and signs are used.
+random curves and polygons. A filling is a pattern: stripes, checks, dots, shades, grain. No clothes
+or accessories are drawn, and no photograph is read: shapes are random ellipses and polygons, and
+only letters, digits, arrows and signs of the fonts are used.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from scripts.pretraining import Glyph, render
 
-SIDE, FIT = 64, 46  # of a template, and of what is drawn in it
+SIDE, FIT = 64, 46  # of a template, and of the drawing in it
 IMAGE = 28
-FINE = 2 * IMAGE  # outlines are looked up at so many points a side, and averaged
+FINE = 2 * IMAGE  # outlines are sampled at this many points a side, and averaged
 SHAPES = 256
-# Letters and digits in all fonts that have them; then what the widest of the fonts has of others.
+# Letters and digits in all fonts that have them, then further signs of the widest font.
 LETTERS = [chr(c) for c in [*range(0x21, 0x7F), *range(0x391, 0x3CA), *range(0x410, 0x450)]]
 SIGNS = [
     chr(c)
@@ -37,7 +37,7 @@ FONTS = [
     "DejaVuSansMono-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSerif-Bold.ttf",
     "STIXGeneral.ttf", "STIXGeneralItalic.ttf", "STIXGeneralBolIta.ttf", *HELD_OUT_FONTS,
 ]  # fmt: skip
-ALIKE = 0.2  # signs whose mean difference, over the ink of both, is below are one class
+ALIKE = 0.2  # signs with a mean difference below this, over the ink of both, are one class
 PATTERNS = 12
 
 
@@ -47,7 +47,7 @@ def font_file(name: str) -> Path:
 
 
 def letter_classes() -> list[str]:
-    """List what is drawn of the fonts; what looks alike in the widest of them is one class."""
+    """List the classes of the fonts; similar signs of the widest font are one class."""
     found: list[tuple[str, np.ndarray]] = []
     for label, image in render(font_file(WIDEST), [*LETTERS, *SIGNS], SIDE, FIT):
         letter, ink = [*LETTERS, *SIGNS][label], image / 255
@@ -112,20 +112,20 @@ def _part(random: np.random.Generator) -> np.ndarray:
 
 
 def outlines() -> tuple[list[Glyph], list[Glyph], int]:
-    """Draw all outlines: those of the training, those of other fonts; count the letters.
+    """Draw all outlines: for training, and of held-out fonts; count the letters.
 
-    The classes of shapes come after those of letters.
+    The classes of shapes follow those of letters.
     """
     classes = letter_classes()
-    seen: list[Glyph] = []
-    unseen: list[Glyph] = []
+    training: list[Glyph] = []
+    held_out: list[Glyph] = []
     for name in FONTS:
         letters = classes if name.startswith("DejaVuSans") else [_letters(c) for c in classes]
-        (unseen if name in HELD_OUT_FONTS else seen).extend(
+        (held_out if name in HELD_OUT_FONTS else training).extend(
             render(font_file(name), letters, SIDE, FIT)
         )
-    seen += [(len(classes) + number, shape(number)) for number in range(SHAPES)]
-    return seen, unseen, len(classes)
+    training += [(len(classes) + number, shape(number)) for number in range(SHAPES)]
+    return training, held_out, len(classes)
 
 
 def _letters(chars: str) -> str:

@@ -2,12 +2,12 @@
 
     python -m scripts.check_results
 
-The pages that readers see first (`FIRST`) repeat some of them: each number with an interval there
-must stand in one of these tables, or be how far two rows of one table are apart.
+The pages that readers open first (`FIRST`) repeat some of them: each number with an interval there
+must be in one of these tables, or be the difference between two rows of one table.
 
-A table stands between marks (`<!-- study NAME: TITLE -->`). Its study's file has what its rows
-are, its record (`NAME.jsonl`) what their runs came to. Nothing is shared with `ravan_flwr/studies`:
-where the two disagree, one of them is wrong. It ends with 1 and a line for each such cell.
+A table is between marks (`<!-- study NAME: TITLE -->`). Its study's file defines the rows, and
+its record (`NAME.jsonl`) has the results of their runs. No code is shared with
+`ravan_flwr/studies`. It ends with 1 and a line for each cell on which the two disagree.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-# Student's t, two-sided 95 %, by degrees of freedom, as tables of statistics print it.
+# Student's t, two-sided 95 %, by degrees of freedom, as printed in tables of statistics.
 T95 = {2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912, 7: 2.364624, 8: 2.306004,
        9: 2.262157}  # fmt: skip
 TABLE = re.compile(
@@ -32,22 +32,22 @@ TABLE = re.compile(
 FIRST = ("README.md", "docs/results.md", "docs/which-method.md")
 NUMBER = re.compile(r"\d+\.\d+ ± \d+\.\d+")
 RATE = "learning-rate"
-LESS = ("loss", "perplexity", "time")  # is better
+LESS = ("loss", "perplexity", "time")  # lower is better
 Values = dict[int, float]  # by seed
 
 
 def key_of(words: Iterable[str]) -> frozenset[str]:
-    """Return which run it is; one on a validation split has an `eval-every` of its own."""
+    """Return a run's key; a run on a validation split has its own `eval-every`."""
     return frozenset(word for word in words if not word.startswith("eval-every="))
 
 
 def half(values: list[float]) -> float:
-    """Return half of the mean's 95 % interval."""
+    """Return half the width of the mean's 95 % interval."""
     return T95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def shown(values: list[float], metric: str, *, signed: bool = False) -> str:
-    """Write a mean with its interval as a table has it."""
+    """Format a mean with its interval as in a table."""
     if not values:
         return "-"
     numbers = [statistics.mean(values), *([half(values)] if len(values) > 2 else [])]
@@ -65,13 +65,13 @@ def p_value(values: list[float]) -> float:
     return 1 - 2 * t / 60000 * (at[0] + at[-1] + 4 * sum(at[1:-1:2]) + 2 * sum(at[2:-1:2]))
 
 
-def apart(mine: Values, other: Values) -> list[float]:
-    """Pair by the seeds that both have."""
+def paired(mine: Values, other: Values) -> list[float]:
+    """Return paired differences by common seeds."""
     return [mine[seed] - other[seed] for seed in mine if seed in other]
 
 
 class Study:
-    """A study's file and its record; a row is named by its table's title and its own name."""
+    """A study's file and its record; a row is identified by its table's title and its own name."""
 
     def __init__(self, name: str, record: Path) -> None:
         self.file = yaml.safe_load((ROOT / "conf/studies" / f"{name}.yaml").read_text())
@@ -89,7 +89,7 @@ class Study:
         return settings, key, key not in settings
 
     def line(self, settings: dict[str, Any], more: dict[str, Any]) -> Any:
-        """Find the line of a run; None where it is not done."""
+        """Return the line of a run; None if it is not done."""
         settings = settings | more
         clients = settings.pop("num-clients", self.file["num-clients"])
         words = [f"{k}={str(v).lower() if v in (True, False) else v}" for k, v in settings.items()]
@@ -110,9 +110,9 @@ class Study:
         return out, {rate: lines for rate, lines in found.items() if any(lines)}
 
     def scores(self, title: str, name: str) -> dict[float, list[float]]:
-        """Return rate -> values by which it is chosen, of rates of which no run failed."""
-        out, tried = self.tried(title, name)
-        done = {r: x for r, x in tried.items() if all(y and "failed" not in y for y in x)}
+        """Return rate -> values by which it is chosen, for rates without a failed run."""
+        out, runs_by_rate = self.tried(title, name)
+        done = {r: x for r, x in runs_by_rate.items() if all(y and "failed" not in y for y in x)}
         first = self.tables[title].get("rates-of", title)
         return {
             rate: [self.value(first, x) if out else x["final"][x["metric"]] for x in lines]
@@ -120,16 +120,16 @@ class Study:
         }
 
     def taken(self, title: str, name: str) -> dict[int, float]:
-        """Return the rate of each seed; of equals the one of less loss, then the smaller."""
-        scores, (out, tried), found = self.scores(title, name), self.tried(title, name), {}
+        """Return the rate of each seed; ties are broken by lower loss, then smaller rate."""
+        scores, (out, runs_by_rate), found = self.scores(title, name), self.tried(title, name), {}
         if not scores:
             return {}
-        sign = -1 if next(iter(tried.values()))[0]["metric"] in LESS else 1
+        sign = -1 if next(iter(runs_by_rate.values()))[0]["metric"] in LESS else 1
         for place, seed in enumerate(self.file["seeds"]):
             order = {}
             for rate, x in scores.items():
                 rest = [n for n in range(len(x)) if not (out and n == place)]
-                loss = statistics.mean(tried[rate][n]["final"]["loss"] for n in rest)
+                loss = statistics.mean(runs_by_rate[rate][n]["final"]["loss"] for n in rest)
                 order[rate] = (sign * statistics.mean(x[n] for n in rest), -loss, -rate)
             found[seed] = max(order, key=lambda rate: order[rate])
         return found
@@ -142,7 +142,7 @@ class Study:
         return float(statistics.mean(values))
 
     def lines(self, title: str, name: str, rate: float | None = None) -> dict[int, Any]:
-        """Return the runs of a row that are done, by seed."""
+        """Return the finished runs of a row, by seed."""
         settings, key, chooses = self.row(title, name)
         rates = dict.fromkeys(self.file["seeds"], rate)
         if chooses and rate is None:
@@ -152,7 +152,7 @@ class Study:
         return {seed: x for seed, x in found.items() if x and "failed" not in x}
 
     def values(self, title: str, name: str, rate: float | None = None, last: int = 0) -> Values:
-        """Return a row's values, of runs that were evaluated so often; none if one has no time."""
+        """Return a row's values over runs with enough evaluations; none if one has no time."""
         lines = self.lines(title, name, rate)
         if self.missed(title, name):
             return {}
@@ -160,13 +160,13 @@ class Study:
         return {seed: self.value(title, x, last) for seed, x in enough.items()}
 
     def missed(self, title: str, name: str) -> int:
-        """Count the runs of a row that have ended before the target to which a table counts."""
+        """Count the runs of a row that ended before the table's target."""
         timed = self.tables[title].get("metric") == "time"
         return timed and sum("time" not in x["final"] for x in self.lines(title, name).values())
 
 
 def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield what each column of a row must say, by its head."""
+    """Yield each column's name and the expected cell of a row."""
     table, lines, mine = study.tables[title], study.lines(title, name), study.values(title, name)
     first, rows = next(iter(lines.values())), [str(row) for row in table["rows"]]
     metric = table.get("metric", first["metric"])
@@ -177,7 +177,7 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
         if (other, row) == (title, name) or row not in map(str, study.tables[other]["rows"]):
             return "-"
         one, two = study.values(title, name, last=last), study.values(other, row, last=last)
-        return shown(apart(one, two), metric, signed=True)
+        return shown(paired(one, two), metric, signed=True)
 
     yield metric, shown([*mine.values()], metric)
     yield "by seed", " ".join(shown([x], metric) for x in mine.values())
@@ -186,7 +186,7 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
     yield f"the same, last {last}", differ(title, against, last)
     yield f"from {table.get('change-from')}", differ(table.get("change-from", title), name)
     planned = {
-        x: apart(study.values(title, x), study.values(title, against))
+        x: paired(study.values(title, x), study.values(title, against))
         for x in table.get("contrasts", [])
     }
     ps = {x: p_value(values) if len(values) > 2 else 1.0 for x, values in planned.items()}
@@ -207,11 +207,11 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
             if rate != best
         }
         good = [rate for rate, x in worse.items() if statistics.mean(x) <= half(x)]
-        told = [f"{rate:g}" for rate in good]
+        notes = [f"{rate:g}" for rate in good]
         if table.get("run-as-good"):
-            moved = {rate: apart(study.values(title, name, rate), mine) for rate in good}
-            told = [f"{rate:g}: {shown(x, metric, signed=True)}" for rate, x in moved.items()]
-        yield "as good", (", " if table.get("run-as-good") else " ").join(told) or "-"
+            moved = {rate: paired(study.values(title, name, rate), mine) for rate in good}
+            notes = [f"{rate:g}: {shown(x, metric, signed=True)}" for rate, x in moved.items()]
+        yield "as good", (", " if table.get("run-as-good") else " ").join(notes) or "-"
         yield "runs", str(sum(map(len, tried.values())))
         for rate in tried:
             missing = "failed" if all(tried[rate]) else "-"
@@ -226,7 +226,7 @@ def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def wrong(page: Path) -> Iterator[str]:
-    """Yield a line for each cell of a page that is not what the records say."""
+    """Yield a line for each cell of a page that differs from the records."""
     for name, title, text in TABLE.findall(page.read_text()):
         study = Study(name, page.with_suffix("") / f"{name}.jsonl")
         table = [line[2:-2].split(" | ") for line in text.split("\n") if line.startswith("| ")]
@@ -236,30 +236,30 @@ def wrong(page: Path) -> Iterator[str]:
                 yield f"{page.name}: {title}: {row}: {few} runs missed the target, unsaid"
         for row, *found in table[2:]:
             of = title.removeprefix("rates of ")
-            told = dict(cells(study, of, row)) if title != "overview" else {}
+            expected = dict(cells(study, of, row)) if title != "overview" else {}
             if title == "overview":
                 for head in heads:
                     if row in map(str, study.tables[head]["rows"]):
                         (_, first), *more = cells(study, head, row)
                         change = [x for y, x in more if y.startswith("from ") and x != "-"]
-                        told[head] = "; ".join([first, *change])
+                        expected[head] = "; ".join([first, *change])
             if title in study.tables and study.missed(title, row):
                 yield f"{page.name}: {title}: {row}: has numbers, and a run missed its target"
             for head, cell in zip(heads, found, strict=True):
                 says = re.sub(r"\*| \((edge|\d+ of \d+ seeds)\)", "", cell)
                 is_open = "(open)" in (" ".join(found) if head == "runs" else says)
-                if says != told.get(head, "-") and not is_open:
-                    right = told.get(head, "-")
+                if says != expected.get(head, "-") and not is_open:
+                    right = expected.get(head, "-")
                     yield f"{page.name}: {title}: {row}: {head}: says {says}, records say {right}"
 
 
 def differences(study: Study) -> Iterator[str]:
-    """Yield how far any two rows of a table are apart, at the end and in the last evaluations."""
+    """Yield the difference of any two rows of a table, at the end and in the last evaluations."""
     for title, table in study.tables.items():
         for last in {0, table.get("compare-last", 0)}:
             rows = {str(row): study.values(title, str(row), last=last) for row in table["rows"]}
             for one, two in itertools.combinations(rows.values(), 2):
-                if len(both := apart(one, two)) > 2:
+                if len(both := paired(one, two)) > 2:
                     yield shown(both, table.get("metric", "accuracy")).removeprefix("-")
 
 

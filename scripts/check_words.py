@@ -3,9 +3,9 @@
     python -m scripts.check_words            list pages, words, and what is wrong
     python -m scripts.check_words --quiet    list what is wrong alone
 
-It ends with 1 if a document, or a comment or docstring of the package, has a word of `REPLACED`, or
-if a document is longer than its limit. Counted is prose with hand-written tables: no code, and
-nothing that a program wrote between marks.
+It ends with 1 if a document, or a comment or docstring of the package, tests, benchmarks and
+scripts, has a word of `REPLACED`, or if a document is longer than its limit. Prose and hand-written
+tables are counted, without code and without tables that a program wrote between marks.
 """
 
 import ast
@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("ravan_flwr", "tests", "benchmarks", "scripts")  # of code
 README, PAGE, ALL = 700, 1500, 40_000  # words at most: README.md, a page, all but reference
 HOUSE = r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()"
 MEMBER = r"\broster\b|\bmembers?\b"
-# Words of our own -> the field's.
+# Private vocabulary -> the field's.
 REPLACED = {
     r"(?<!to )told apart|tells? (?:the )?\w+ apart": "significantly different",
     r"to be told apart": "significantly different",
@@ -45,13 +46,13 @@ REPLACED = {
     r"\bsomebody\b|\bnobody\b": "the noun that is meant",
     r"\bgoes on\b|\bgoes with\b|\bcomes of\b": "continues, belongs to, results from",
 }
-# Of comments and docstrings, in which code acts, and an enum has members.
+# For comments and docstrings, where an enum may have members.
 IN_CODE = {old: new for old, new in REPLACED.items() if old not in (HOUSE, MEMBER)} | {
     r"\b(?:any|every)body\b|\bwhoever\b|\bwhom\b": "the noun that is meant",
     r"\btell(?:s|ing)?\b|\btold\b|\bsay(?:s|ing)? (?:so|why|whether|which|what)\b":
         "return, log, report, raise, state",
 }  # fmt: skip
-# The record of a release has the names before it; a page of generated keys is no prose.
+# The changelog has earlier names; pages of generated keys are not prose.
 NOT_PROSE = {"CHANGELOG.md"}
 REFERENCE = {"docs/settings.md", "docs/commands.md", "docs/api.md"}
 MADE = re.compile(r"^<!-- (?!end of)[^\n]* -->\n.*?^<!-- end of [^\n]* -->$", re.M | re.S)
@@ -59,19 +60,19 @@ CODE = re.compile(r"^(`{3,}).*?^\1$", re.M | re.S)
 
 
 def prose(text: str) -> str:
-    """Blank what a reader does not read as text, line for line."""
+    """Blank all but prose, line for line."""
 
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
 
     text = CODE.sub(blank, text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
-    text = re.sub(r"`[^`\n]*`", "`code`", text)  # a name is no word of ours
+    text = re.sub(r"`[^`\n]*`", "`code`", text)  # code names are not prose
     return re.sub(r"\]\([^)\s]*\)", "]", text)
 
 
 def words(text: str) -> int:
-    """Count words, of hand-written tables too."""
+    """Count words, including hand-written tables."""
     return sum(bool(re.search(r"[^\W\d]", word)) for word in prose(MADE.sub("", text)).split())
 
 
@@ -99,9 +100,9 @@ def comments(source: str) -> str:
 
 
 def replaced(text: str, table: Mapping[str, str] = REPLACED) -> Iterator[tuple[int, str, str]]:
-    """Find words that the shared vocabulary replaces: line, word, what to write."""
+    """Find words that the shared vocabulary replaces: line, word, replacement."""
     for number, line in enumerate(prose(text).splitlines(), 1):
-        for pattern, better in table.items():
+        for pattern, better in table.items() if line else ():
             for match in re.finditer(pattern, line, re.IGNORECASE):
                 yield number, match[0], better
 
@@ -114,7 +115,7 @@ def wrong(root: Path = ROOT) -> list[str]:
         for name, text in documents.items()
         for line, word, better in replaced(text)
     ]
-    for path in sorted(root.glob("ravan_flwr/**/*.py")):
+    for path in (path for folder in FOLDERS for path in sorted(root.glob(f"{folder}/**/*.py"))):
         source = comments(path.read_text(encoding="utf-8"))
         found += [
             f"{path.relative_to(root)}:{line}: {word!r}, write: {better}"
@@ -131,7 +132,7 @@ def wrong(root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Write words by page, then what is wrong."""
+    """Print words by page, then all findings."""
     lines = found = wrong()
     if "--quiet" not in sys.argv:
         counts = {name: words(text) for name, text in pages().items()}

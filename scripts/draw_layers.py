@@ -1,4 +1,4 @@
-"""Draw the subpackages of `ravan_flwr/` on their layers, as docs/architecture.md shows them.
+"""Draw the subpackages of `ravan_flwr/` on their layers, as in docs/architecture.md.
 
 A subpackage is a folder, or a file beside the folders. It is one layer above the highest that it
 imports, lazy imports included, so that every import points down.
@@ -35,7 +35,7 @@ def subpackages() -> dict[str, list[Path]]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """List the modules that a file imports, wherever in it."""
+    """List the modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,7 +91,7 @@ def picture() -> str:
 
 
 def page_with(drawn: str) -> str:
-    """Put the picture into the page."""
+    """Replace the picture in the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     return before + BEGIN + drawn + END + rest.split(END)[1]

@@ -1,6 +1,6 @@
-"""Draw docs/ravan.svg: what a client trains, what travels, what the server averages.
+"""Draw docs/ravan.svg: a client's trained heads, its upload, and the server's average.
 
-And docs/averages.svg: with numbers, why a mean of factors is not the mean of the updates.
+Also draw docs/averages.svg: an example why a mean of factors is not the mean of the updates.
 
 python scripts/draw_ravan.py
 """
@@ -45,7 +45,7 @@ def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def head(x: float, y: float, number: int, trains: bool) -> str:
-    """Return one head, B H A, with what it sends if it is trained."""
+    """Return one head, B H A, with its upload if it is trained."""
     fill = FROZEN if trains else IDLE
     return (
         box(x, y, 34, 44, fill, "B")
@@ -121,10 +121,10 @@ def page(high: int, label: str, parts: list[str]) -> str:
 
 
 def exchange(
-    x: float, title: str, clients: list[list[str]], means: str, got: float, wanted: float
+    x: float, title: str, clients: list[list[str]], means: str, got: float, expected: float
 ) -> list[str]:
-    """Return two clients above a server that averages what they sent, all with numbers."""
-    colour, sign = (RIGHT, "=") if got == wanted else (WRONG, "≠")
+    """Return two clients above a server that averages their uploads, with values."""
+    colour, sign = (RIGHT, "=") if got == expected else (WRONG, "≠")
     parts = [text(x + 200, 30, title, 16, font_weight="600")]
     for index, lines in enumerate(clients):
         left = x + 210 * index
@@ -132,9 +132,9 @@ def exchange(
         parts += [text(left + 95, 74 + 24 * row, line, 14) for row, line in enumerate(lines)]
         parts += [arrow(left + 95, 146, x + 165 + 70 * index, 188)]
     parts += [box(x, 190, 400, 110, "white")]
-    parts.append(text(x + 200, 214, f"the updates have the mean {wanted:g}", 14))
+    parts.append(text(x + 200, 214, f"the updates have the mean {expected:g}", 14))
     parts.append(text(x + 200, 238, means, 14))
-    last = f"the new update is {got:g} {sign} {wanted:g}"
+    last = f"the new update is {got:g} {sign} {expected:g}"
     return [*parts, text(x + 200, 286, last, 15, colour, font_weight="600")]
 
 
@@ -142,7 +142,7 @@ def averages() -> str:
     """Return the picture of both averages, of matrices of one number each."""
     b, a = (1.0, 3.0), (4.0, 2.0)  # of the clients' LoRA
     frozen_b, frozen_a, h = 1.0, 2.0, (2.0, 3.0)  # the same two updates by RAVAN's core
-    wanted = (b[0] * a[0] + b[1] * a[1]) / 2
+    expected = (b[0] * a[0] + b[1] * a[1]) / 2
     mean_b, mean_a, mean_h = sum(b) / 2, sum(a) / 2, sum(h) / 2
     factors = [
         [f"client {i + 1}", f"sends B = {b[i]:g} and A = {a[i]:g}", f"update BA = {b[i] * a[i]:g}"]
@@ -154,11 +154,11 @@ def averages() -> str:
     ]
     left = exchange(
         10, "LoRA: factors are averaged", factors,
-        f"mean B = {mean_b:g}, mean A = {mean_a:g}", mean_b * mean_a, wanted,
+        f"mean B = {mean_b:g}, mean A = {mean_a:g}", mean_b * mean_a, expected,
     )  # fmt: skip
     right = exchange(
         470, f"RAVAN: B = {frozen_b:g} and A = {frozen_a:g} stay as they are", cores,
-        f"mean H = {mean_h:g}", frozen_b * mean_h * frozen_a, wanted,
+        f"mean H = {mean_h:g}", frozen_b * mean_h * frozen_a, expected,
     )  # fmt: skip
     return page(
         320,

@@ -14,7 +14,7 @@ from ravan_flwr.config.keys import KEYS, MOVED, TOPICS, as_typed
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PROJECT = ROOT / "docs" / "settings.md", ROOT / "pyproject.toml"
 SECTION = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n)(?:.+\n)*")
-# The keys that a version added. Those of no version are as old as 0.2.0.
+# The keys that a version added. Keys of no version are as old as 0.2.0.
 SINCE = {
     "0.3.0": """aggregation backbone-dtype batching beta buffer-size clip-norm concurrency deliver
     delta devices epsilon head-mean learning-rate-schedule limits local-epochs
@@ -50,7 +50,7 @@ def tables() -> str:
 
 
 def defaults() -> str:
-    """Write the defaults in TOML, whose texts, numbers and truth values are those of JSON."""
+    """Write the defaults in TOML, whose texts, numbers and booleans are those of JSON."""
     return "".join(f"{name} = {json.dumps(key.default)}\n" for name, key in KEYS.items())
 
 

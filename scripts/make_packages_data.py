@@ -1,13 +1,13 @@
 """Write a text data set: one-line descriptions of Debian packages, and their section as the label.
 
-Twenty sections that name a topic are kept. Words that name a section are taken out of the
-descriptions, since they give the label away. A source package is either in the training part or in
-the test part, so that no two packages of one source are on both sides.
+Twenty sections with a topic are kept. Words that name a section are removed from the
+descriptions, since they reveal the label. A source package is either in the training split or in
+the test split, so that no source has packages in both.
 
     python -m scripts.make_packages_data FOLDER      # reads `apt-cache dumpavail`
 
-The texts differ between Debian releases. The script prints a hash of both parts; the study
-`conf/studies/packages-minilm.yaml` names the hash of the data it was run on.
+The texts differ between Debian releases. The script prints a hash of both splits; the study
+`conf/studies/packages-minilm.yaml` has the hash of its data.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LABELS = """
     admin database devel editors electronics fonts games gnome graphics kde
     mail math net science sound text utils video web x11
 """.split()
-# Every word that names one of them, in the forms that occur.
+# Every word that names a section, in the forms that occur.
 _NAMES = """
     admin admins administration administrative administrator administrators administering
     database databases devel development developer developers editor editors editing electronic
@@ -34,7 +34,7 @@ _NAMES = """
 """.split()
 _GIVEN_AWAY = re.compile(r"(?<![\w-])(?:" + "|".join(map(re.escape, _NAMES)) + r")(?![\w-])", re.I)
 MOST = 1000  # packages of a section: the largest would have 3,500
-SHORTEST = 3  # words that are left of a description
+SHORTEST = 3  # remaining words of a description
 TEST = 5  # a fifth of the sources
 
 Row = tuple[str, str, str]  # source, text, label
@@ -54,44 +54,44 @@ def packages(dump: str) -> Iterator[Row]:
 
 
 def cleaned(text: str) -> str:
-    """Take the words that name a section out of a description."""
+    """Remove the words that name a section from a description."""
     return re.sub(r"\s+", " ", _GIVEN_AWAY.sub(" ", text)).strip(" ,;:-")
 
 
 def _order(text: str) -> bytes:
-    """Order by a hash: at random, and the same everywhere."""
+    """Order by a hash: at random, and the same on every machine."""
     return hashlib.sha256(text.encode()).digest()
 
 
 def selected(rows: Iterator[Row]) -> list[Row]:
-    """Keep each text once, drop what is too short, and take at most `MOST` of a section."""
+    """Keep each text once, drop too short ones, and keep at most `MOST` of a section."""
     by_text: dict[str, Row] = {}
     for source, text, label in rows:
         if len(text.split()) >= SHORTEST:
             by_text.setdefault(text.lower(), (source, text, label))
     counts: Counter[str] = Counter()
-    kept = []
+    result = []
     for row in sorted(by_text.values(), key=lambda row: _order(f"{row[0]} {row[1]}")):
         counts[row[2]] += 1
         if counts[row[2]] <= MOST:
-            kept.append(row)
-    return kept
+            result.append(row)
+    return result
 
 
 def write(rows: list[Row], folder: Path) -> str:
     """Write `train.jsonl` and `test.jsonl`; return the hash of both."""
     folder.mkdir(parents=True, exist_ok=True)
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in ("train", "test"):
-        mine = [row for row in rows if (_order(row[0])[0] % TEST == 0) == (part == "test")]
+        part_rows = [row for row in rows if (_order(row[0])[0] % TEST == 0) == (part == "test")]
         lines = "".join(
-            json.dumps({"text": text, "label": label}) + "\n" for _, text, label in mine
+            json.dumps({"text": text, "label": label}) + "\n" for _, text, label in part_rows
         )
         (folder / f"{part}.jsonl").write_text(lines)
-        whole.update(lines.encode())
-        counts = sorted(Counter(label for *_, label in mine).items())
-        print(f"{part}: {len(mine)} texts;", ", ".join(f"{name} {n}" for name, n in counts))  # noqa: T201
-    return whole.hexdigest()
+        digest.update(lines.encode())
+        counts = sorted(Counter(label for *_, label in part_rows).items())
+        print(f"{part}: {len(part_rows)} texts;", ", ".join(f"{name} {n}" for name, n in counts))  # noqa: T201
+    return digest.hexdigest()
 
 
 def main() -> None:

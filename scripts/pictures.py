@@ -1,4 +1,4 @@
-"""Make the README's pictures again: a run in a terminal, and its report.
+"""Make the README's pictures: a run in a terminal, and its report.
 
     python -m scripts.pictures              # two minutes; needs chromium
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def draw_terminal(printed: str, path: Path) -> None:
-    """Draw what a command printed, as a terminal would show it, in fonts that are there."""
+    """Draw a command's output as in a terminal, in available fonts."""
     console = Console(record=True, width=118, file=io.StringIO())
     console.print(Text("$ make run\n…", style="bold"))
     for dated in printed.splitlines():

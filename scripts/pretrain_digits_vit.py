@@ -88,7 +88,7 @@ def distort(glyphs: Tensor, generator: torch.Generator) -> Tensor:
     smooth = F.interpolate(field, BITMAP, mode="bicubic", align_corners=True)
     grid = grid + smooth.permute(0, 2, 3, 1)
 
-    # Fit what is inked to the whole bitmap, as the digits' makers did: first look where it is.
+    # Fit the ink to the whole bitmap, as in the original digits: find its extent first.
     rough = F.grid_sample(glyphs, grid * 1.3, align_corners=False)[:, 0] > 0.3
     low, high = extent(rough)
     centre, half = (low + high) / 2 * 1.3, (high - low) / 2 * 1.3
@@ -111,10 +111,10 @@ def distort(glyphs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def extent(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the box of what is true, (n, x y) low and high in [-1, 1]; all of it if nothing is."""
+    """Find the bounding box of the mask, (n, x y) low and high in [-1, 1]; all if it is empty."""
     side = mask.shape[-1]
     bounds = []
-    for dim in (1, 2):  # any over rows leaves the columns, and the other way round
+    for dim in (1, 2):  # any over rows leaves the columns, and vice versa
         line = mask.any(dim)
         position = torch.arange(side).expand_as(line)
         first = torch.where(line, position, side).amin(1)
@@ -140,7 +140,7 @@ def accuracy(model: nn.Module, glyphs: Tensor, labels: Tensor, generator: torch.
 def encode_backbone(
     config: dict[str, Any], state: dict[str, Tensor], origin: dict[str, Any]
 ) -> str:
-    """Write the text of a backbone file: how it was made, its configuration, its weights."""
+    """Return the text of a backbone file: its origin, its configuration, its weights."""
     halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in state.items()}
     weights = safetensors.torch.save(halves)
     content = {
@@ -170,13 +170,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(arguments.seed)
     torch.manual_seed(arguments.seed)
 
-    seen: list[Glyph] = []
+    training: list[Glyph] = []
     unseen: list[Glyph] = []
     fonts = find_fonts()
     for font in fonts:
         held_out = any(name in font.name for name in HELD_OUT_FONTS)
-        (unseen if held_out else seen).extend(render(font, CLASSES, GLYPH, FIT))
-    (glyphs, labels), (test_glyphs, test_labels) = stacked(seen), stacked(unseen)
+        (unseen if held_out else training).extend(render(font, CLASSES, GLYPH, FIT))
+    (glyphs, labels), (test_glyphs, test_labels) = stacked(training), stacked(unseen)
     log.info("%d fonts, %d glyphs, %d held out", len(fonts), len(glyphs), len(test_glyphs))
     if arguments.sheet:
         pick = torch.randint(len(glyphs), (400,), generator=generator)

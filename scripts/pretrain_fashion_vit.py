@@ -1,16 +1,16 @@
 """Pretrain the small vision transformer behind the preset `fashion-vit`, on letters and shapes.
 
-The network learns to name the outline and the pattern of drawn images (`abstract_images.py`),
-which have nothing to do with clothes. The classifier over them is thrown away; what is left is
-saved as a folder that `transformers` reads. It does not travel with the app: a user makes
-it once, and copies it to all devices of a federation, which must have the same. The same seed draws
-the same images everywhere, but the bits of what is trained differ between kinds of processors,
-numbers of threads and versions of PyTorch, and so do results, a little: compare runs on one folder.
+The network learns to classify the outline and the pattern of drawn images (`abstract_images.py`),
+which are unrelated to clothes. The classifier is discarded, and the backbone is
+saved as a folder that `transformers` reads. It is not part of the app: a user makes
+it once, and copies it to all devices of a federation, which must be identical. The same seed draws
+the same images everywhere, but the trained bits differ between kinds of processors,
+numbers of threads and versions of PyTorch, and so do results slightly: use one folder for all runs.
 
     pip install -e ".[pretrain]"
     python -m scripts.pretrain_fashion_vit       # about 15 minutes of one core
 
-An interrupted training continues where it was when it is started again with the same options.
+An interrupted training is resumed when it is started again with the same options.
 """
 
 import argparse
@@ -32,25 +32,25 @@ from scripts.pretraining import Checkpoint, evenly, log, normalise, small_vit, s
 
 NAME = "fashion-vit"
 PATCH = 7
-OF_PATTERNS = 0.5  # weight of naming the pattern, beside the outline
-OF_SHAPES = 0.6  # part of the images; the others are of letters and signs
+OF_PATTERNS = 0.5  # weight of the pattern's loss, beside the outline's
+OF_SHAPES = 0.6  # fraction of the images; the others are of letters and signs
 
 
 @torch.inference_mode()
 def accuracy(
     model: ViTForImageClassification, templates: Tensor, labels: Tensor, seed: int
 ) -> float:
-    """Measure how many outlines are named rightly, on one image of each template."""
+    """Measure the accuracy on outlines, on one image of each template."""
     model.eval()
     drawing, right = Drawing(torch.Generator().manual_seed(seed)), 0
-    for some, wanted in zip(templates.split(512), labels.split(512), strict=True):
+    for some, labels_ in zip(templates.split(512), labels.split(512), strict=True):
         logits = model(pixel_values=normalise(drawing.images(some)[0])).logits
-        right += int((logits[:, :-PATTERNS].argmax(-1) == wanted).sum())
+        right += int((logits[:, :-PATTERNS].argmax(-1) == labels_).sum())
     return right / len(labels)
 
 
 def weights(labels: Tensor, letters: int) -> Tensor:
-    """Say how often each outline is drawn: a letter in many fonts not as often as it has fonts."""
+    """Return how often each outline is drawn: less often for letters in many fonts."""
     weight = evenly(labels)
     is_shape = labels >= letters
     weight[is_shape] *= OF_SHAPES / weight[is_shape].sum()
@@ -61,7 +61,7 @@ def weights(labels: Tensor, letters: int) -> Tensor:
 def save(model: ViTForImageClassification, folder: Path, origin: dict[str, object]) -> None:
     """Write the folder, without the classifier."""
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("classifier")}
-    model.config.num_labels = 2  # those of its classifier, which is not kept
+    model.config.num_labels = 2  # for its classifier, which is not kept
     with no_bars():
         model.save_pretrained(folder, state_dict=state)
     (folder / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
@@ -76,13 +76,13 @@ def arguments_given() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=pretrained_folder(NAME))
     parser.add_argument("--sheet", type=Path, help="write a sheet of training images and stop")
-    given = parser.parse_args()
-    if (given.output / "config.json").exists() and not given.sheet:
+    parsed = parser.parse_args()
+    if (parsed.output / "config.json").exists() and not parsed.sheet:
         raise SystemExit(
-            f"{given.output} is there already; runs that are to be compared need one and the same: "
-            "keep it, or name another folder with --output"
+            f"{parsed.output} is there already; runs that are to be compared need one and the "
+            "same: keep it, or name another folder with --output"
         )
-    return given
+    return parsed
 
 
 def write_sheet(path: Path, templates: Tensor, weight: Tensor, generator: torch.Generator) -> None:
@@ -95,26 +95,28 @@ def write_sheet(path: Path, templates: Tensor, weight: Tensor, generator: torch.
 
 def main() -> None:
     """Draw, train, write."""
-    given = arguments_given()
+    arguments = arguments_given()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("fontTools").setLevel(logging.ERROR)
-    generator = torch.Generator().manual_seed(given.seed)
-    torch.manual_seed(given.seed)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    torch.manual_seed(arguments.seed)
     drawing = Drawing(generator)
 
-    seen, unseen, letters = outlines()
+    training, held_out, letters = outlines()
     classes = letters + SHAPES
-    (templates, labels), (others, their_labels) = stacked(seen), stacked(unseen)
+    (templates, labels), (others, their_labels) = stacked(training), stacked(held_out)
     weight = weights(labels, letters)
     log.info("%d classes, %d outlines, %d held out", classes, len(templates), len(others))
-    if given.sheet:
-        write_sheet(given.sheet, templates, weight, generator)
+    if arguments.sheet:
+        write_sheet(arguments.sheet, templates, weight, generator)
         return
 
     model = small_vit(IMAGE, PATCH, classes + PATTERNS)
 
     def loss_of_a_batch() -> Tensor:
-        pick = torch.multinomial(weight, given.batch_size, replacement=True, generator=generator)
+        pick = torch.multinomial(
+            weight, arguments.batch_size, replacement=True, generator=generator
+        )
         images, patterns = drawing.images(templates[pick])
         logits = model(pixel_values=normalise(images)).logits
         outline = F.cross_entropy(logits[:, :-PATTERNS], labels[pick], label_smoothing=0.05)
@@ -124,19 +126,19 @@ def main() -> None:
         return accuracy(model, others, their_labels, seed=1)
 
     options = {
-        "seed": given.seed,
-        "steps": given.steps,
-        "batch-size": given.batch_size,
-        "learning-rate": given.learning_rate,
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "batch-size": arguments.batch_size,
+        "learning-rate": arguments.learning_rate,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = Checkpoint(given.output / "training.pt", options)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = Checkpoint(arguments.output / "training.pt", options)
     train(
         model,
         loss_of_a_batch,
         generator,
-        steps=given.steps,
-        learning_rate=given.learning_rate,
+        steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
         report=lambda: f"accuracy on fonts that it has not seen {measured():.3f}",
         checkpoint=checkpoint,
     )
@@ -150,9 +152,9 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    save(model, given.output, origin)
+    save(model, arguments.output, origin)
     checkpoint.path.unlink(missing_ok=True)
-    log.info("wrote %s: %s", given.output, origin)
+    log.info("wrote %s: %s", arguments.output, origin)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Share what the scripts that pretrain a small backbone do: render glyphs, train, go on later."""
+"""Shared code of the scripts that pretrain a small backbone: render glyphs, train, resume."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ log = logging.getLogger("pretrain")
 
 Glyph = tuple[int, np.ndarray]  # its class, and its ink as bytes
 WARM_UP = 500  # steps
-EVERY = 1000  # steps from one report, and one checkpoint, to the next
+EVERY = 1000  # steps between reports, and between checkpoints
 
 
 def render(font_file: Path, classes: Sequence[Iterable[str]], side: int, fit: int) -> list[Glyph]:
@@ -41,7 +41,7 @@ def render(font_file: Path, classes: Sequence[Iterable[str]], side: int, fit: in
 
 
 def _centred(ink: Image.Image, side: int, fit: int) -> np.ndarray:
-    """Scale what is drawn to `fit` pixels; the rest of the square is room for distortions."""
+    """Scale the ink to `fit` pixels; the rest of the square is room for distortions."""
     scale = fit / max(ink.size)
     size = (max(1, round(ink.width * scale)), max(1, round(ink.height * scale)))
     ink = ink.resize(size, Image.Resampling.LANCZOS)
@@ -57,12 +57,12 @@ def stacked(glyphs: Sequence[Glyph]) -> tuple[Tensor, Tensor]:
 
 
 def evenly(labels: Tensor) -> Tensor:
-    """Weigh examples so that a class with few is drawn half-way to as often as the others."""
+    """Weight examples so that rare classes are drawn half-way to uniformly often."""
     return labels.bincount().float().rsqrt()[labels]
 
 
 def small_vit(image_size: int, patch_size: int, classes: int) -> ViTForImageClassification:
-    """Build a vision transformer of 16 patches, the classifier on top of which is not kept."""
+    """Build a vision transformer of 16 patches; its classifier is not kept."""
     config = ViTConfig(
         image_size=image_size,
         patch_size=patch_size,
@@ -78,19 +78,19 @@ def small_vit(image_size: int, patch_size: int, classes: int) -> ViTForImageClas
 
 
 def normalise(images: Tensor) -> Tensor:
-    """[0, 1] -> [-1, 1], as the presets do."""
+    """Map [0, 1] to [-1, 1], as the presets do."""
     return images * 2 - 1
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep in a file what a resumed training needs, and its options."""
+    """Keep the state of a training and its options in a file."""
 
     path: Path
     options: Mapping[str, int | float]
 
     def keep(self, parts: Mapping[str, Any], generator: torch.Generator, step: int) -> None:
-        """Write the file whole, in place of the one before."""
+        """Write the file completely, in place of the previous one."""
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"options": dict(self.options), "step": step}
         content |= {"generator": generator.get_state()}
@@ -99,7 +99,7 @@ class Checkpoint:
         new.replace(self.path)
 
     def go_on(self, parts: Mapping[str, Any], generator: torch.Generator) -> int:
-        """Load the file, if there is one; return how many steps are done."""
+        """Load the file, if it exists; return the number of finished steps."""
         if not self.path.is_file():
             return 0
         content = torch.load(self.path, weights_only=True)
@@ -125,7 +125,7 @@ def train(
     report: Callable[[], str],
     checkpoint: Checkpoint | None = None,
 ) -> None:
-    """Take the steps of AdamW under a cosine, and go on after the checkpoint if there is one.
+    """Take the steps of AdamW under a cosine, and resume from the checkpoint if it exists.
 
     All randomness of the batches is the generator's, whose state the checkpoint keeps.
     """

@@ -1,11 +1,11 @@
-"""Build sdist, wheel and app bundle into dist/, and try each away from the checkout.
+"""Build sdist, wheel and app bundle into dist/, and test each outside of the checkout.
 
-    python -m scripts.release        (make release; some minutes, most of them pip's)
+    python -m scripts.release        (make release; some minutes, mostly of pip)
 
-Everything is built of the last commit, so that nothing else that lies in the checkout can get in.
+Everything is built from the last commit, so that no other file of the checkout is included.
 Each package is installed into an empty environment and runs there: wheel and sdist by the command
-`ravan-flwr`, the app bundle by `flwr run` from the folder that it was unpacked to. What
-`flwr app publish` would upload is checked by Flower's own limits for its Hub.
+`ravan-flwr`, the app bundle by `flwr run` from its unpacked folder. The upload of
+`flwr app publish` is checked against Flower's limits for its Hub.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PACKAGE = "ravan_flwr"
-TYPED = f"{PACKAGE}/py.typed"  # of no use to a run, and Flower's bundles admit no such file
+TYPED = f"{PACKAGE}/py.typed"  # unused by a run, and refused by Flower's bundles
 # A short run of the app: data, backbone, preset, training, records and report.
 SETTINGS = ["clients-per-round=2", "num-rounds=1", "local-steps=2"]
 RUN = ["simulate", "num-clients=2", *SETTINGS]
@@ -48,7 +48,7 @@ log = logging.getLogger("release")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command that knows nothing of the checkout; give what it prints."""
+    """Run a command without access to the checkout; return its output."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
@@ -70,7 +70,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def versions(root: Path) -> dict[str, str]:
-    """Read the version in each file that names it; the first of the changelog's sections."""
+    """Read the version in each file that has one; the first section of the changelog counts."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     citation = (root / "CITATION.cff").read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def versions(root: Path) -> dict[str, str]:
 
 
 def last_commit(folder: Path) -> Path:
-    """Unpack the last commit into a folder; RuntimeError where the checkout has changes."""
+    """Unpack the last commit into a folder; RuntimeError if the checkout has changes."""
     if changes := run("git", "status", "--porcelain", cwd=ROOT):
         raise RuntimeError(
             f"release: the checkout has changes, expected none; commit or stash them:\n{changes}"
@@ -109,7 +109,7 @@ def package_files(root: Path) -> set[str]:
 
 
 def of_apps(files: set[str]) -> set[str]:
-    """Keep what server and clients need: neither subpackages of commands, nor studies."""
+    """Select the files of server and clients, without subpackages of commands and studies."""
     commands = (*(f"{PACKAGE}/{name}/" for name in NOT_IN_APPS), "conf/studies/")
     return {name for name in files - {TYPED} if not name.startswith(commands)}
 
@@ -123,7 +123,7 @@ def build(source: Path, folder: Path) -> tuple[Path, Path, Path]:
 
 
 def members(package: Path) -> dict[str, bytes]:
-    """Read a wheel, an app bundle or an sdist: path -> content, an sdist's top folder left out."""
+    """Read a wheel, an app bundle or an sdist: path -> content, without an sdist's top folder."""
     if package.name.endswith(".tar.gz"):
         with tarfile.open(package) as archive:
             return {
@@ -136,15 +136,15 @@ def members(package: Path) -> dict[str, bytes]:
 
 
 def check_contents(root: Path, sdist: Path, wheel: Path, bundle: Path) -> None:
-    """Compare each package with the tree; ValueError names what is too much or missing."""
+    """Compare each package with the tree; ValueError names unexpected and missing files."""
     files = package_files(root)
-    beside = {"pyproject.toml", "README.md", "LICENSE"}
+    extra = {"pyproject.toml", "README.md", "LICENSE"}
     info = re.compile(r"ravan_flwr-[^/]+\.dist-info/")
     packed = {f"{PACKAGE}/{name}" if name.startswith("conf/") else name for name in files}
     for package, found, expected in (
         (wheel, {name for name in members(wheel) if not info.match(name)}, packed),
-        (bundle, set(members(bundle)), of_apps(files) | beside | {".info/CONTENT"}),
-        (sdist, set(members(sdist)) & (files | beside), files | beside),
+        (bundle, set(members(bundle)), of_apps(files) | extra | {".info/CONTENT"}),
+        (sdist, set(members(sdist)) & (files | extra), files | extra),
     ):
         if wrong := found ^ expected:
             raise ValueError(
@@ -155,7 +155,7 @@ def check_contents(root: Path, sdist: Path, wheel: Path, bundle: Path) -> None:
 
 
 def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
-    """Build a wheel from the sdist; ValueError where it is not the one of the tree."""
+    """Build a wheel from the sdist; ValueError if it differs from the tree's."""
     run(
         sys.executable,
         *"-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir".split(),
@@ -173,10 +173,10 @@ def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
 
 
 def check_hub(app: Path) -> str:
-    """Check what `flwr app publish` would upload of a folder; ValueError names what is refused.
+    """Check the upload of `flwr app publish` for a folder; ValueError names what is refused.
 
     Flower 1.41 takes files that end in .py, .toml, .md, .yaml, .yml, .json or .jsonl, and LICENSE:
-    1,000 files of 1 MiB each, 10 MiB in all, in UTF-8. It checks them after the login alone.
+    1,000 files of 1 MiB each, 10 MiB in all, in UTF-8. It checks them only after the login.
     """
     hub = importlib.import_module("flwr.cli.app_cmd.publish")
     printed = io.StringIO()
@@ -191,7 +191,7 @@ def check_hub(app: Path) -> str:
 
 
 def install(folder: Path, *packages: str | Path) -> Path:
-    """Install packages into an empty environment, with the pinned versions; give its Python."""
+    """Install packages into an empty environment, with pinned versions; return its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     run(
@@ -204,11 +204,11 @@ def install(folder: Path, *packages: str | Path) -> Path:
     return python
 
 
-def check_results(folder: Path, said: str) -> None:
-    """Look for a run's results below a folder; RuntimeError where one is missing."""
+def check_results(folder: Path, output: str) -> None:
+    """Check that a run's results are in a folder; RuntimeError if one is missing."""
     for name in ("summary.json", "adapter/adapter_config.json", "report/index.html"):
         if len(list(folder.glob(f"runs/*/{name}"))) != 1:
-            raise RuntimeError(f"release: a run left no {name}, expected one; it said:\n{said}")
+            raise RuntimeError(f"release: a run left no {name}, expected one; it said:\n{output}")
 
 
 def check_installed(package: Path, folder: Path) -> None:
@@ -229,13 +229,13 @@ def check_installed(package: Path, folder: Path) -> None:
 
 
 def check_bundle(bundle: Path, folder: Path) -> None:
-    """Unpack the app bundle, install what it depends on alone, and call `flwr run` for it."""
+    """Unpack the app bundle, install its dependencies alone, and call `flwr run` for it."""
     app = folder / "app"
     shutil.unpack_archive(bundle, app, format="zip")
     project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     python = install(folder / "environment", *project["dependencies"])
     superlink = LocalSuperLink()
-    # Its scripts, and no others: neither the package nor the command is installed there.
+    # Its own scripts alone: neither the package nor the command is installed there.
     superlink.environment["PATH"] = os.pathsep.join([str(python.parent), os.environ["PATH"]])
     settings = " ".join([*SETTINGS, f"output-dir='{folder / 'runs'}'"])
     with superlink:
@@ -246,7 +246,7 @@ def check_bundle(bundle: Path, folder: Path) -> None:
 
 
 def release(folder: Path) -> list[Path]:
-    """Build and try everything; copy it to dist/ when all of it is good."""
+    """Build and test everything; copy it to dist/ if all tests pass."""
     if len(set((stated := versions(ROOT)).values())) != 1:
         raise ValueError(f"release: versions are {stated}, expected one; correct the files")
     log.info("version %s", stated["pyproject.toml"])

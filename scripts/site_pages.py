@@ -1,4 +1,4 @@
-"""Add to the site of mkdocs.yml what is no page of docs/: README, commands, the Python API.
+"""Add pages to the site of mkdocs.yml that are not in docs/: README, commands, the Python API.
 
     make docs        build/site/, offline; a warning is an error
 
@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def help_of(*words: str) -> str:
-    """Return what a command prints with `--help`, in 80 columns."""
+    """Return the output of a command with `--help`, in 80 columns."""
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "80"}),
@@ -63,18 +63,18 @@ def api() -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages, and the files that pages link to."""
-    from mkdocs.structure.files import File  # the extra `docs` has it
+    from mkdocs.structure.files import File  # installed by the extra `docs`
 
-    made = {"commands.md": commands(), "api.md": api()}
-    made |= {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
-    for page, text in made.items():
+    pages = {"commands.md": commands(), "api.md": api()}
+    pages |= {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
+    for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     linked = set()
     for page in [file.src_uri for file in files if file.src_uri.endswith(".md")]:
-        text = made.get(page) or (ROOT / "docs" / page).read_text(encoding="utf-8")
+        text = pages.get(page) or (ROOT / "docs" / page).read_text(encoding="utf-8")
         linked |= {target for target, _ in map(place, LINK.findall(text), [page] * len(text))}
     for target in linked:
-        inside = (ROOT / "docs" / target).exists() or target in PAGES or target in made
+        inside = (ROOT / "docs" / target).exists() or target in PAGES or target in pages
         if not inside and (ROOT / target).is_file():
             source = str(ROOT / target)
             files.append(File.generated(config, f"files/{target}", abs_src_path=source))
@@ -89,7 +89,7 @@ def place(link: tuple[str, str], page: str) -> tuple[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links lead to where the site has their files."""
+    """Rewrite links to the places of their files on the site."""
     here = page.file.src_uri
 
     def moved(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Share between tests and benchmarks: small models, small data, a deployment on loopback."""
+"""Helpers of tests and benchmarks: small models, small data, a deployment on loopback."""
 
 from pathlib import Path
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from testing import ROOT
 
 FOLDERS = ("ravan_flwr", "conf", "deploy", "docs", "scripts", "testing", "tests")
-# What must not get into a package.
+# Files that a package must not contain.
 BESIDE = (".venv/lib/site-packages/torch/__init__.py", "runs/1/rounds.jsonl", "data/a.py", "b.fab")
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Make the folder, with all that packages are made of, and with what lies beside it."""
+    """Copy the files that packages are built from, and add files that they must not contain."""
     folder.mkdir()
     for path in (*map(ROOT.joinpath, FOLDERS), *filter(Path.is_file, ROOT.iterdir())):
         if path.is_dir():

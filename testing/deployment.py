@@ -1,7 +1,7 @@
 """Start a whole deployment on loopback, with TLS and SuperNode authentication; end every process.
 
-Each machine of a real deployment is a folder here, which is the `FLWR_HOME` of its processes;
-by that they are found, whichever process started them.
+Each machine of a real deployment is a folder here, which is the `FLWR_HOME` of its processes.
+By that variable they are found, whichever process started them.
 
     with Deployment(tmp_path, nodes=3) as deployment:
         for number in range(3):
@@ -13,7 +13,7 @@ by that they are found, whichever process started them.
     assert deployment.left_running == []
 
 With `behind_proxy=True` the server is as in docs/deploy.md: nginx with deploy/reverse-proxy.conf
-before the SuperLink, ServerApps in processes of their own; devices know nginx's address alone.
+before the SuperLink, ServerApps in separate processes; devices have only nginx's address.
 """
 
 import json
@@ -39,13 +39,13 @@ from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
-PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
-RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
-ANSWERED = 3.0  # for calls that are out, also on a busy machine
-ENDING = 120.0  # for processes to end by themselves, before they are killed
+TIMEOUT = 1800.0  # seconds
+SLOW_POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # of the SuperExec for ServerApps
+PENDING_CALLS = 3.0  # seconds for pending calls to end, also on a busy machine
+END_TIMEOUT = 120.0  # seconds for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
-# What calls the SuperLink by itself.
+# Processes that call the SuperLink periodically.
 CALLERS = re.compile("flower-(superexec|supernode)")
 
 
@@ -58,11 +58,13 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.folder, self.keys = folder, folder / "keys"
         self._scripts = scripts  # where `python`, `flwr` and Flower's other commands are
         self.left_running: list[str] = []  # our processes that did not end by themselves
-        self._port, self._gate = _free_ports(2)
-        self.inside = f"127.0.0.1:{self._port}"  # what the operator knows
-        self.address = f"127.0.0.1:{self._gate}" if behind_proxy else self.inside
+        self._port, self._proxy_port = _free_ports(2)
+        self.superlink_address = f"127.0.0.1:{self._port}"  # the SuperLink's own, without the proxy
+        self.address = f"127.0.0.1:{self._proxy_port}" if behind_proxy else self.superlink_address
         self.behind_proxy = behind_proxy
-        self._beside: list[subprocess.Popen[bytes]] = []  # what belongs to the SuperLink
+        self._helpers: list[
+            subprocess.Popen[bytes]
+        ] = []  # the proxy and the SuperExec for ServerApps
         self._nodes = nodes
         self.app = copy_app(folder / "app")
         self._superlink: subprocess.Popen[bytes] | None = None
@@ -71,7 +73,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def __enter__(self) -> "Deployment":
         self.make_keys(self._nodes, "--host", "127.0.0.1")
-        self.write_config("operator", self.inside)
+        self.write_config("operator", self.superlink_address)
         try:
             self.start_superlink()
         except BaseException:
@@ -80,23 +82,25 @@ class Deployment(AbstractContextManager["Deployment"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything, politely first, the SuperLink last."""
+        """End everything, with SIGTERM first, the SuperLink last."""
         for run in self.runs:
             run.abandon()
         for number in self._supernodes:
             self.stop_node(number)
         self.stop_superlink()
         with suppress(TimeoutError):
-            wait_for(lambda: not self._ours_left(), "the last process of ours to end", ENDING)
-        for pid in self._ours_left():
+            wait_for(
+                lambda: not self._our_processes(), "the last process of ours to end", END_TIMEOUT
+            )
+        for pid in self._our_processes():
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)
 
-    def _ours_left(self) -> list[int]:
-        """List our warm workers, which end with what they work for; end Flower's processes here.
+    def _our_processes(self) -> list[int]:
+        """List our warm workers, which end with their owners; kill Flower's processes.
 
-        One of Flower's that was asking a node that is gone sleeps between attempts, longer and
-        longer, and only then notices that it should end: no promise is made about those.
+        A process of Flower that calls a node that has ended retries with growing pauses, and ends
+        only after them: the tests do not wait for those.
         """
         ours = []
         for pid in processes_of(self.folder):
@@ -114,7 +118,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         )
 
     def make_keys(self, nodes: int, *options: str) -> None:
-        """`ravan-flwr keys` for this many nodes: those that have keys keep them."""
+        """Run `ravan-flwr keys` for this many nodes; existing keys are kept."""
         _command(
             self._environment("operator"), "python", "-m", "ravan_flwr",
             "keys", str(self.keys), "--nodes", str(nodes), *options,
@@ -123,11 +127,11 @@ class Deployment(AbstractContextManager["Deployment"]):
     # The SuperLink.
 
     def start_superlink(self) -> None:
-        """Start it, with what it knew before if it ran before."""
+        """Start it, with its database of an earlier start."""
         secrets = self.keys / "superlink"
         self._superlink = self.start(
             "superlink",
-            # The real one where its log is read: it sets its level when it is imported.
+            # Not a fork where its log is read: Flower sets the log level when it is imported.
             str(SCRIPTS / "flower-superlink") if self.behind_proxy else "flower-superlink",
             "--enable-supernode-auth",
             "--ssl-ca-certfile", str(secrets / "ca.crt"),
@@ -136,43 +140,43 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
             "--isolation", "process" if self.behind_proxy else "subprocess",
-            environment=RARELY
-            # With every call that it is asked, also those that it hides otherwise.
+            environment=SLOW_POLLING
+            # Log every call, also those that are hidden by default.
             | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.behind_proxy else {}),
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
-        def answers() -> bool:
+        def is_healthy() -> bool:
             assert self._superlink is not None
             if self._superlink.poll() is not None:
                 raise RuntimeError(f"the SuperLink ended: {self.log('superlink')[-2000:]}")
             with suppress(OSError):
-                url = f"https://{self.inside}/health"
+                url = f"https://{self.superlink_address}/health"
                 with urllib.request.urlopen(url, timeout=1, context=context) as reply:
                     return bool(reply.status == 200)
             return False
 
-        wait_for(answers, "the SuperLink to answer")
+        wait_for(is_healthy, "the SuperLink to answer")
         if self.behind_proxy:
             self._start_proxy()
             self.start_serverapps()
 
     def start_serverapps(self) -> None:
-        """Start what starts the ServerApps, beside the SuperLink and not below it."""
-        command = ["flower-superexec", "--runtime-api-address", self.inside]
+        """Start the SuperExec for ServerApps, which is no child of the SuperLink."""
+        command = ["flower-superexec", "--runtime-api-address", self.superlink_address]
         command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
-        self._beside.append(self.start("serverapps", *command, environment=RARELY))
+        self._helpers.append(self.start("serverapps", *command, environment=SLOW_POLLING))
 
     @contextmanager
     def only_apps_call(self) -> Iterator[None]:
-        """Suspend all SuperExecs and SuperNodes for a while, but not the apps that they started."""
+        """Suspend all SuperExecs and SuperNodes meanwhile, but not the apps that they started."""
         callers = [pid for pid in processes_of(self.folder) if CALLERS.search(_command_line(pid))]
         pids = [pid for caller in callers for pid in with_fork(caller)]
         assert pids
         try:
             for pid in pids:
                 _send(pid, signal.SIGSTOP)
-            time.sleep(ANSWERED)
+            time.sleep(PENDING_CALLS)
             yield
         finally:
             for pid in pids:
@@ -182,22 +186,22 @@ class Deployment(AbstractContextManager["Deployment"]):
         """Start nginx for devices: deploy/reverse-proxy.conf with this machine's addresses."""
         text, home = (ROOT / "deploy" / "reverse-proxy.conf").read_text(), self._home("proxy")
         for old, new in (
-            ("listen 8000 ", f"listen 127.0.0.1:{self._gate} "),
-            ("server 127.0.0.1:8001;", f"server {self.inside};"),
+            ("listen 8000 ", f"listen 127.0.0.1:{self._proxy_port} "),
+            ("server 127.0.0.1:8001;", f"server {self.superlink_address};"),
             ("/run/credentials/ravan-proxy.service", str(self.keys / "superlink")),
         ):
             assert old in text
             text = text.replace(old, new)
         (home / "reverse-proxy.conf").write_text(text)
-        # Started by root, its workers would be another user, who cannot enter the folder.
+        # Started by root, its workers would run as another user, which cannot enter the folder.
         options = [] if os.getuid() else ["-g", "user root;"]
         assert NGINX is not None
         where = ["-p", f"{home}/", "-e", "stderr", "-c", f"{home}/reverse-proxy.conf"]
         command = [NGINX, *where, *options]
-        self._beside.append(self.start("proxy", *command))
+        self._helpers.append(self.start("proxy", *command))
 
         def listens() -> bool:
-            if self._beside[-1].poll() is not None:
+            if self._helpers[-1].poll() is not None:
                 raise RuntimeError(f"the reverse proxy ended: {self.log('proxy')}")
             return _listens(self.address)
 
@@ -206,45 +210,45 @@ class Deployment(AbstractContextManager["Deployment"]):
     def health(self) -> int:
         """Run the containers' health check of the SuperLink; return its exit status."""
         check = [sys.executable, str(ROOT / "deploy" / "health.py")]
-        asked = {
+        health_settings = {
             "HEALTH_URL": f"https://{self.address}/health",
             "HEALTH_CA": str(self.keys / "authority" / "ca.crt"),
         }
-        environment = self._environment("operator") | asked
+        environment = self._environment("operator") | health_settings
         return subprocess.run(check, env=environment, capture_output=True).returncode
 
     def stop_superlink(self) -> None:
-        """End it as an administrator does, and what belongs to it."""
-        while self._beside:
-            _end(self._beside.pop())
+        """End the SuperLink with SIGTERM, after the proxy and the SuperExec."""
+        while self._helpers:
+            _end(self._helpers.pop())
         _end(self._superlink)
 
     def kill_superlink(self) -> None:
-        """Let its machine die."""
+        """Kill all processes of the SuperLink's machine."""
         self._kill("superlink", self._superlink)
-        wait_for(lambda: not _listens(self.inside), "its port to be free")
+        wait_for(lambda: not _listens(self.superlink_address), "its port to be free")
 
     # SuperNodes.
 
     def register(self, number: int) -> int:
-        """Let the SuperLink know a node's key; return its node id."""
+        """Register a node's key with the SuperLink; return its node id."""
         key = str(self.keys / f"node-{number}" / "node.pub")
-        told = json.loads(self.flwr("supernode", "register", key, NAME, "--format", "json"))
-        if "node-id" not in told:  # `flwr` ends with 0 all the same
-            raise RuntimeError(f"node {number} was not registered: {told}")
-        return int(told["node-id"])
+        output = json.loads(self.flwr("supernode", "register", key, NAME, "--format", "json"))
+        if "node-id" not in output:  # `flwr` ends with 0 all the same
+            raise RuntimeError(f"node {number} was not registered: {output}")
+        return int(output["node-id"])
 
     def unregister(self, node_id: int) -> None:
-        """Take a node's right to connect; one that is connected ends."""
+        """Unregister a node's key; a connected node ends."""
         self.flwr("supernode", "unregister", str(node_id), NAME)
 
     def listed_nodes(self) -> dict[int, str]:
-        """List the status of each node that the SuperLink knows, by node id."""
-        told = json.loads(self.flwr("supernode", "list", NAME, "--format", "json"))
-        return {int(node["node-id"]): node["status"] for node in told["nodes"]}
+        """Return node id -> status, of each node of the SuperLink."""
+        output = json.loads(self.flwr("supernode", "list", NAME, "--format", "json"))
+        return {int(node["node-id"]): node["status"] for node in output["nodes"]}
 
     def start_node(self, number: int, node_config: str, **environment: str) -> None:
-        """Start a SuperNode with that key; `wait_for_node` sees it connected, or refused."""
+        """Start a SuperNode with that key; see `wait_for_node`."""
         secrets, (port,) = self.keys / f"node-{number}", _free_ports(1)
         self._supernodes[number] = self.start(
             f"node-{number}",
@@ -266,21 +270,21 @@ class Deployment(AbstractContextManager["Deployment"]):
         return process.poll() is None
 
     def is_running(self, number: int) -> bool:
-        """Return whether a SuperNode's process is there."""
+        """Return whether a SuperNode's process is running."""
         return self._supernodes[number].poll() is None
 
     def stop_node(self, number: int) -> None:
-        """End it as an administrator does."""
+        """End a SuperNode with SIGTERM."""
         _end(self._supernodes[number])
 
     def kill_node(self, number: int) -> None:
-        """Let its machine die: everything on it, at once, with no last word."""
+        """Kill all processes of a node's machine, without a message to the SuperLink."""
         self._kill(f"node-{number}", self._supernodes[number])
 
     # Runs.
 
     def run(self, run_config: str, app: Path | None = None) -> "Run":
-        """`flwr run` of an app, going on in the background; this one's output is in a folder."""
+        """Start `flwr run` in the background; the default app writes into a new folder."""
         folder = self.folder / f"run-{len(self.runs)}"
         if app is None:
             app = self.app
@@ -289,18 +293,18 @@ class Deployment(AbstractContextManager["Deployment"]):
         return self.runs[-1]
 
     def deliver(self, run: Path) -> str:
-        """`ravan-flwr deliver` of a run directory, in the app's folder; return what it prints."""
+        """Run `ravan-flwr deliver` for a run directory, in the app's folder; return its output."""
         command = ["python", "-m", "ravan_flwr", "deliver", str(run), NAME]
         return _command(self._environment("operator"), *command, folder=self.app)
 
     def flwr(self, *arguments: str, machine: str = "operator") -> str:
-        """Run a `flwr` command as the operator, or on another machine; return what it prints."""
+        """Run a `flwr` command as the operator, or on another machine; return its output."""
         return _command(self._environment(machine), "flwr", *arguments)
 
     # Machines.
 
     def log(self, machine: str) -> str:
-        """Read what the processes of `superlink` or `node-0` said since the last start."""
+        """Return the log of a machine, such as `superlink` or `node-0`, since its last start."""
         path = self._home(machine) / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -311,9 +315,11 @@ class Deployment(AbstractContextManager["Deployment"]):
         log: str = "log",
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a machine, its output in a file."""
+        """Start a command on a machine, with its output in a file."""
         path = self._home(machine) / log
-        path.unlink(missing_ok=True)  # what an earlier process started may still write to that
+        path.unlink(
+            missing_ok=True
+        )  # processes of an earlier start may still write to the old file
         with path.open("wb") as file:
             return subprocess.Popen(
                 command,
@@ -339,7 +345,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",  # many processes share few cores
             "PATH": os.pathsep.join([str(self._scripts), os.environ["PATH"]]),
-            # Another Flower comes first on this path (make compat).
+            # `make compat` puts another Flower first on this path.
             "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(ROOT)]),
             "PYTHONUNBUFFERED": "1",
         }
@@ -352,7 +358,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
 
 def copy_app(folder: Path) -> Path:
-    """Copy what travels with a run: `flwr run` reads every folder beside it, 5 s with .venv."""
+    """Copy the app bundle's files alone: with `.venv` beside them, `flwr run` takes 5 s more."""
     folder.mkdir()
     for name in ("ravan_flwr", "conf"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -374,67 +380,69 @@ class Run:
         )  # fmt: skip
         self.id = ""
 
-        def began() -> bool:
+        def started() -> bool:
             found = re.search(r"Successfully started run (\d+)", self.log)
             if found is None and self._process.poll() is not None:
                 raise RuntimeError(f"no run began: {self.log}")
             self.id = found[1] if found else ""
             return bool(found)
 
-        wait_for(began, "the run to begin")
+        wait_for(started, "the run to begin")
 
     @property
     def log(self) -> str:
-        """Read what `flwr run --stream` printed so far."""
+        """Return the output of `flwr run --stream` so far."""
         return (self._deployment.folder / "operator" / self._log_name).read_text(errors="replace")
 
     @property
     def directory(self) -> Path:
-        """Find the run directory."""
+        """Return the run directory."""
         (directory,) = self.folder.iterdir()
         return directory
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """Read the record so far, a dict for each round that is finished."""
+        """Return the records of finished rounds."""
         paths = list(self.folder.glob("*/rounds.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
     @property
     def status(self) -> str:
-        """Ask the SuperLink, which says `running` or `finished:completed`, say."""
-        told = self._deployment.flwr("ls", NAME, "--run-id", self.id, "--format", "json")
-        return str(json.loads(told)["runs"][0]["status"])
+        """Return the SuperLink's status of the run, such as `running` or `finished:completed`."""
+        output = self._deployment.flwr("ls", NAME, "--run-id", self.id, "--format", "json")
+        return str(json.loads(output)["runs"][0]["status"])
 
     def wait(self) -> str:
         """Wait for the end of the run; return its status."""
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"it goes on after {PATIENCE:g} s: {self.log[-2000:]}") from None
+            raise TimeoutError(
+                f"the run continues after {TIMEOUT:g} s: {self.log[-2000:]}"
+            ) from None
         # `--stream` also ends when one of its calls fails; the run continues.
         wait_for(lambda: self.status.startswith("finished"), "the end of the run")
         return self.status
 
     def abandon(self) -> None:
-        """Look no longer; the run ends with the SuperLink."""
+        """End `flwr run --stream`; the run ends with the SuperLink."""
         _end(self._process)
 
 
 def wait_for(
-    condition: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.1
+    condition: Callable[[], bool], what: str, timeout: float = TIMEOUT, pause: float = 0.1
 ) -> None:
-    """Return once the condition holds; TimeoutError if it never will, however busy the machine."""
-    deadline = time.monotonic() + patience
+    """Return once the condition holds; raise TimeoutError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
     while True:
-        asked = time.monotonic()
+        started = time.monotonic()
         if condition():
             return
         now = time.monotonic()
         if now > deadline:
-            raise TimeoutError(f"waited {patience:g} s for {what}")
-        # A condition that starts a command would keep a core busy by itself.
-        time.sleep(max(pause, min(3.0, 2 * (now - asked))))
+            raise TimeoutError(f"waited {timeout:g} s for {what}")
+        # A condition that starts a command would occupy a core, if polled without longer pauses.
+        time.sleep(max(pause, min(3.0, 2 * (now - started))))
 
 
 def _command(environment: dict[str, str], *command: str, folder: Path | None = None) -> str:
@@ -458,7 +466,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         return
     process.terminate()
     try:
-        process.wait(ENDING)
+        process.wait(END_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -470,7 +478,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def with_fork(pid: int) -> list[int]:
-    """Return a process, and the fork that it stands for, if a fork server made it."""
+    """Return a process, and its fork, if it is the proxy of one (tests/fork_server.py)."""
     with suppress(OSError):
         kind, _, number = Path(f"/proc/{pid}/comm").read_text().partition(" ")
         if kind == "fork":

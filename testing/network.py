@@ -1,13 +1,13 @@
-"""Hosts that are separate, on one machine: each in namespaces of its own, joined by a switch.
+"""Separate hosts on one machine: each in its own namespaces, joined by a switch.
 
     with Network(tmp_path, ["server", "operator"]) as network:
         network.hosts["operator"].type("ping -c 1 server.example.org")
 
-A host has its own addresses, processes and view of the file system: what it writes below /etc,
-/var, /opt, /root and /run is its own, the rest is this machine's. So commands run as docs/deploy.md
-prints them. `ssh` and `scp` need no server here: `type` carries them out. With the process of a
-host all that it started ends, and with the process that made the network all hosts end. Given
-`python.inside` of tests/fork_server.py, the programs of a host are forks whose imports are done.
+A host has its own addresses, processes and view of the file system: its files below /etc, /var,
+/opt, /root and /run are private, the rest is this machine's. So commands run as docs/deploy.md
+prints them. `ssh` and `scp` need no server here: `type` emulates them. All processes of a host end
+with its first process, and all hosts end with the process that made the network. Given
+`python.inside` of tests/fork_server.py, the Python programs of a host are forks.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from testing.deployment import copy_app
 DOMAIN = "example.org"
 NET = "192.0.2"  # addresses for documents (RFC 5737)
 SCRIPTS = "/opt/ravan-flwr/.venv/bin"
-OWN = ("/etc", "/var", "/opt", "/root")
+OVERLAID = ("/etc", "/var", "/opt", "/root")
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -50,24 +50,24 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 """
 
 
-def why_not() -> str:
-    """Return why there can be no network here; "" if there can."""
+def network_unavailable() -> str:
+    """Return the reason why this machine cannot have a network; "" if it can."""
     for program in ("unshare", "nsenter", "ip", "tc"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     with tempfile.TemporaryDirectory() as folder:
-        # A container's own files may not lie over others.
+        # In a container, an overlay over an overlay may be refused.
         script = (
             f"ip link add br0 type bridge && mkdir {folder}/upper {folder}/work && mount -t "
             f"overlay overlay -o lowerdir=/etc,upperdir={folder}/upper,workdir={folder}/work /etc"
         )
-        tried = ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", script]
-        done = subprocess.run(tried, capture_output=True, text=True)
-    return f"no namespaces: {done.stderr.strip()} (only root can)" if done.returncode else ""
+        command = ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", script]
+        ended = subprocess.run(command, capture_output=True, text=True)
+    return f"no namespaces: {ended.stderr.strip()} (only root can)" if ended.returncode else ""
 
 
 def clock_library(folder: Path) -> Path | None:
-    """Make a library that moves the clock of who loads it by $AHEAD seconds; None without cc."""
+    """Build a library that moves a process's clock by $AHEAD seconds; None without a compiler."""
     if (compiler := shutil.which("cc")) is None:
         return None
     source, library = folder / "clock.c", folder / "clock.so"
@@ -97,7 +97,7 @@ class Host:
         network.switch("ip", "link", "set", link, "master", "br0", "up")
         self._link = link
         script = ["mount -t proc proc /proc", f"hostname {name}"]
-        for path in OWN:
+        for path in OVERLAID:
             upper, work = (self._folder / f"{kind}{path}" for kind in ("files", "work"))
             upper.mkdir(parents=True)
             work.mkdir(parents=True)
@@ -116,37 +116,37 @@ class Host:
         self.connect(self.address)
 
     def connect(self, address: str) -> None:
-        """Take this address and no other."""
+        """Replace the host's address."""
         self.address = address
         self.run(f"ip addr flush dev eth0; ip addr add {address}/24 dev eth0; ip link set eth0 up")
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Set the host's link down."""
         self.network.switch("ip", "link", "set", self._link, "down")
 
     def mend(self) -> None:
-        """Put the cable back."""
+        """Set the host's link up."""
         self.network.switch("ip", "link", "set", self._link, "up")
 
     def limit(self, bits: int | None) -> None:
-        """Let the host send and receive so many bits a second; None: as many as it can."""
-        for where in (self.run, self._at_switch):
-            device = "eth0" if where == self.run else self._link
-            where(f"tc qdisc del dev {device} root 2>/dev/null || true")
+        """Limit sending and receiving to so many bits a second; None removes the limit."""
+        for place in (self.run, self._at_switch):
+            device = "eth0" if place == self.run else self._link
+            place(f"tc qdisc del dev {device} root 2>/dev/null || true")
             if bits:
                 shaped = f"tbf rate {bits}bit burst 16kb latency 400ms"
-                where(f"tc qdisc add dev {device} root {shaped}")
+                place(f"tc qdisc add dev {device} root {shaped}")
 
     def _at_switch(self, script: str) -> str:
         return self.network.switch("sh", "-c", script)
 
     def bytes_on_link(self) -> tuple[int, int]:
-        """Count the bytes that it has sent and received."""
+        """Return the bytes that the host has sent and received."""
         up, down = self.run("awk '/eth0/ {print $10, $2}' /proc/net/dev").split()
         return int(up), int(down)
 
     def run(self, script: str, timeout: float = 900) -> str:
-        """Run a script to its end, in the home directory; return what it prints."""
+        """Run a script to its end, in the home directory; return its output."""
         inside = self._inside(script)
         done = subprocess.run(inside, capture_output=True, text=True, timeout=timeout)
         if done.returncode:
@@ -154,26 +154,26 @@ class Host:
         return done.stdout
 
     def start(self, script: str) -> "Program":
-        """Start a process that keeps running, with its output in a file."""
+        """Start a process in the background, with its output in a file."""
         log = self._folder / f"log-{len(self._programs)}"
         self._programs.append(Program(self._inside(script), log))
         return self._programs[-1]
 
     def type(self, text: str) -> str:
-        """Run commands as a page prints them; `ssh` and `scp` are carried out here."""
-        told = ""
+        """Run commands as a page prints them; `ssh` and `scp` are emulated."""
+        output = ""
         for line in re.sub(r"\\\n\s*", "", text).splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["scp"]:
                 *sources, target = [word for word in words[1:] if not word.startswith("-")]
                 name, _, folder = target.partition(":")
-                self._copy(sources, self.network.called(name), folder)
+                self._copy(sources, self.network.host_of(name), folder)
             elif words[:3] == ["ssh", "-N", "-L"]:
-                self.network.tunnel(self, words[3], self.network.called(words[4]))
+                self.network.tunnel(self, words[3], self.network.host_of(words[4]))
             elif words[:1] == ["ssh"]:
-                told += self.network.called(words[1]).run(" ".join(words[2:]))
+                output += self.network.host_of(words[1]).run(" ".join(words[2:]))
         if "scp " in text or "ssh " in text:
-            return told
+            return output
         return self.run(text)
 
     def _copy(self, sources: list[str], other: "Host", folder: str) -> None:
@@ -191,7 +191,7 @@ class Host:
         return ["nsenter", "-a", "-t", str(self.pid), "bash", "-c", f"{setting}\n{script}"]
 
     def end(self) -> None:
-        """End it, at once, with all that runs on it."""
+        """Kill all processes of the host."""
         assert self._process.stdin
         self._process.stdin.close()
         with suppress(ProcessLookupError):
@@ -204,7 +204,7 @@ class Host:
 
 
 class Program:
-    """What was started on a host."""
+    """A program that was started on a host."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._log, self._mark = log, f"PROGRAM={log}".encode()  # in its processes' environment
@@ -216,21 +216,21 @@ class Program:
 
     @property
     def log(self) -> str:
-        """Read what it has said so far."""
+        """Return its output so far."""
         return self._log.read_text(errors="replace")
 
     def end(self) -> None:
-        """Let it and all of its processes vanish: no last word is heard."""
+        """Kill the program and all of its processes, without a message to its peers."""
         while found := list(filter(self._started, psutil.pids())):
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.poll()
-            time.sleep(0.1)  # one that was to end may have started another
+            time.sleep(0.1)  # a killed process may just have started another
         self.process.wait()
 
     def _started(self, pid: int) -> bool:
-        """Find its processes: nginx has no environment, and a fork has a session of its own."""
+        """Return whether the program started it: nginx has no environment, a fork a new session."""
         with suppress(OSError):  # it has ended
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             return self._mark in environment or os.getsid(pid) == self.process.pid
@@ -254,7 +254,7 @@ class Network(AbstractContextManager["Network"]):
         else:
             (self.app / ".venv" / "bin").mkdir(parents=True)
         self.inside = inside  # makes the fork server of a host
-        self.exports = ""  # what the page lets every machine export
+        self.exports = ""  # the page's exports for every machine
         self.mark = f"{random.randrange(16**5):05x}"
         self.hosts: dict[str, Host] = {}
         self._tunnels: list[subprocess.Popen[bytes]] = []
@@ -287,11 +287,11 @@ class Network(AbstractContextManager["Network"]):
         self._switch.wait()
 
     def switch(self, *command: str) -> str:
-        """Run a command where the bridge is."""
+        """Run a command in the bridge's namespace."""
         inside = ["nsenter", "-n", "-t", str(self._switch_pid), *command]
         return subprocess.run(inside, check=True, capture_output=True, text=True).stdout
 
-    def called(self, name: str) -> Host:
+    def host_of(self, name: str) -> Host:
         """Find a host by its full name."""
         return self.hosts[name.removesuffix(f".{DOMAIN}")]
 
@@ -317,7 +317,7 @@ class Network(AbstractContextManager["Network"]):
 
 
 def _child_of(pid: int) -> int:
-    """Find the process that `unshare` has started, once its namespaces are there."""
+    """Return the process that `unshare` has started, once its namespaces exist."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -329,7 +329,7 @@ def _child_of(pid: int) -> int:
 
 async def _relay(listen: str, target: str, delay: float, loss: float) -> None:
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A piece leaves `delay` after it came, in order: pieces wait in a queue, not each other.
+        # A piece is sent `delay` after its arrival, in order: the pieces' delays overlap.
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
         async def send() -> None:
@@ -351,19 +351,19 @@ async def _relay(listen: str, target: str, delay: float, loss: float) -> None:
         with suppress(ConnectionError):
             await sending
 
-    async def both(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def bridge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there = await _connect(target)
+            upstream = await _connect(target)
         except OSError:
             writer.close()
             return
-        await asyncio.gather(carry(reader, there[1]), carry(there[0], writer))
+        await asyncio.gather(carry(reader, upstream[1]), carry(upstream[0], writer))
 
     if ":" in listen:
         host, port = listen.rsplit(":", 1)
-        server = await asyncio.start_server(both, host, int(port))
+        server = await asyncio.start_server(bridge, host, int(port))
     else:
-        server = await asyncio.start_unix_server(both, listen)
+        server = await asyncio.start_unix_server(bridge, listen)
     await server.serve_forever()
 
 

@@ -1,4 +1,4 @@
-"""Set up docs/deploy.md, typed as it is printed, on hosts of their own (testing/network.py).
+"""Set up docs/deploy.md, typed as it is printed, on separate hosts (testing/network.py).
 
     with Network(tmp_path, ["server", "operator", "device-0"]) as network:
         site = Site(network)
@@ -6,7 +6,7 @@
         run = site.run(2)
         assert run.wait() == "finished:completed"
 
-A page's numbers of nodes and rounds are replaced. Programs that a unit would restart are restarted.
+The page's numbers of nodes and rounds are replaced. Programs restart as their units would do it.
 """
 
 import json
@@ -17,36 +17,36 @@ from typing import Any
 
 from testing import ROOT
 from testing.deployment import NGINX, wait_for
-from testing.network import Network, Program, why_not
+from testing.network import Network, Program, network_unavailable
 
-SOON = 900.0  # seconds; a busy machine is no fault
+SITE_TIMEOUT = 900.0  # seconds; a busy machine is no fault
 SERVERS = ("superlink", "superexec", "proxy")
-# Rounds that no longer wait for a device that is away take a third of the time.
+# With a short straggler timeout, rounds without an unreachable device take a third of the time.
 QUICK = "report=false local-steps=5 straggler-grace=20"
 RUNS = "/var/lib/ravan-serverapp/runs"
 
 
-def why_no_site() -> str:
-    """Return why there can be no site here; "" if there can."""
-    return why_not() or ("" if NGINX else "nginx is not installed")
+def site_unavailable() -> str:
+    """Return the reason why this machine cannot run a site; "" if it can."""
+    return network_unavailable() or ("" if NGINX else "nginx is not installed")
 
 
 def blocks(page: str, heading: str) -> list[str]:
-    """Read the commands under a heading of a page, a text for each block, in order."""
+    """Return the code blocks under a heading of a page, in order."""
     text = (ROOT / "docs" / page).read_text()
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     return re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
 
 
 def for_node(number: int, text: str) -> str:
-    """Change what the page prints for node 0 into what another node needs."""
+    """Change the page's commands for node 0 into those for another node."""
     for name in ("node-", "device-", "partition-id="):
         text = text.replace(f"{name}0", f"{name}{number}")
     return text
 
 
-def again(text: str, pause: int, before: str = "", after: str = "") -> str:
-    """Do what a unit with Restart=always does with the last command of a block."""
+def restart_always(text: str, pause: int, before: str = "", after: str = "") -> str:
+    """Restart the last command of a block whenever it ends, as a unit with Restart=always."""
     *setting, command = re.sub(r"\\\n\s*", "", text).strip().splitlines()
     command = f"{before or 'exec'} {command}"
     return "\n".join([*setting, f"while true; do ( {command} ); {after} sleep {pause}; done"])
@@ -68,12 +68,12 @@ class Site:
         network.exports = exports.replace("POLL_INTERVAL=0.1", "POLL_INTERVAL=0.5")
 
     def _config(self, text: str) -> str:
-        # The preset's data in place of a device's own, and a warm worker, which saves a minute.
+        # The preset's data instead of local data, and a warm worker, which saves a minute.
         text = text.replace('data-path="/data/mine" budget=0.5', "warm-worker=true")
         return text.replace("num-partitions=3", f"num-partitions={len(self.devices)}")
 
     def set_up(self) -> None:
-        """Follow the page up to SuperNodes that are connected. The last device has a poor link."""
+        """Follow the page until the SuperNodes are connected. The last device has a poor link."""
         self.make_keys()
         folders, *_, doctor = blocks("deploy.md", "3. The server")
         self.server.type(folders)
@@ -89,7 +89,7 @@ class Site:
         self.wait_for_nodes(len(self.devices))
 
     def make_keys(self) -> None:
-        """Make keys as the operator, and copy them to their hosts."""
+        """Make the keys on the operator's host, and copy them to their hosts."""
         make, copy, look, delete, _ = blocks("deploy.md", "2. Keys, on the operator's machine")
         self.operator.type(make)
         for number in range(len(self.devices)):
@@ -100,7 +100,7 @@ class Site:
         self.operator.type(delete)
 
     def register(self) -> None:
-        """Register the devices' keys as the operator, who reaches the server through a tunnel."""
+        """Register the devices' keys from the operator's host, through a tunnel to the server."""
         tunnel, config, register = blocks("deploy.md", "4. Registering SuperNodes, by the operator")
         self.operator.type(tunnel)
         self.operator.type(config)
@@ -112,9 +112,11 @@ class Site:
         for name, text in zip(SERVERS, self.servers, strict=True):
             if names and name not in names:
                 continue
-            self.programs[name] = self.server.start(again(text, 2))
+            self.programs[name] = self.server.start(restart_always(text, 2))
             if name == "superlink":
-                wait_for(lambda: "Uvicorn running" in self.programs["superlink"].log, "it", SOON)
+                wait_for(
+                    lambda: "Uvicorn running" in self.programs["superlink"].log, "it", SITE_TIMEOUT
+                )
 
     def restart_server(self) -> None:
         """End all three and start them again."""
@@ -126,39 +128,39 @@ class Site:
         """Start a SuperNode and the check beside it; return the SuperNode."""
         text = for_node(number, self.supernode)
         node = self.programs[f"node-{number}"] = self.devices[number].start(
-            again(text, 5, before, after)
+            restart_always(text, 5, before, after)
         )
         text = for_node(number, self.check).replace("EVERY=60", "EVERY=5")
         self.programs[f"check-{number}"] = self.devices[number].start(text)
         return node
 
     def end_device(self, number: int) -> None:
-        """End what runs on a device, without a last word to the server."""
+        """Kill a device's programs, without a message to the server."""
         self.programs[f"node-{number}"].end()
         self.programs[f"check-{number}"].end()
 
     def online(self) -> int:
-        """Count the SuperNodes that the SuperLink calls online."""
-        told = self.operator.run("flwr supernode list edge --format json")
-        return sum(node["status"] == "online" for node in json.loads(told)["nodes"])
+        """Return how many SuperNodes the SuperLink lists as online."""
+        output = self.operator.run("flwr supernode list edge --format json")
+        return sum(node["status"] == "online" for node in json.loads(output)["nodes"])
 
     def wait_for_nodes(self, number: int) -> None:
-        """Wait until so many are online."""
-        wait_for(lambda: self.online() == number, f"{number} nodes", SOON, pause=2)
+        """Wait until so many SuperNodes are online."""
+        wait_for(lambda: self.online() == number, f"{number} nodes", SITE_TIMEOUT, pause=2)
 
     def run(self, rounds: int, more: str = "", folder: str = "") -> "Run":
-        """Type `flwr run` of the page, with other numbers of rounds and another folder."""
+        """Type `flwr run` of the page, with another number of rounds and another folder."""
         text = blocks("deploy.md", "6. A run, by the operator")[0]
         folder = folder or f"{RUNS}/{time.monotonic_ns()}"
         text = text.replace(RUNS, folder)
         assert folder in text
         text = text.replace("num-rounds=3", f"num-rounds={rounds} {QUICK} {more}")
         text = text.replace("clients-per-round=3", f"clients-per-round={len(self.devices)}")
-        # What a person types while the page's `flwr run` holds the terminal is in another one.
+        # `flwr run` occupies its terminal; later commands run in another one.
         return Run(self, self.operator.start(text), folder)
 
     def show_logs(self) -> None:
-        """Print the end of each program's output, which a failed test needs."""
+        """Print the end of each program's output, for a failed test."""
         for name, program in sorted(self.programs.items()):
             sys.stdout.write(f"--- {name}\n{program.log[-3000:]}\n")
 
@@ -168,7 +170,7 @@ class Run:
 
     def __init__(self, site: Site, program: Program, folder: str) -> None:
         self.site, self.program, self.folder = site, program, folder
-        wait_for(lambda: bool(self.id) or self.stream_ended, "the run to begin", SOON)
+        wait_for(lambda: bool(self.id) or self.stream_ended, "the run to begin", SITE_TIMEOUT)
         assert self.id, program.log
 
     @property
@@ -178,37 +180,37 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Find the run's id in what `flwr run` printed; "" before."""
+        """Return the run's id from the output of `flwr run`; "" before it is printed."""
         found = re.search(r"Successfully started run (\d+)", self.program.log)
         return found[1] if found else ""
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """Read the record so far, a dict for each round."""
+        """Return the records of finished rounds."""
         text = self.site.server.run(f"cat {self.folder}/*/rounds.jsonl 2>/dev/null || true")
         return [json.loads(line) for line in text.splitlines()]
 
     @property
     def status(self) -> str:
-        """Ask the SuperLink, which says `running` or `finished:completed`, say."""
-        told = self.site.operator.run(f"flwr ls edge --run-id {self.id} --format json")
-        return str(json.loads(told)["runs"][0]["status"])
+        """Return the SuperLink's status of the run, such as `running` or `finished:completed`."""
+        output = self.site.operator.run(f"flwr ls edge --run-id {self.id} --format json")
+        return str(json.loads(output)["runs"][0]["status"])
 
     def wait_for_rounds(self, number: int) -> None:
-        """Wait until so many rounds are in the record."""
-        wait_for(lambda: len(self.rounds) >= number, f"round {number}", SOON, pause=1)
+        """Wait until so many rounds are recorded."""
+        wait_for(lambda: len(self.rounds) >= number, f"round {number}", SITE_TIMEOUT, pause=1)
 
     def wait_for_all(self) -> None:
         """Wait for one more round in which all devices take part."""
-        there, all_of_them = len(self.rounds), len(self.site.devices)
-        done = lambda: all_of_them in self.took_part(there)  # noqa: E731
-        wait_for(done, "a round of all devices", SOON, pause=1)
+        before, all_of_them = len(self.rounds), len(self.site.devices)
+        done = lambda: all_of_them in self.took_part(before)  # noqa: E731
+        wait_for(done, "a round of all devices", SITE_TIMEOUT, pause=1)
 
     def wait(self) -> str:
         """Wait for the end of the run; return its status."""
-        wait_for(lambda: self.status.startswith("finished"), "its end", SOON, pause=2)
+        wait_for(lambda: self.status.startswith("finished"), "its end", SITE_TIMEOUT, pause=2)
         return self.status
 
     def took_part(self, since: int = 0) -> list[int]:
-        """Count the clients that were used, for each round after the first `since`."""
+        """Return the number of used clients of each round after the first `since`."""
         return [len(record["clients"]) for record in self.rounds[since:]]

@@ -1,6 +1,6 @@
 """Make small models with random weights and small data sets, with files and schemas of real ones.
 
-Nothing here is read from conf/: what is wrong there must not come out right.
+Nothing here is read from conf/, so that tests find its mistakes.
 """
 
 import json
@@ -30,7 +30,7 @@ DECODER: dict[str, Any] = {**TOKENS, "num_key_value_heads": 1}
 
 START: dict[str, Any] = {"decoder_start_token_id": 0}  # of T5, by its config.json
 
-# architecture -> (what is saved, as a checkpoint without a head for the task, its configuration)
+# architecture -> (class of the saved checkpoint, without a task's head; configuration)
 MODELS: dict[str, tuple[Any, Any]] = {
     "vit": (transformers.ViTModel, transformers.ViTConfig(**PIXELS)),
     "deit": (transformers.DeiTModel, transformers.DeiTConfig(**PIXELS)),
@@ -69,7 +69,7 @@ OF_IMAGES = ("vit", "deit", "swin")
 
 
 def save_model(kind: str, folder: Path, **changes: Any) -> Path:
-    """Save a folder as on the hub: configuration, weights, and what reads examples."""
+    """Save a folder as on the hub: configuration, weights, and tokenizer or image processor."""
     made, config = MODELS[kind]
     config = type(config).from_dict(config.to_dict() | changes)
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def save_tokenizer(kind: str, folder: Path) -> None:
         single=end[0], pair=end[1], special_tokens=[("</s>", 2)]
     )
     tokenizer.decoder = decoders.Metaspace()
-    decoder = kind in {"llama", "qwen2"}  # whose tokenizers have no token for padding
+    decoder = kind in {"llama", "qwen2"}  # their tokenizers have no padding token
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="</s>",
@@ -111,7 +111,7 @@ def save_tokenizer(kind: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-# ChatML, as Qwen and SmolLM have it; `{% generation %}` is what others find the answers by.
+# ChatML, as Qwen and SmolLM have it; `{% generation %}` marks the answers for other libraries.
 CHAT = """\
 {%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}\
 {%- if message['role'] == 'assistant' %}\
@@ -123,7 +123,7 @@ _SMALL: dict[str, Any] = {
     **SIDES, "intermediate_size": 32, "num_key_value_heads": 1, "bos_token_id": 0,
     "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
-# Decoders that go on with texts, by the architecture's `model_type`.
+# Decoders that generate text, by the architecture's `model_type`.
 SPEAKERS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**_SMALL)),
     "mistral": (
@@ -162,7 +162,7 @@ def save_speaker(
 def save_bytes_tokenizer(
     folder: Path, texts_of: Sequence[str], template: str | None = CHAT, size: int = 384
 ) -> Any:
-    """Train a tokenizer on texts, of bytes as those of GPT-2, LLaMA 3 and Qwen, and save it."""
+    """Train a byte-level tokenizer on texts, as GPT-2, LLaMA 3 and Qwen have, and save it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -198,7 +198,7 @@ def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:
     return [Picture.fromarray(shade.astype(np.uint8)) for shade in shades]
 
 
-# The small data sets have the columns, types and names of testing/published, and nothing of conf/.
+# The small data sets have the columns, types and names of testing/published, nothing of conf/.
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 
@@ -215,7 +215,7 @@ def feature(kind: Any) -> Any:
     if isinstance(kind, dict):
         if "classes" in kind:
             return ClassLabel(names=kind["classes"])
-        return {name: feature(one) for name, one in kind.items()}
+        return {name: feature(part) for name, part in kind.items()}
     return Image() if kind == "image" else Value(kind)
 
 
@@ -226,7 +226,7 @@ def features(name: str, subset: str) -> Features:
 
 
 def examples(name: str, subset: str, split: str, number: int, seed: int) -> datasets.Dataset:
-    """Make up examples of a split: labels in turn, texts and pictures at random."""
+    """Generate examples of a split: labels in turn, texts and pictures at random."""
     of = features(name, subset)
     columns = {column: _fill(kind, number, seed + i) for i, (column, kind) in enumerate(of.items())}
     columns |= ALIKE[name](columns, published(name), split) if name in ALIKE else {}
@@ -236,7 +236,9 @@ def examples(name: str, subset: str, split: str, number: int, seed: int) -> data
 
 
 def _fill(kind: Any, number: int, seed: int) -> list[Any]:
-    if isinstance(kind, ClassLabel):  # few, so that clients can share them; 26 of 100 among them
+    if isinstance(
+        kind, ClassLabel
+    ):  # few labels, so that several clients have each; 26 of 100 is among them
         return [i % 6 * 13 % kind.num_classes for i in range(number)]
     if isinstance(kind, Image):
         return pictures([i % 6 * 13 for i in range(number)], seed)
@@ -249,7 +251,7 @@ def _of_newsgroups(columns: Columns, facts: Any, _: str) -> Columns:
     names = facts["names"]["label_text"]["texts"]
     labels = [i % len(names) for i in columns["label"]]
     return {
-        "text": [f"{{{text}}}" for text in columns["text"]],  # braces are text, too
+        "text": [f"{{{text}}}" for text in columns["text"]],  # braces must stay text
         "label": labels,
         "label_text": [names[label] for label in labels],
     }
@@ -265,14 +267,14 @@ def _of_mrqa(columns: Columns, facts: Any, split: str) -> Columns:
 
 
 def _of_alpaca(columns: Columns, *_: Any) -> Columns:
-    return {"input": [one if place % 2 else "" for place, one in enumerate(columns["input"])]}
+    return {"input": [text if place % 2 else "" for place, text in enumerate(columns["input"])]}
 
 
 def _of_ultrafeedback(columns: Columns, *_: Any) -> Columns:
     def talks(answers: Sequence[str]) -> list[list[dict[str, str]]]:
         return [
-            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-            for asked, answer in zip(columns["prompt"], answers, strict=True)
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            for prompt, answer in zip(columns["prompt"], answers, strict=True)
         ]
 
     number = len(columns["prompt"])
@@ -286,7 +288,7 @@ ALIKE = {
 
 
 def newsgroups(number: int, seed: int) -> datasets.Dataset:
-    """Make up examples of 20 Newsgroups."""
+    """Generate examples of 20 Newsgroups."""
     return examples("newsgroups", "default", "train", number, seed)
 
 
@@ -305,7 +307,7 @@ DATA = {
     ("preference", ""): ("ultrafeedback", "default"),
 }
 FLOWERTUNE = ("general-nlp", "finance", "medical", "code")
-OF_DECODERS = (*FLOWERTUNE, "preference")  # which write answers
+OF_DECODERS = (*FLOWERTUNE, "preference")  # presets of models that generate answers
 SOURCES = published("mrqa")["values"]["train"]["subset"]
 ARCHITECTURES = {
     "cifar100-vit-b16": "vit", "svhn-vit-b16": "vit", "newsgroups-t5": "t5", "mrqa-t5": "t5",
@@ -337,7 +339,7 @@ def save_data(
 
 
 def small_decoder(folder: Path) -> dict[str, Scalar]:
-    """Save a decoder large enough for a few bits, and its data; return settings for both."""
+    """Save a decoder large enough for quantization, and its data; return settings for both."""
     save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
     save_data("glue-llama", folder / "data", "rte")
     return {

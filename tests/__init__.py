@@ -1,4 +1,4 @@
-"""The tests: unit, properties, whole runs, processes, Flower; what they share lies beside."""
+"""The tests: unit, properties, runs, processes, networks, Flower, and their shared helpers."""
 
 from testing import ROOT
 

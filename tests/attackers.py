@@ -1,8 +1,7 @@
-"""Nodes that mean harm, one class a behaviour, and a SuperLink that hands on whatever they upload.
+"""Malicious nodes, one class a behaviour, and a SuperLink that forwards their uploads unchecked.
 
-An `Attacker` is a registered node: it is asked like any other, and gives an answer of its own. It
-is one of the nodes of `Attacked`.
-`Uploads` is Flower's own `HttpGrid`, whose SuperLink has the objects that a test gives it.
+An `Attacker` changes the honest replies of one node of `Attacked`.
+`Uploads` is Flower's `HttpGrid` over a fake SuperLink, which returns the objects that a test sets.
 """
 
 import json
@@ -25,22 +24,25 @@ from tests.hand_made import Nodes
 
 
 class Attacker:
-    """Changes its honest reply to a message of one kind; `told` is what the record says of it."""
+    """Changes its honest reply to a message of one kind.
+
+    `reason` is a pattern for the reason of the rejection in the round's record.
+    """
 
     kind: ClassVar[str] = "train"
-    told: ClassVar[str] = ""
+    reason: ClassVar[str] = ""
 
     def replies(self, honest: Message, message: Message) -> list[Any]:
-        """What comes under the message's id; may raise, as Flower does for broken objects."""
+        """Return all replies to the message; may raise, as Flower does for broken objects."""
         return [self.reply(honest, message)]
 
     def reply(self, honest: Message, message: Message) -> Any:
-        """The honest reply, changed."""
+        """Return the changed reply."""
         return honest
 
 
 class UnknownQuestion(Attacker):
-    told = "its reply cannot be read: .*answers message"
+    reason = "its reply cannot be read: .*answers message"
 
     def reply(self, honest, message):
         honest.metadata.__dict__["_reply_to_message_id"] = "of my own making"
@@ -48,35 +50,35 @@ class UnknownQuestion(Attacker):
 
 
 class Doubled(Attacker):
-    """Two answers: the first is used, and counts once."""
+    """Send two replies: the server uses the first, once."""
 
     def replies(self, honest, message):
         return [honest, honest]
 
 
 class NoMessage(Attacker):
-    told = "cannot be read: TypeError: it is a RecordDict, expected a Message"
+    reason = "cannot be read: TypeError: it is a RecordDict, expected a Message"
 
     def reply(self, honest, message):
         return honest.content
 
 
 class Garbage(Attacker):
-    told = "cannot be read: UnicodeDecodeError: 'utf-8' codec"
+    reason = "cannot be read: UnicodeDecodeError: 'utf-8' codec"
 
     def reply(self, honest, message):
         return b"\xff".decode()
 
 
 class Nested(Attacker):
-    told = "cannot be read: RecursionError"
+    reason = "cannot be read: RecursionError"
 
     def reply(self, honest, message):
         return json.loads("[" * 100_000)
 
 
 class DtypeIsList(Attacker):
-    told = "dtype, shape, stype or data is of no use"
+    reason = "dtype, shape, stype or data is of no use"
 
     def reply(self, honest, message):
         next(iter(honest.content["arrays"].values())).dtype = ["float32"]
@@ -84,7 +86,7 @@ class DtypeIsList(Attacker):
 
 
 class ManySides(Attacker):
-    told = "has 200000 dimensions, expected 8 at most"
+    reason = "has 200000 dimensions, expected 8 at most"
 
     def reply(self, honest, message):
         sides = (2**40,) * 200_000
@@ -93,7 +95,7 @@ class ManySides(Attacker):
 
 
 class HugeLoss(Attacker):
-    told = r"train-loss is 1.7e\+308, expected from -1e\+09 to 1e\+09"
+    reason = r"train-loss is 1.7e\+308, expected from -1e\+09 to 1e\+09"
 
     def reply(self, honest, message):
         honest.content["metrics"]["train-loss"] = 1.7e308
@@ -102,7 +104,7 @@ class HugeLoss(Attacker):
 
 class HugeEvaluationLoss(Attacker):
     kind = "evaluate"
-    told = r"loss is 1.7e\+308, expected"
+    reason = r"loss is 1.7e\+308, expected"
 
     def reply(self, honest, message):
         honest.content["metrics"]["loss"] = 1.7e308
@@ -111,7 +113,7 @@ class HugeEvaluationLoss(Attacker):
 
 class Accuracy123(Attacker):
     kind = "evaluate"
-    told = "accuracy is 123, expected from 0 to 1"
+    reason = "accuracy is 123, expected from 0 to 1"
 
     def reply(self, honest, message):
         honest.content["metrics"]["accuracy"] = 123.0
@@ -119,21 +121,21 @@ class Accuracy123(Attacker):
 
 
 class ForgesALine(Attacker):
-    told = r"failed with code 2: \\x1b\[2K\\rround 2/2  loss 0.0000\\ninfo: done"
+    reason = r"failed with code 2: \\x1b\[2K\\rround 2/2  loss 0.0000\\ninfo: done"
 
     def reply(self, honest, message):
         return Message(Error(2, "\x1b[2K\rround 2/2  loss 0.0000\ninfo: done"), reply_to=message)
 
 
 class LongReason(Attacker):
-    told = r"failed with code 2: x{400}"
+    reason = r"failed with code 2: x{400}"
 
     def reply(self, honest, message):
         return Message(Error(2, "x" * 20_000_000), reply_to=message)
 
 
 class LongFingerprint(Attacker):
-    told = r"fingerprint \[1.0, 1.0, 1.0, .*expected \[1.0, 2.0\]"
+    reason = r"fingerprint \[1.0, 1.0, 1.0, .*expected \[1.0, 2.0\]"
 
     def reply(self, honest, message):
         honest.content["metrics"]["derived"] = [1.0] * 1_000_000
@@ -141,7 +143,7 @@ class LongFingerprint(Attacker):
 
 
 class LongName(Attacker):
-    told = "got tensors"
+    reason = "got tensors"
 
     def reply(self, honest, message):
         tensors = from_record(honest.content["arrays"])
@@ -150,7 +152,7 @@ class LongName(Attacker):
 
 
 class RoundIsList(Attacker):
-    told = r"reply is of round \[1, 1, 1"
+    reason = r"reply is of round \[1, 1, 1"
 
     def reply(self, honest, message):
         honest.content["metrics"]["round"] = [1] * 100_000
@@ -158,14 +160,14 @@ class RoundIsList(Attacker):
 
 
 class Empty(Attacker):
-    told = "missing 'metrics'"
+    reason = "missing 'metrics'"
 
     def reply(self, honest, message):
         return Message(RecordDict(), reply_to=message)
 
 
 class OtherRecords(Attacker):
-    told = "missing 'metrics'"
+    reason = "missing 'metrics'"
 
     def reply(self, honest, message):
         content = RecordDict({"metrics": ConfigRecord({"round": 1}), "arrays": MetricRecord()})
@@ -176,7 +178,7 @@ ATTACKERS = Attacker.__subclasses__()
 
 
 class Attacked(Nodes):
-    """Partition 2 is the attacker's."""
+    """Nodes of which the one with partition 2 is the attacker."""
 
     def __init__(self, attacker: Attacker, **named):
         super().__init__(**named)
@@ -195,22 +197,24 @@ class Attacked(Nodes):
 
 
 class Uploads(HttpGrid):
-    """Flower's grid, and of the SuperLink what it is asked for replies."""
+    """Flower's grid over a fake SuperLink that answers the calls for replies."""
 
     def __init__(self) -> None:
         super().__init__(token="any")
         self.set_run(Run.create_empty(1))
-        self.there: dict[str, tuple[str, Mapping[str, bytes]]] = {}  # by question: root, objects
+        self.replies: dict[str, tuple[str, Mapping[str, bytes]]] = {}  # message id -> root, objects
         self._objects: dict[str, bytes] = {}
-        answers: dict[str, Any] = {"PullMessages": self._pull, "PullObject": self._object}
-        answers |= {"ConfirmMessageReceived": lambda _: None, "GetNodes": self._nodes}
-        self._client = SimpleNamespace(**answers)  # type: ignore[assignment]
+        handlers: dict[str, Any] = {"PullMessages": self._pull, "PullObject": self._object}
+        handlers |= {"ConfirmMessageReceived": lambda _: None, "GetNodes": self._nodes}
+        self._client = SimpleNamespace(**handlers)  # type: ignore[assignment]
 
     def _nodes(self, _: Any) -> GetNodesResponse:
         return GetNodesResponse()
 
     def _pull(self, request: Any) -> PullAppMessagesResponse:
-        found = [(key, *self.there.pop(key)) for key in request.message_ids if key in self.there]
+        found = [
+            (key, *self.replies.pop(key)) for key in request.message_ids if key in self.replies
+        ]
         for _, _, objects in found:
             self._objects.update(objects)
         return PullAppMessagesResponse(
@@ -219,7 +223,7 @@ class Uploads(HttpGrid):
                 for key, root, _ in found
             ],
             message_object_trees=[
-                ObjectTree(object_id=root, children=[ObjectTree(object_id=one) for one in objects])
+                ObjectTree(object_id=root, children=[ObjectTree(object_id=key) for key in objects])
                 for _, root, objects in found
             ],
         )
@@ -232,13 +236,13 @@ class Uploads(HttpGrid):
 
 
 def objects_of(message: Message) -> tuple[str, dict[str, bytes]]:
-    """What a client uploads for it: the root's id, and every object's bytes."""
+    """Return what a client uploads for a message: the root's id, and every object's bytes."""
     objects = get_all_nested_objects(message)
-    return message.object_id, {key: one.deflate() for key, one in objects.items()}
+    return message.object_id, {key: obj.deflate() for key, obj in objects.items()}
 
 
 def with_body(content: bytes, body: bytes) -> bytes:
-    """The object with another body."""
+    """Return the object with another body."""
     kind, children, _ = content.partition(b"\0")[0].split(b" ")
     return b" ".join([kind, children, str(len(body)).encode()]) + b"\0" + body
 
@@ -252,7 +256,7 @@ JUNK: list[Any] = [
 def mutated(
     objects: tuple[str, Mapping[str, bytes]], draw: random.Random
 ) -> tuple[str, dict[str, bytes]]:
-    """The upload with one to three things wrong, whatever they are."""
+    """Return the upload with one to three random faults."""
     root, contents = objects[0], dict(objects[1])
     for _ in range(draw.randint(1, 3)):
         key = draw.choice(list(contents))
@@ -285,7 +289,7 @@ def mutated(
 
 
 def _other_json(content: bytes, draw: random.Random) -> bytes:
-    """The body of an object with another value for one of its keys, if it is JSON."""
+    """Return the object's body with one value replaced by a random one."""
     try:
         body = json.loads(content.partition(b"\0")[2])
         body[draw.choice(list(body))] = draw.choice(JUNK)

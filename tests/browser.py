@@ -1,6 +1,6 @@
-"""Look at a page in headless Chromium, by its DevTools protocol over two pipes.
+"""Load a page in headless Chromium, by its DevTools protocol over two pipes.
 
-It stands for a person: at a phone's width or a desk's, light or dark, with JavaScript or without.
+Width, colour scheme and JavaScript can be set.
 """
 
 import base64
@@ -17,11 +17,11 @@ from typing import Any
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-PATIENCE = 600.0  # seconds: the machine may be busy
+TIMEOUT = 600.0  # seconds: the machine may be busy
 
 
 class Browser(AbstractContextManager["Browser"]):
-    """One tab of a Chromium of its own; `complaints` are what its console said."""
+    """One tab of a new Chromium; `complaints` are its console's errors and warnings."""
 
     def __init__(self) -> None:
         self._stack, self._last, self._unread = ExitStack(), 0, b""
@@ -31,7 +31,7 @@ class Browser(AbstractContextManager["Browser"]):
         home = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        # The child has the pipes as 3 and 4, whatever they are here.
+        # Chromium expects the pipes at descriptors 3 and 4.
         link = f'exec 3<&{to_read} 4>&{to_write}; exec "$@"'
         self._process = subprocess.Popen(
             ["bash", "-c", link, "chromium", CHROMIUM, "--headless", "--no-sandbox",
@@ -45,7 +45,7 @@ class Browser(AbstractContextManager["Browser"]):
         os.set_blocking(self._read, False)
         self._session = ""
         tabs = self.ask("Target.getTargets")["targetInfos"]
-        (tab,) = [one["targetId"] for one in tabs if one["type"] == "page"]
+        (tab,) = [target["targetId"] for target in tabs if target["type"] == "page"]
         attached = self.ask("Target.attachToTarget", targetId=tab, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -60,7 +60,7 @@ class Browser(AbstractContextManager["Browser"]):
         self._stack.close()
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol; note what the page complains of meanwhile."""
+        """Call a method of the protocol; collect the page's errors meanwhile."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
         if self._session:
@@ -75,7 +75,7 @@ class Browser(AbstractContextManager["Browser"]):
             self._note(answer)
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self._unread:
             assert self._process.poll() is None, "Chromium has ended"
             assert time.monotonic() < deadline, "Chromium does not answer"
@@ -84,21 +84,21 @@ class Browser(AbstractContextManager["Browser"]):
             except BlockingIOError:
                 time.sleep(0.01)
         message, _, self._unread = self._unread.partition(b"\0")
-        told: dict[str, Any] = json.loads(message)
-        return told
+        result: dict[str, Any] = json.loads(message)
+        return result
 
     def _note(self, event: dict[str, Any]) -> None:
-        told = event.get("params", {})
-        if event.get("method") == "Log.entryAdded" and told["entry"]["level"] in (
+        params = event.get("params", {})
+        if event.get("method") == "Log.entryAdded" and params["entry"]["level"] in (
             "error",
             "warning",
         ):
-            self.complaints.append(told["entry"]["text"])
+            self.complaints.append(params["entry"]["text"])
         if event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(told["exceptionDetails"]))
+            self.complaints.append(json.dumps(params["exceptionDetails"]))
 
     def look_as(self, *, width: int, dark: bool = False, script: bool = True) -> None:
-        """Be a window of that width."""
+        """Set the window's width, colour scheme, and whether scripts run."""
         phone = width < 700
         self.ask(
             "Emulation.setDeviceMetricsOverride",
@@ -109,19 +109,19 @@ class Browser(AbstractContextManager["Browser"]):
         self.ask("Emulation.setScriptExecutionDisabled", value=not script)
 
     def go(self, url: str) -> None:
-        """Open a page, and wait until it is there."""
+        """Open a page, and wait until it is loaded."""
         self.ask("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def see(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
-        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
         """Wait until an expression is true."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not self.see(expression):
             assert time.monotonic() < deadline, f"never true: {expression}"
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Settings for every test: no network, one thread, examples that are the same every time."""
+"""Settings for every test: no network, one thread, deterministic examples of hypothesis."""
 
 import functools
 import gc
@@ -15,9 +15,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start process
 os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (one for each core, for nothing)
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (one for each core, unused)
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (15 starves it beside the other tests)
-os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens to be part of
+os.environ["RAY_ADDRESS"] = "local"  # not a cluster that this machine belongs to
 
 import hypothesis
 import pytest
@@ -25,12 +25,12 @@ import pytest
 from testing import ROOT
 from tests.fork_server import ALL, HAS_GPU, WITHOUT_HUB, WORKER, ForkServer, Python
 
-# Compiled modules are kept, whatever the person's shell says: each process of the tests would
-# compile all tests, or the whole package, anew.
+# Compiled modules are stored, also if the shell forbids it: else each process of the tests would
+# compile all tests, or the whole package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Under nohup, or in the background of a script, these are ignored, and so by what tests start.
+# Under nohup, or in the background of a script, these signals are ignored, also by child processes.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -38,8 +38,8 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Most laws are tried with each method, so that one is tried some hundred times. A test that gives
-# a number of examples of its own has that many in both.
+# Most properties are parametrised over the methods, so that each runs some hundred times. A test
+# with its own number of examples has the same number in both profiles.
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=15)
 hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=30)
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage among what is imported, neither now nor while the tests run."""
+    """Exclude imported objects from garbage collection, during collection and the tests."""
     gc.disable()
     try:
         return (yield)
@@ -57,7 +57,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests on the pretended accelerator first, and next the files that fork.
+    """Run the tests on the pretend accelerator first, and next the files that fork.
 
     PyTorch takes another kind of device only before the first backward pass of a process, and a
     process with that device cannot fork: pytest-xdist gives the two to different processes.
@@ -76,14 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return TwoQueues(config, log)
 
 
-ALONE = "RAVAN_FLWR_TEST_ALONE"  # in the environment of a test that has a process of its own
+ALONE = "RAVAN_FLWR_TEST_ALONE"  # in the environment of a test that runs in its own process
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of forks in a process of its own, where another one has left an accelerator here.
+    """Run a test of forks in a new process, if an earlier test has registered an accelerator here.
 
-    A process that has computed on an accelerator, be it a pretended one, cannot fork.
+    A process that has computed on an accelerator, also on the pretend one, cannot fork.
     """
     if not pyfuncitem.get_closest_marker("forks"):
         return None
@@ -102,10 +102,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _read_once():
-    """Read the bundled digits and backbone once: half of a short run's time goes there.
+def _cached_digits():
+    """Cache the bundled digits and backbone: reading them is half of a short run's time.
 
-    Nobody changes them: each reader gets tables and tensors of its own.
+    Each reader gets new tables and tensors, so that no test changes the cached ones.
     """
     import datasets
 
@@ -122,22 +122,22 @@ def _read_once():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _unflushed():
-    """Leave it to the system when files get to the disk: they are gone after the tests."""
+def _without_fsync():
+    """Make fsync a no-op: files of tests need not survive a crash."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
 
 
-SHARED = pytest.StashKey[dict[str, str]]()  # their folders, where pytest-xdist is
+SHARED = pytest.StashKey[dict[str, str]]()  # name -> folder of the fork servers that workers share
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Let all processes of pytest-xdist have the same fork servers, and be forks themselves."""
+    """Start the fork servers that all workers of pytest-xdist share; make the workers forks."""
     base = ForkServer(WITHOUT_HUB)
     servers = {"python_without_hub": base, "python": ForkServer(ALL, base)}
-    for server in servers.values():  # the last of them is the first to end
+    for server in servers.values():  # ended in reverse order
         config.add_cleanup(functools.partial(server.__exit__, None, None, None))
     config.stash[SHARED] = {name: str(server.scripts) for name, server in servers.items()}
     if sys.platform == "linux" and not HAS_GPU:
@@ -147,12 +147,12 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a process of pytest-xdist, also one that takes the place of another, where they are."""
+    """Pass the fork servers' folders to a worker of pytest-xdist, also to a replacement."""
     node.workerinput["fork servers"] = node.config.stash[SHARED]
 
 
 def _shared(config: pytest.Config, name: str) -> Python | None:
-    """Find the server that all processes have in common; None where this is the only process."""
+    """Return the fork server that all workers share; None without pytest-xdist."""
     if not hasattr(config, "workerinput"):
         return None
     return Python(Path(config.workerinput["fork servers"][name]))
@@ -160,23 +160,23 @@ def _shared(config: pytest.Config, name: str) -> Python | None:
 
 @pytest.fixture(scope="session")
 def python_without_hub(pytestconfig):
-    """Start commands in processes that read the hub's settings from their own environment."""
+    """Start commands in forks that read the hub's settings from their own environment."""
     with _shared(pytestconfig, "python_without_hub") or ForkServer(WITHOUT_HUB) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def python(pytestconfig, python_without_hub):
-    """Start commands in processes that have imported every library."""
+    """Start commands in forks that have imported every library."""
     with _shared(pytestconfig, "python") or ForkServer(ALL, python_without_hub) as server:
         yield server
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Leave out what pictures show, where a test reads the rest of a page: they take most time.
+def without_charts(monkeypatch):
+    """Replace charts by empty pictures, where a test reads the rest of a page: drawing is slow.
 
-    Their data are collected and laid out all the same, and each has its file.
+    The charts' data are still collected and laid out, and each chart has its file.
     """
     from markupsafe import Markup
 
@@ -188,10 +188,10 @@ def undrawn(monkeypatch):
 
 
 @pytest.fixture
-def shallow(monkeypatch):
-    """Plan with two blocks of each kind, where a test reads nothing that the others would change.
+def two_blocks(monkeypatch):
+    """Plan with two blocks of each kind, where a test does not depend on the number of blocks.
 
-    What a plan takes grows with the blocks, which are equal but for their number.
+    A plan's time grows with the number of blocks, which are equal.
     """
     from ravan_flwr.training import network
     from ravan_flwr.training.cost import step_memory

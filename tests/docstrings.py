@@ -1,4 +1,4 @@
-"""The docstrings of the standard library, as questions and answers: text that every Python has."""
+"""Questions and answers from the docstrings of the standard library."""
 
 import importlib
 import inspect
@@ -18,14 +18,14 @@ QUICK: dict[str, Scalar] = {
 
 
 def docstrings() -> list[tuple[str, str]]:
-    """List names of functions, and what their docstrings say of them first."""
+    """List names of functions with the first paragraphs of their docstrings."""
     found = {}
     for module in MODULES:
-        for name, one in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
-            told = (inspect.getdoc(one) or "").split("\n\n")[0]
-            if len(told) > 10:
-                found[told] = f"{module}.{name}"
-    return [(name, told) for told, name in sorted(found.items())]
+        for name, routine in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
+            text = (inspect.getdoc(routine) or "").split("\n\n")[0]
+            if len(text) > 10:
+                found[text] = f"{module}.{name}"
+    return [(name, text) for text, name in sorted(found.items())]
 
 
 def lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -33,13 +33,13 @@ def lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def as_messages(name: str, told: str) -> dict[str, Any]:
-    asked = {"role": "user", "content": f"What does {name} do?"}
-    return {"messages": [asked, {"role": "assistant", "content": told}]}
+def as_messages(name: str, text: str) -> dict[str, Any]:
+    question = {"role": "user", "content": f"What does {name} do?"}
+    return {"messages": [question, {"role": "assistant", "content": text}]}
 
 
-def as_completion(name: str, told: str) -> dict[str, Any]:
-    return {"prompt": f"{name}: ", "completion": told}
+def as_completion(name: str, text: str) -> dict[str, Any]:
+    return {"prompt": f"{name}: ", "completion": text}
 
 
 def preset(
@@ -48,12 +48,12 @@ def preset(
     data: Any = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Write data, model and preset; the model's layers are large enough to say something."""
+    """Write data, model and preset; the model's weights are large enough for varied output."""
     rows = docstrings()
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "train.jsonl").write_text(lines(form(*row) for row in rows))
     if not (folder / "model").is_dir():
-        save_speaker("llama", folder / "model", [told for _, told in rows], initializer_range=0.3)
+        save_speaker("llama", folder / "model", [text for _, text in rows], initializer_range=0.3)
     columns = (
         {"messages": "messages"}
         if form is as_messages

@@ -1,4 +1,4 @@
-"""Run directories made by hand, as a run leaves them at some moment: for the live page."""
+"""Hand-made run directories, as a run leaves them at some moment, for tests of the dashboard."""
 
 import json
 import math
@@ -44,12 +44,12 @@ def status(**changes: Any) -> Any:
 
 
 def lines(folder: Path, records: list[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(one) + "\n" for one in records)
+    text = "".join(json.dumps(item) + "\n" for item in records)
     (folder / "rounds.jsonl").write_text(text)
 
 
 def run_in(folder: Path, rounds: int = 3, pid: int | None = None, **files: Any) -> Path:
-    """A run that has held so many of ten rounds, and that this process works on, or `pid`."""
+    """Write a run with `rounds` of ten rounds done, locked by `pid` (0: none, None: this one)."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "method": "ravan",
@@ -63,8 +63,8 @@ def run_in(folder: Path, rounds: int = 3, pid: int | None = None, **files: Any) 
     (folder / "status.json").write_text(json.dumps(status()))
     (folder / "log.txt").write_text("2026-11-22 07:14:27 INFO    round 1/10  loss 2.8400\n")
     if pid != 0:
-        told = f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"
-        (folder / "lock").write_text(told)
+        holder = f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"
+        (folder / "lock").write_text(holder)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder

@@ -1,30 +1,29 @@
 """Python processes whose imports are done when they start.
 
 Importing torch and transformers takes a process ten seconds of CPU time. A `ForkServer` is a
-process that imports them once and forks itself for each command that it is asked for. It has
-imported libraries and nothing of `ravan_flwr`, so that a copy of the package in another folder
-can be run, too.
+process that imports them once and forks itself for each command. It imports libraries and nothing
+of `ravan_flwr`, so that it can also run a copy of the package in another folder.
 
     with ForkServer(ALL) as python:
         process = python.start(["-m", "ravan_flwr", "simulate"], log=folder / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 
-It imports when it is asked for the first time. All processes of pytest-xdist have one in common:
-tests/conftest.py gives them its folder, with which a `Python` is made. A server may be a fork of
-another one, `ForkServer(ALL, base)`: it then imports what the other has not. `python.inside(pid)`
-is one in the namespaces of a process, for a host that testing/network.py makes.
+It imports at the first request. All workers of pytest-xdist share one server: tests/conftest.py
+passes them its folder, with which they make a `Python`. A server may be a fork of another one,
+`ForkServer(ALL, base)`: it then imports only the modules that `base` lacks. `python.inside(pid)`
+is a server in the namespaces of a process, for a host of testing/network.py.
 
-`python.executable` stands for `sys.executable`; beside it lies what stands for `flwr` and Flower's
-other commands. Each is a small process (tests/forked.py) which hands its arguments, environment,
-folder and files to the fork server, passes signals on to the fork, ends as the fork ends, and
-takes the fork with it when it is killed. So it is found by its environment and its command line,
-as a process that had been started in the usual way; the CPU time and memory are the fork's.
+`python.executable` replaces `sys.executable`; the same folder has replacements of `flwr` and
+Flower's other commands. Each is a small proxy process (tests/forked.py), which sends its arguments,
+environment, folder and files to the fork server, forwards signals to the fork, ends with the fork's
+status, and kills the fork when it is killed itself. So it is found by its environment and command
+line, as an ordinary process is; CPU time and memory are the fork's.
 
-The processes of pytest-xdist are forks, too: imports, by each of them, would be most of what it
-takes to collect the tests. `pytest-worker` stands for the Python that runs them.
+The workers of pytest-xdist are forks, too: else their imports would take most of the time of
+collecting the tests. `pytest-worker` replaces the Python that runs them.
 
-Not for tests of the start itself, nor of what is imported.
+Tests of the start itself, or of the imports, must not use it.
 """
 
 import atexit
@@ -61,13 +60,13 @@ COMMANDS = [
     "flwr", "flwr-clientapp", "flwr-serverapp", "flwr-simulation", "flower-superexec",
     "flower-superlink", "flower-supernode", "ravan-flwr",
 ]  # fmt: skip
-WORKER = "pytest-worker"  # what stands for the Python of pytest-xdist's processes
-LISTENER = 0  # in place of standard input, of a server that is a fork of another one
-MOST_FILES = 253  # that Linux hands on at once
+WORKER = "pytest-worker"  # replaces the Python of pytest-xdist's workers
+LISTENER = 0  # the descriptor of the listener in a server that is a fork of another one
+MOST_FILES = 253  # that Linux passes in one message
 NAMESPACES = ("net", "uts", "pid", "mnt")
-KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
+KILL = signal.SIGRTMAX  # which the proxy forwards as SIGKILL to the fork
 
-# Those that read no setting of the Hugging Face Hub when they are imported.
+# Modules that read no setting of the Hugging Face Hub when they are imported.
 WITHOUT_HUB = [
     "torch", "torch._dynamo", "torch.distributed.tensor", "flwr.app", "flwr.clientapp",
     "flwr.serverapp", "flwr.superlink.grid", "sklearn.datasets", "scipy.optimize", "pandas",
@@ -84,8 +83,8 @@ LIBRARIES = [
     "rich.markdown",
 ]  # fmt: skip
 HAS_GPU = shutil.which("nvidia-smi") is not None
-# And what tests import themselves: but for a machine with a GPU. bitsandbytes, which PEFT imports,
-# begins to work with one when it is imported, and no fork can go on with that.
+# And what tests import themselves, except on a machine with a GPU: importing bitsandbytes, which
+# PEFT does, initialises CUDA, which a fork cannot use.
 ALL = LIBRARIES if HAS_GPU else [
     *LIBRARIES, "bitsandbytes", "dp_accounting", "flwr_datasets", "hypothesis", "opacus", "peft",
     "seaborn", "tensorboardX", "torchmetrics",
@@ -93,7 +92,7 @@ ALL = LIBRARIES if HAS_GPU else [
 
 
 class Python(AbstractContextManager["Python"]):
-    """Starts Python commands in forks of a server whose folder this is."""
+    """Starts Python commands in forks of the server that listens in the folder `scripts`."""
 
     def __init__(self, scripts: Path) -> None:
         self.scripts = scripts
@@ -101,7 +100,7 @@ class Python(AbstractContextManager["Python"]):
         self._started: list[Forked] = []
 
     def __exit__(self, *_: object) -> None:
-        """End what is left of the commands."""
+        """End the commands that still run."""
         for process in self._started:
             process.kill()
             process.wait()
@@ -115,11 +114,11 @@ class Python(AbstractContextManager["Python"]):
         environment: Mapping[str, str] | None = None,
         folder: Path = ROOT,
     ) -> "Forked":
-        """Run `python` with these words, in its own session."""
-        with log.open("ab") as out, (errors or log).open("ab") as told:
+        """Start `python` with these arguments, in a new session."""
+        with log.open("ab") as out, (errors or log).open("ab") as stderr:
             process = Forked(
                 [self.executable, *words], env=environment, cwd=folder, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=told,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=stderr,
             )  # fmt: skip
         self._started.append(process)
         return process
@@ -131,19 +130,19 @@ class Python(AbstractContextManager["Python"]):
         environment: Mapping[str, str] | None = None,
         folder: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
-        """The same, until its end, with what it printed."""
+        """Run `python` with these arguments to its end; return status and output."""
         return subprocess.run(
             [self.executable, *words], env=environment, cwd=folder, capture_output=True,
             text=True, errors="replace", stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
     def inside(self, host: int) -> "ForkServer":
-        """Make a server in the namespaces of a process, as its forks are."""
+        """Make a server in the namespaces of a process, in which its forks are as well."""
         return ForkServer([], self, host)
 
 
 class ForkServer(Python):
-    """Owns the server: one process that has imported these modules; a fork of that of `base`."""
+    """Owns a server process that has imported `modules`; it is a fork of `base`, if given."""
 
     def __init__(self, modules: Sequence[str], base: Python | None = None, host: int = 0) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="forked-")))
@@ -153,11 +152,11 @@ class ForkServer(Python):
             (self.scripts / name).chmod(0o755)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.scripts / "socket"))
-        self._listener.listen(64)  # who comes before the imports are done waits
+        self._listener.listen(64)  # requests before the end of the imports wait
         self._server = self._fresh(modules) if base is None else self._forked(modules, base, host)
 
     def _fresh(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a new process, which ends when its standard input does."""
+        """Start a new process, which ends when its standard input is closed."""
         number = self._listener.fileno()
         return subprocess.Popen(
             [sys.executable, __file__, str(number), *modules],  # no package: `tests` may be another
@@ -165,14 +164,14 @@ class ForkServer(Python):
         )  # fmt: skip
 
     def _forked(self, modules: Sequence[str], base: Python, host: int) -> subprocess.Popen[bytes]:
-        """Let another server make it, which hands on nothing but the three standard files."""
+        """Let `base` fork it, which passes on the three standard files only."""
         return Forked(
             [str(base.scripts / WORKER), __file__, f"{LISTENER}@{host}", *modules],
             cwd=ROOT, stdin=self._listener.fileno(), start_new_session=True,
         )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
-        """End the server, and with it what is left of the commands."""
+        """End the server and the commands that still run."""
         super().__exit__()
         if self._server.stdin is None:
             self._server.kill()
@@ -182,7 +181,7 @@ class ForkServer(Python):
 
 
 def fork_of(pid: int) -> int:
-    """Find the process that another one stands for, which may speak before it is named there."""
+    """Return the fork of a proxy process, once the proxy's name is set."""
     ends = time.monotonic() + 30
     while not (name := Path(f"/proc/{pid}/comm").read_text()).startswith("fork "):
         assert time.monotonic() < ends, name
@@ -191,31 +190,31 @@ def fork_of(pid: int) -> int:
 
 
 class Forked(subprocess.Popen[bytes]):
-    """What stands for a fork; a kill is the fork's, which has ended when `wait` returns."""
+    """The proxy process of a fork; a kill goes to the fork, which has ended when `wait` returns."""
 
     def send_signal(self, number: int) -> None:
         super().send_signal(KILL if number == signal.SIGKILL else number)
 
 
-# What the server does.
+# The server's side.
 
 Request = dict[str, Any]
 
 
 class _Server:
-    """Forks for whoever connects; each connection lasts as long as its fork."""
+    """Forks for each connection, which lasts as long as the fork."""
 
     def __init__(self, listener: socket.socket, end: Sequence[Any]) -> None:
         self._listener = listener
         self._forks: dict[int, socket.socket] = {}  # connections, by the process id of the fork
         self._ended, self._wakeup = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for one in (self._ended, self._wakeup):
-            one.setblocking(False)
+        for source in (self._ended, self._wakeup):
+            source.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno())
         for source, action in (
-            (listener, self._accept), (self._ended, self._tell_the_end),
+            (listener, self._accept), (self._ended, self._report_ends),
             *((source, sys.exit) for source in end),
         ):  # fmt: skip
             self._selector.register(source, selectors.EVENT_READ, action)
@@ -229,25 +228,25 @@ class _Server:
                     return dict(request)
 
     def _leave(self) -> None:
-        """Close in a fork what is the server's."""
+        """Close the server's files in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for one in (self._listener, self._ended, self._wakeup, *self._forks.values()):
-            one.close()
+        for resource in (self._listener, self._ended, self._wakeup, *self._forks.values()):
+            resource.close()
 
     def _accept(self) -> Request | None:
         connection, _ = self._listener.accept()
         head, files, _, _ = socket.recv_fds(connection, 4, MOST_FILES)
         length = int.from_bytes(head, "little")
-        asked = connection.recv(length, socket.MSG_WAITALL)
-        if asked and len(asked) == length:  # else it was killed before
+        received = connection.recv(length, socket.MSG_WAITALL)
+        if received and len(received) == length:  # else the client was killed before
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                request: Request = marshal.loads(asked)
+                request: Request = marshal.loads(received)
                 return request | {"files": dict(zip(request["files"], files, strict=True))}
-            self._tell(connection, pid)
+            self._send_number(connection, pid)
             self._forks[pid] = connection
             action = functools.partial(self._pass_on, pid)
             self._selector.register(connection, selectors.EVENT_READ, action)
@@ -256,9 +255,9 @@ class _Server:
         return None
 
     def _pass_on(self, pid: int) -> None:
-        """Send a fork the signals that its client got; kill it if that is gone."""
+        """Send a fork the signals that its client received; kill it if the client has ended."""
         if pid not in self._forks:
-            return  # it has ended a moment ago
+            return  # it has just ended
         numbers = b""
         with suppress(ConnectionError):
             numbers = self._forks[pid].recv(16)
@@ -267,8 +266,8 @@ class _Server:
         for number in numbers or [KILL]:
             os.kill(pid, signal.SIGKILL if number == KILL else number)
 
-    def _tell_the_end(self) -> None:
-        """Tell the clients of all forks that have ended."""
+    def _report_ends(self) -> None:
+        """Send the statuses of ended forks to their clients."""
         self._ended.recv(1024)
         while self._forks:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -277,15 +276,15 @@ class _Server:
             with self._forks.pop(pid) as connection:
                 with suppress(KeyError):
                     self._selector.unregister(connection)
-                self._tell(connection, os.waitstatus_to_exitcode(status))
+                self._send_number(connection, os.waitstatus_to_exitcode(status))
 
-    def _tell(self, connection: socket.socket, number: int) -> None:
-        with suppress(OSError):  # it was killed
+    def _send_number(self, connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # the client was killed
             connection.sendall(struct.pack("i", number))
 
 
 def _move(host: int) -> None:
-    """Go on in a child that is in the namespaces of a process: the network, files and so on."""
+    """Continue in a child in the namespaces of process `host`: network, files and so on."""
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
     for space in spaces:
@@ -298,11 +297,11 @@ def _move(host: int) -> None:
 
 
 def _become(request: Request, paths: list[str]) -> None:
-    """Be the process that was asked for, as far as it can tell."""
+    """Turn this fork into the requested process."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the server
     given: dict[int, int] = request["files"]
-    # First out of the way of each other's numbers.
+    # First to numbers above 256, so that no file overwrites another.
     moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 256) for number, file in given.items()}
     for file in given.values():
         os.close(file)
@@ -325,7 +324,7 @@ def _become(request: Request, paths: list[str]) -> None:
     if Path(called).name == "flwr":  # it reads ports from the environment when it is imported
         for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
             del sys.modules[name]
-    if Path(called).name != WORKER:  # which is to start processes of its own as Python does
+    if Path(called).name != WORKER:  # which starts processes with the real Python
         os.getppid = lambda: int(request["parent"])
         sys.executable = str(Path(called).with_name("python"))
         if called != sys.executable:
@@ -334,11 +333,11 @@ def _become(request: Request, paths: list[str]) -> None:
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
             importlib.import_module("sitecustomize")
-    os._exit(_status_of(words))  # without taking the libraries apart, which takes half a second
+    os._exit(_status_of(words))  # skips the interpreter's teardown, which takes half a second
 
 
 def _status_of(words: list[str]) -> int:
-    """Run to the end, and do what Python does then."""
+    """Run a command and the interpreter's steps at its end; return the exit status."""
     status = 0
     try:
         _run(words)
@@ -360,7 +359,7 @@ def _status_of(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Do what Python does with these words."""
+    """Run a module, a program text or a file, as Python's command line does."""
     safe = False
     while words[0] in ("-P", "-u"):
         safe |= words.pop(0) == "-P"
@@ -386,12 +385,12 @@ if __name__ == "__main__":
         _move(int(host))
     end = [] if int(number) == LISTENER else [sys.stdin]
     if listener not in select.select([listener, *end], [], [])[0]:
-        sys.exit()  # nobody asked
-    logging.disable()  # when they are imported, libraries tell what they are not going to use
-    with warnings.catch_warnings(record=True):  # then the filters that Python begins with
+        sys.exit()  # no request came
+    logging.disable()  # libraries log what is not installed when they are imported
+    with warnings.catch_warnings(record=True):  # and restore the filters of a new Python
         for name in modules:
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
-    logging.root.handlers.clear()  # which one of them added: each line would be written twice
-    gc.freeze()  # what is imported stays, in pages that all forks share
+    logging.root.handlers.clear()  # a library adds one: each line would be written twice
+    gc.freeze()  # imported objects stay in pages that all forks share
     _become(_Server(listener, end).serve(), base)

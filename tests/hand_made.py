@@ -1,4 +1,4 @@
-"""Hand-made nodes for tests of the server: honest, changed or silent, without a model or data."""
+"""Fake nodes for tests of the server: honest, faulty or unresponsive, without model or data."""
 
 import time
 import uuid
@@ -25,7 +25,7 @@ from tests.methods import build, train_client
 DERIVED = [1.0, 2.0]
 
 
-# A round's record and that of one of its clients, with every key that each run writes.
+# A round's record and that of one of its clients, with every key that all runs write.
 CLIENT = {
     "partition-id": 0, "budget-fraction": 1.0, "heads": 4.0, "selected": [[0]], "examples": 10,
     "steps": 1, "bytes-up": 1, "bytes-down": 1,
@@ -56,7 +56,7 @@ def registered_client(node_id=1, partition_id=0, **changes):
 
 
 class Nodes(InProcessGrid):
-    """Nodes 11 .. with partitions in the reverse order; `behave` changes what one sends."""
+    """Nodes 11, 12, ... with partitions in reverse order; `behave` may replace a node's reply."""
 
     def __init__(self, number=4, behave=None, method="ravan", **changes):
         super().__init__({}, 1)
@@ -129,7 +129,7 @@ class Notes:
 
 
 def settings_from(named):
-    """Write settings that are named as Python does as a run config, limits in their one key."""
+    """Return a run config of settings with Python names; limits are joined in one key."""
     found = {name.replace("_", "-"): value for name, value in named.items()}
     limits = {name: found.pop(name) for name in LIMITS if name in found}
     if given := {name: limit for name, limit in limits.items() if limit != "auto"}:
@@ -138,7 +138,7 @@ def settings_from(named):
 
 
 def loaded_of(method=None, partition_sizes=None):
-    """Stand in for the server's model and data, which fit to those of the nodes."""
+    """Return a fake of the server's model and data, with the nodes' fingerprints."""
     model = SimpleNamespace(
         method=method, seed_fingerprint=DERIVED, derived=DERIVED, load_fixed=lambda _: DERIVED
     )
@@ -149,14 +149,14 @@ def loaded_of(method=None, partition_sizes=None):
 
 
 def strategy_of(nodes, config, partition_sizes=None, memory=None, **given):
-    """Make the strategy of a run over these nodes, which begins with the method's own state."""
+    """Make the strategy of a run over these nodes, from the method's initial state."""
     start = ResumePoint(nodes.method.initial_state(nodes.adapters), memory=memory or {})
     return FederatedTuning(config, loaded_of(nodes.method, partition_sizes), start, **given)
 
 
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings):
     notes = Notes()
-    # What these nodes send moves further than a few steps of Adam could.
+    # Updates of these nodes are larger than a few steps of Adam could make them.
     settings = {"max_update_norm": 1e6} | settings
     settings |= {"num_rounds": rounds, "round_timeout": timeout}
     config = read_config(settings_from(settings))
@@ -173,11 +173,11 @@ def initial(nodes):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Make waiting cost nothing: time passes where the server sleeps, and nowhere else.
+def fake_clock(monkeypatch):
+    """Replace the clock: time passes only while the server sleeps.
 
-    So a silent node is silent for as long as it is waited for, and an honest one answers in no
-    time, however busy the machine is.
+    So the server waits for an unresponsive node without real time, and an honest node answers at
+    once, however busy the machine is.
     """
     now = [0.0]
 
@@ -190,16 +190,16 @@ def impatient(monkeypatch):
         monkeypatch.setattr(recruiting, name, 0.2)
 
 
-class Silent(Nodes):
+class Unresponsive(Nodes):
     """Some partitions never answer a training message."""
 
     def __init__(self, *partitions):
         super().__init__()
-        self.silent = partitions
+        self.unresponsive = partitions
 
     def pull_messages(self, message_ids):
-        return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
+        return [r for r in super().pull_messages(message_ids) if not self.is_unresponsive(r)]
 
-    def is_silent(self, reply):
+    def is_unresponsive(self, reply):
         node = self.registered[reply.metadata.src_node_id]
-        return reply.metadata.message_type == "train" and node.partition_id in self.silent
+        return reply.metadata.message_type == "train" and node.partition_id in self.unresponsive

@@ -18,8 +18,8 @@ SETTINGS = Settings(
     seed=0, lora_rank=2, rank=2, lora_scale=1.0, heads=3, init="normal",
     calibration_steps=2, scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
-# Of all others the aggregate's delta-weight is the mean of the clients'.
-# (Of these the last four have one model for each client, and of `centralised` one client trains.)
+# For all other methods the aggregate's delta-weight is the mean of the clients'.
+# (The last four of these have a model for each client; in `centralised` one client trains.)
 INEXACT = (
     "fedit", "slora", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
     "centralised", "fedrpca", "fedalt", "feddpa", "fedsa-lora", "local",
@@ -27,7 +27,7 @@ INEXACT = (
 
 
 class Network(nn.Module):
-    """Linear layers to adapt, something else that is pretrained, and a classifier."""
+    """Linear layers to adapt, another pretrained layer, and a classifier."""
 
     def __init__(self, layers=LAYERS):
         super().__init__()
@@ -37,8 +37,8 @@ class Network(nn.Module):
         self.classifier = nn.Linear(3, 2)
 
 
-def build_whole(name, layers=LAYERS, **changes):
-    """Method, adapters and network; without a `rank` in `changes`, it is 2."""
+def build_with_network(name, layers=LAYERS, **changes):
+    """Return method, adapters and network."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack, thrice
     network = Network(layers).requires_grad_(False)
     pretrained = {k: p for k, p in network.named_parameters() if not k.startswith("classifier")}
@@ -48,22 +48,22 @@ def build_whole(name, layers=LAYERS, **changes):
 
 
 def build(name="ravan", **changes):
-    """Method and adapters."""
-    return build_whole(name, **changes)[:2]
+    """Return method and adapters."""
+    return build_with_network(name, **changes)[:2]
 
 
 def calibration_sums(method):
-    """Sums of a calibration round, without a limit."""
+    """Return the sums of a calibration round, without a limit."""
     return CalibrationSums(method.calibration, None, math.inf)
 
 
-def train_client(method, adapters, state, fraction, seed, own=None):
-    """What one client sends, after some arbitrary movement of what it may train."""
+def train_client(method, adapters, state, fraction, seed, personal=None):
+    """Return a client's upload after a random change of its trainable parameters."""
     fraction = fraction if method.can_train(fraction) else 1.0
     random = generator(seed, "client")
     method.load(adapters, method.broadcast(state, fraction))
-    if own is not None:
-        method.personal.put(adapters, own)
+    if personal is not None:
+        method.personal.put(adapters, personal)
     method.choose(adapters, fraction, random, lambda: None)
     with torch.no_grad():
         for parameter in method.parameters(adapters):
@@ -72,7 +72,7 @@ def train_client(method, adapters, state, fraction, seed, own=None):
 
 
 class FakeTraining:
-    """Local steps that change the weights by what they are told."""
+    """Local steps that add given changes to the weights."""
 
     def __init__(self, changes):
         self.changes = changes
@@ -84,35 +84,35 @@ class FakeTraining:
 
 
 def aggregate(method, state, uploads):
-    """The next state; uploads are (tensors, share) or (tensors, share, weight)."""
-    pot = Aggregate(method, state, UpdateNormCheck(1e9))
+    """Return the next state; uploads are (tensors, budget fraction) or with a weight as third."""
+    total = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, fraction, *weight in uploads:
-        pot.offer(upload, fraction if method.can_train(fraction) else 1.0, *weight)
-    return pot.close()
+        total.offer(upload, fraction if method.can_train(fraction) else 1.0, *weight)
+    return total.close()
 
 
 def some_state(method, adapters, seed=1):
-    """A state in the middle of a run: some clients trained from the first."""
+    """Return the state after a round of three clients from the initial state."""
     state = method.initial_state(adapters)
     uploads = [(train_client(method, adapters, state, 1.0, seed + i), 1.0) for i in range(3)]
     return aggregate(method, state, uploads)
 
 
 def personal_state(method, adapters):
-    """What stays with the client that the adapters hold; None if nothing does."""
+    """Return the personal parameters in the adapters; None if the method has none."""
     return None if method.personal is None else method.personal.collect(adapters)
 
 
-def deltas(method, adapters, state, own=None):
-    """Every layer's delta-weight under a global state, for a client with that part of its own."""
+def deltas(method, adapters, state, personal=None):
+    """Return every layer's delta-weight under a global state and a client's personal parameters."""
     method.load(adapters, state)
-    if own is not None:
-        method.personal.put(adapters, own)
+    if personal is not None:
+        method.personal.put(adapters, personal)
     return [delta.double() for delta in method.delta_weights(adapters)]
 
 
-def assert_close(got, expected, **how):
-    """Lists of tensors, one after the other."""
+def assert_close(actual, expected, **how):
+    """Compare two lists of tensors."""
     how = how or {"rtol": 1e-4, "atol": 1e-5}
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), **how)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor.double(), expected_tensor.double(), **how)

@@ -1,4 +1,4 @@
-"""Small models with random weights, made with the libraries that make real ones."""
+"""Small models with random weights, saved by transformers and tokenizers."""
 
 import inspect
 import logging
@@ -12,7 +12,7 @@ SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask
 
 
 def make_bert(folder: Path) -> Path:
-    """Save a BERT of four layers' tenth, and a WordPiece tokenizer of real English."""
+    """Save a small BERT, and a WordPiece tokenizer trained on English docstrings."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,14 +1,14 @@
-"""A pretend accelerator: tensors on a device of their own, whose numbers lie in the CPU's memory.
+"""A pretend accelerator: its tensors have a device of their own, with data in the CPU's memory.
 
-It refuses float64, as MPS does, and what CUDA refuses: an operation on tensors of two devices (a
-CPU tensor of no dimension may take part in an element-wise one, and indices may lie on the CPU),
+It rejects float64, as MPS does, and what CUDA rejects: an operation on tensors of two devices (a
+0-dimensional CPU tensor may take part in an element-wise one, and indices may be on the CPU),
 random numbers by a generator of another device, and `numpy()`. So a tensor that was forgotten on
-the CPU fails on a machine without a GPU, too. PyTorch's private backend, registered from Python,
-lends the device and what autograd needs of it; a tensor subclass holds the numbers.
+the CPU is an error on a machine without a GPU, too. PyTorch's private backend, registered from
+Python, provides the device and autograd's hooks; a tensor subclass holds the data.
 
-It cannot see whether a GPU has a kernel and what that computes, what autocast casts (nothing is
-cast here), streams, pinned memory, how much memory there is, and attention's fused kernels.
-A refusal inside a tensor's hook ends the process, with Python's traceback, where CUDA's raises.
+It does not cover the kernels of a GPU and their results, autocast (nothing is cast here), streams,
+pinned memory, the size of the memory, and attention's fused kernels. An error inside a tensor's
+hook ends the process with Python's traceback, where CUDA's raises.
 """
 
 import torch
@@ -16,20 +16,20 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "pretend"
 _aten = torch.ops.aten
-# They bring a tensor from one device to another; CUDA's indices may lie on the CPU.
+# Operations that copy between devices, and operations whose indices may be on the CPU.
 _ACROSS = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
 _INDEXED = {
     _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default,
     _aten._index_put_impl_.default,
 }  # fmt: skip
 
-LACKING = {torch.float64}  # as MPS lacks it: it raises where a tensor of it would be made
+LACKING = {torch.float64}  # as MPS lacks it: making such a tensor raises
 
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor on the accelerator; `raw` has its numbers."""
+    """A tensor on the accelerator; `raw` has its data."""
 
     raw: torch.Tensor
 
@@ -48,11 +48,11 @@ class PretendTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func == _SET_DATA:  # the numbers go with the tensor
+        if func == _SET_DATA:  # moves the data as well
             args[0].raw = args[1].raw
-        if func == torch.Tensor.tolist:  # not there for subclasses, but on every device
+        if func == torch.Tensor.tolist:  # subclasses lack it
             return args[0].raw.tolist()
-        with torch._C.DisableTorchFunctionSubclass():  # a result on the CPU stays what it is
+        with torch._C.DisableTorchFunctionSubclass():  # a result on the CPU is not wrapped
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -61,9 +61,9 @@ class PretendTensor(torch.Tensor):
 
 
 def compute(func, args, kwargs):
-    """Run an operation on the numbers, if every tensor is where it has to be."""
+    """Run an operation on the data, after a check of the tensors' devices."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return func.decompose(*args, **kwargs)  # in inference mode it comes whole
+        return func.decompose(*args, **kwargs)  # inference mode does not decompose it
     _check_devices(func, args, kwargs)
     target = kwargs.get("device")
     tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -80,7 +80,7 @@ def compute(func, args, kwargs):
 
 
 def _owned(leaf, owners):
-    """The tensor that has these numbers; a new one where nobody has."""
+    """Return the tensor with this data; a new one if there is none."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.dtype in LACKING:
@@ -93,7 +93,7 @@ def _raw(leaf):
 
 
 def _leaves(tree):
-    """List what is in tuples, lists and dicts; PyTorch's own takes half of a test's time."""
+    """List the leaves of tuples, lists and dicts; PyTorch's own takes half of a test's time."""
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, tuple | list):
@@ -102,7 +102,7 @@ def _leaves(tree):
 
 
 def _mapped(change, tree):
-    """The same tree with other leaves."""
+    """Return the tree with changed leaves."""
     if isinstance(tree, dict):
         return {key: _mapped(change, branch) for key, branch in tree.items()}
     if isinstance(tree, tuple | list):
@@ -117,8 +117,8 @@ def _check_devices(func, args, kwargs):
         raise RuntimeError(f"{func}: expected a {NAME!r} generator, but found 'cpu'")
     if func in _ACROSS:
         return
-    looked_at = (args[0], args[2:]) if func in _INDEXED else (args, kwargs)
-    for tensor in _leaves(looked_at):
+    checked = (args[0], args[2:]) if func in _INDEXED else (args, kwargs)
+    for tensor in _leaves(checked):
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, PretendTensor):
             continue
         if tensor.dim() == 0 and torch.Tag.pointwise in func.tags:
@@ -130,7 +130,7 @@ def _check_devices(func, args, kwargs):
 
 
 class _Module:
-    """What PyTorch asks of torch.cuda's counterpart."""
+    """The functions that PyTorch calls in a backend's module, as torch.cuda."""
 
     def is_initialized(self):
         return True
@@ -155,7 +155,7 @@ class _Module:
 
 
 def register() -> torch.device:
-    """Make it known to this process, for good; the device."""
+    """Register the device in this process, for good; return it."""
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
         for op in (_aten.copy_.default, _aten._copy_from.default, _aten.lift_fresh.default):
@@ -169,6 +169,6 @@ def _kernel(op):
     return lambda *args, **kwargs: compute(op, args, kwargs)
 
 
-# What is registered lives as long as these.
+# Registrations last as long as these objects.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _FALLBACK = torch.library.Library("_", "IMPL")

@@ -1,4 +1,4 @@
-"""Slow and plain: what the fast code must agree with."""
+"""Slow reference implementations, which the fast code must agree with."""
 
 from collections.abc import Sequence
 
@@ -36,9 +36,11 @@ def head_means(
     new = old.clone()
     for layer in range(old.shape[0]):
         for head in range(old.shape[1]):
-            got = [sent[layer, head] for heads, sent in uploads if head in heads[layer]]
-            if got:
-                new[layer, head] = torch.stack([g.double() for g in got]).sum(0) / len(got)
+            sent_heads = [upload[layer, head] for heads, upload in uploads if head in heads[layer]]
+            if sent_heads:
+                new[layer, head] = torch.stack([g.double() for g in sent_heads]).sum(0) / len(
+                    sent_heads
+                )
     return new
 
 
@@ -66,7 +68,7 @@ def hetlora_mean(factors: Sequence[tuple[Tensor, Tensor]], rank: int) -> tuple[T
 
 
 def best_of_rank(matrix: Tensor, rank: int) -> Tensor:
-    """The best approximation of that rank, by the decomposition of the whole matrix."""
+    """Return the best approximation of that rank, by a full singular value decomposition."""
     U, S, Vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     best: Tensor = U[:, :rank] @ S[:rank].diag() @ Vh[:rank]
     return best

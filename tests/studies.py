@@ -1,11 +1,11 @@
-"""Results of runs that nobody ran, for tests of what is made of them."""
+"""Made-up results of runs, for tests of studies."""
 
 from ravan_flwr.studies.choosing import candidates, choose, table_runs
 from ravan_flwr.studies.results import Result
 
 
 def result(value, metric="accuracy", rate=1e-3, **changes):
-    """The result of a run of two rounds that ended with this value."""
+    """Return the result of a run of two rounds that ended with this value."""
     fields = {
         "metric": metric, "final": {metric: value, "loss": 1.0}, "learning_rate": rate,
         "rank": 4, "parameters": 100, "bytes_up": 1_000_000, "bytes_down": 2_000_000,
@@ -19,12 +19,12 @@ def result(value, metric="accuracy", rate=1e-3, **changes):
 
 
 def fill(study, results, value_of, metric="accuracy"):
-    """Note a result for each run of a study, rates first, until none is lacking."""
+    """Store a result for each run of a study, learning rates first, until none is missing."""
     for runs in (candidates, table_runs):
-        while lacking := [run for run in runs(study, results) if results.of(run) is None]:
-            if all(results.failure(run) for run in lacking):
+        while missing := [run for run in runs(study, results) if results.of(run) is None]:
+            if all(results.failure(run) for run in missing):
                 break
-            for run in lacking:
+            for run in missing:
                 settings = dict(run.settings)
                 value = value_of(settings)
                 if value is None:
@@ -35,21 +35,21 @@ def fill(study, results, value_of, metric="accuracy"):
 
 
 def chosen(row, results):
-    """What was chosen for a row that chooses its rate."""
+    """Return the choice of a row that chooses its learning rate."""
     choice = choose(row, results)
     assert choice is not None
     return choice
 
 
 def ends(interval):
-    """Where an interval begins and ends."""
+    """Return an interval's bounds."""
     assert interval is not None
     assert interval.half_width is not None
     return interval.mean - interval.half_width, interval.mean + interval.half_width
 
 
 def found(results, run):
-    """The result of a run that is done."""
+    """Return the result of a finished run."""
     result = results.of(run)
     assert result is not None
     return result

@@ -1,4 +1,4 @@
-"""The tags of a page, each checked to be closed."""
+"""Parser that collects a page's tags and checks that each is closed."""
 
 from html.parser import HTMLParser
 

@@ -1,11 +1,11 @@
-"""Hand out files of tests so that waiting ones and computing ones run side by side.
+"""Schedule test files so that waiting tests and computing tests run at the same time.
 
-Tests of deployments wait for processes for most of their time, tests of single parts compute for
-all of theirs. In one queue those that wait would hold all workers at once, and the cores would be
-idle. So every second worker takes files that wait first, the others take files that compute first,
-and each goes on with the other kind when there are no more of its own.
+Tests of deployments mostly wait for processes, unit tests compute all the time. In one queue,
+waiting tests would occupy all workers at once, and the cores would be idle. So every second worker
+takes waiting files first, the others take computing files first, and each continues with the other
+kind when its own is exhausted.
 
-A file stays in one piece, as with `--dist loadfile`: its fixtures are made once.
+A file is not split, as with `--dist loadfile`: its fixtures are made once.
 """
 
 from xdist.scheduler import LoadFileScheduling
@@ -15,18 +15,18 @@ WAITING = ("tests/flower/", "tests/networks/", "tests/processes/")
 
 
 def waits(path: str) -> bool:
-    """Tell whether the tests of a file wait for processes."""
+    """Return whether the tests of a file mostly wait for processes."""
     return path.startswith(WAITING)
 
 
 class TwoQueues(LoadFileScheduling):  # type: ignore[misc] # it has no types
-    """Give each worker the next file of its kind, or else the next of all."""
+    """Scheduler that gives each worker the next file of its kind, or else the next of all."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        # The first one computes: the first file of all (tests/conftest.py) is to be its first.
-        patient = self._number(node) % 2 == 1
+        # Worker 0 computes: it must get the first file of all (tests/conftest.py) first.
+        takes_waiting = self._number(node) % 2 == 1
         for path in self.workqueue:
-            if waits(path) == patient:
+            if waits(path) == takes_waiting:
                 self.workqueue.move_to_end(path, last=False)
                 break
         super()._assign_work_unit(node)

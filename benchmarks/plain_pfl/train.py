@@ -1,8 +1,8 @@
-"""Fine-tune by FedAvg with pfl-research 0.6, written as its own benchmarks are.
+"""Fine-tune by FedAvg with pfl-research 0.6, written like its own benchmarks.
 
-The peer of benchmarks/clients.py, which starts it in an environment that has pfl. It takes after
-image_classification/pytorch/train.py and dataset/cifar10/numpy.py of that project for data and
-rounds, and after llm/train.py for the network of transformers and PEFT's LoRA in it.
+The peer of benchmarks/clients.py, which starts it in an environment with pfl. Data and rounds
+follow that project's image_classification/pytorch/train.py and dataset/cifar10/numpy.py, and the
+network of transformers with PEFT's LoRA follows llm/train.py.
 """
 
 import argparse
@@ -49,20 +49,20 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.random.manual_seed(0)
     np.random.seed(0)
-    network = load_network(asked.model, asked.lora_rank).to(get_default_device())
-    images, labels, means, deviations = load(asked.data / "train.p")
-    test_images, test_labels, _, _ = load(asked.data / "test.p", means, deviations)
+    network = load_network(options.model, options.lora_rank).to(get_default_device())
+    images, labels, means, deviations = load(options.data / "train.p")
+    test_images, test_labels, _, _ = load(options.data / "test.p", means, deviations)
     model = PyTorchModel(
         model=network,
-        local_optimizer_create=OPTIMIZERS[asked.optimizer],
+        local_optimizer_create=OPTIMIZERS[options.optimizer],
         central_optimizer=torch.optim.SGD(
             [parameter for parameter in network.parameters() if parameter.requires_grad], 1.0
         ),
     )
-    federated = partition_rows(images, labels, asked.clients)
+    federated = partition_rows(images, labels, options.clients)
     backend = SimulatedBackend(
         training_data=federated,
         val_data=federated,
@@ -74,32 +74,32 @@ def main() -> None:
     )
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=asked.rounds,
-            evaluation_frequency=asked.rounds,
-            train_cohort_size=asked.cohort,
+            central_num_iterations=options.rounds,
+            evaluation_frequency=options.rounds,
+            train_cohort_size=options.cohort,
             val_cohort_size=0,
         ),
         backend=backend,
         model=model,
         model_train_params=NNTrainHyperParams(
-            local_learning_rate=asked.learning_rate,
+            local_learning_rate=options.learning_rate,
             local_num_epochs=1,
-            local_batch_size=asked.batch_size,
+            local_batch_size=options.batch_size,
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=256),
         callbacks=[
             CentralEvaluationCallback(
                 Dataset(raw_data=[test_images, test_labels]),
                 model_eval_params=NNEvalHyperParams(local_batch_size=256),
-                frequency=asked.rounds - 1,  # and before the first; the last is number rounds - 1
+                frequency=options.rounds - 1,  # and before the first; the last is number rounds - 1
             ),
-            Lines(asked.lines),
+            Lines(options.lines),
         ],
     )
 
 
 def load_network(folder: str, rank: int) -> nn.Module:
-    """Put a LoRA into the pretrained network, and give it the two methods that pfl calls."""
+    """Put a LoRA into the pretrained network, and add the two methods that pfl calls."""
     base = AutoModelForImageClassification.from_pretrained(folder)
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["q_proj", "v_proj"])
     network: Any = get_peft_model(base, config)
@@ -110,7 +110,7 @@ def load_network(folder: str, rank: int) -> nn.Module:
 
 
 def loss(self: nn.Module, inputs: Tensor, targets: Tensor, eval: bool = False) -> Tensor:  # noqa: A002 (pfl's name)
-    """Compute what a client minimises."""
+    """Compute a client's loss."""
     self.eval() if eval else self.train()
     return cross_entropy(self(pixel_values=inputs).logits, targets.long())
 
@@ -143,7 +143,7 @@ def load(
 
 
 def partition_rows(images: np.ndarray, labels: np.ndarray, clients: int) -> Any:
-    """Give each client as many examples, whichever."""
+    """Give each client equally many random examples."""
     order = np.random.permutation(len(images))
     pixels, numbers = to_tensor(images[order]), to_tensor(labels[order])
     each = len(images) // clients
@@ -169,9 +169,9 @@ class Lines(TrainingProcessCallback):  # type: ignore[misc]
     ) -> tuple[bool, Metrics]:
         """Print the round's number and metrics."""
         found = aggregate_metrics.to_simple_dict().items()
-        told = {str(name): float(str(value)) for name, value in found}
+        values = {str(name): float(str(value)) for name, value in found}
         with self.file.open("a") as file:
-            file.write(json.dumps({"round": central_iteration + 1, **told}) + "\n")
+            file.write(json.dumps({"round": central_iteration + 1, **values}) + "\n")
         return False, Metrics()
 
 

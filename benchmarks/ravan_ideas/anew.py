@@ -1,8 +1,8 @@
-"""RAVAN whose bases are made anew after half of ten rounds; what was learned stays, exactly.
+"""RAVAN with new bases after half of ten rounds; the earlier update is kept exactly.
 
 Each layer has twice the heads: the first half trains in the first rounds, the second, between
-bases of another seed and from H = 0, in the others. So a client trains and uploads as much as
-RAVAN's; down go both halves, which an option would not need.
+bases of another seed and from H = 0, in the others. A client trains and uploads as much as with
+RAVAN; the broadcast has both halves, which an option of the package would not need.
 """
 
 import copy
@@ -25,7 +25,7 @@ class SpawnStarter(Ravan):
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
-        self.each = self.heads  # of which half
+        self.each = self.heads  # heads of each half
         self.heads = self.parts = 2 * self.each
 
     def in_round(self, number: int) -> "SpawnStarter":
@@ -40,7 +40,7 @@ class SpawnStarter(Ravan):
         return {"H": (len(self.layers) * self.each, self.rank, self.rank)}
 
     def check(self, upload: Mapping[str, Tensor], fraction: float) -> None:
-        """Check nothing: all clients of the study are our own."""
+        """Check nothing: all clients of the study are trusted."""
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
         if linear.weight.is_meta:

@@ -1,4 +1,4 @@
-"""RAVAN whose scales have a rate of their own: ten times that of H."""
+"""RAVAN with a learning rate for scales of ten times that of H."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ def _optimizer(steps: Stepper, parameters: Sequence[Tensor]) -> torch.optim.Opti
     optimizer = _plain(steps, parameters)
     if isinstance(steps.model.method, Scales):
         (group,) = optimizer.param_groups
-        scales = [one for one in group["params"] if one.dim() == 1]
-        group["params"] = [one for one in group["params"] if one.dim() != 1]
+        scales = [parameter for parameter in group["params"] if parameter.dim() == 1]
+        group["params"] = [parameter for parameter in group["params"] if parameter.dim() != 1]
         optimizer.add_param_group({"params": scales, "lr": TIMES * group["lr"]})
     return optimizer
 

@@ -1,6 +1,6 @@
-"""Let a SuperNode send each reply a second time, under another id.
+"""Make a SuperNode send each reply a second time, under another id.
 
-As faulty_client.py: a node whose PYTHONPATH has `write`'s folder runs this module when it starts.
+As in faulty_client.py: a node with `write`'s folder in PYTHONPATH runs this module at its start.
 """
 
 from collections.abc import Callable
@@ -19,27 +19,27 @@ if any("flower-supernode" in word for word in sys.orig_argv):
 
 
 def write(folder: Path) -> None:
-    """Make the folder."""
+    """Write a folder whose `sitecustomize` installs the change."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CUSTOMIZE)
 
 
 def install() -> None:
-    """Change what this SuperNode sends."""
+    """Replace this SuperNode's function for sending replies."""
     push = supernode._push_messages
 
-    def push_twice(send: Callable[..., Any], **others: Any) -> None:
+    def push_twice(send: Callable[..., Any], **options: Any) -> None:
         def send_twice(message: Message, tree: Any, seconds: float) -> Any:
-            told = send(message, tree, seconds)
+            result = send(message, tree, seconds)
             metadata = message.metadata.__dict__
-            before, other = metadata["_message_id"], "0" * 64
+            own_id, second_id = metadata["_message_id"], "0" * 64
             try:
-                metadata["_message_id"] = tree.object_id = other
+                metadata["_message_id"] = tree.object_id = second_id
                 send(message, tree, seconds)
             finally:
-                metadata["_message_id"] = tree.object_id = before
-            return told
+                metadata["_message_id"] = tree.object_id = own_id
+            return result
 
-        push(send=send_twice, **others)
+        push(send=send_twice, **options)
 
     supernode._push_messages = push_twice  # type: ignore[assignment]

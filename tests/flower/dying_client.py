@@ -1,7 +1,7 @@
-"""Let a machine die in a phase of a secure round: its SuperNode and all that belongs to it.
+"""Kill a device in a phase of a secure round: its SuperNode and all of its processes.
 
-As faulty_client.py: a node whose PYTHONPATH has `write`'s folder runs this module in each process
-that Flower starts for a message, before anything else.
+As in faulty_client.py: a node with `write`'s folder in PYTHONPATH runs this module first in each
+process that Flower starts for a message.
 """
 
 import os
@@ -21,17 +21,17 @@ if any("flwr-clientapp" in word for word in sys.orig_argv):
     dying_client.install({plan!r})
 """
 
-Plan = dict[int, tuple[int, str]]  # by partition: the round, and the kind of message
+Plan = dict[int, tuple[int, str]]  # partition -> (round, kind of message)
 
 
 def write(folder: Path, plan: Plan) -> None:
-    """Make the folder: who dies, and when."""
+    """Write a folder whose `sitecustomize` installs this plan."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(plan=plan))
 
 
 def install(plan: Plan) -> None:
-    """Die when the message comes, after what it asks was done and before anybody hears of it."""
+    """Kill the device after its work for a planned message, before the reply is sent."""
     answer = ClientApp.__call__
 
     def answer_or_die(self: ClientApp, message: Message, context: Context) -> Message:
@@ -47,7 +47,7 @@ def install(plan: Plan) -> None:
 
 
 def _kill_the_machine() -> None:
-    """Kill the SuperNode and all that it has started; this process goes last."""
+    """Kill the SuperNode and all processes that it has started, this one last."""
     for pid in processes_of(Path(os.environ["FLWR_HOME"])):
         if pid != os.getpid():
             with suppress(ProcessLookupError):

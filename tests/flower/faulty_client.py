@@ -1,7 +1,7 @@
-"""Make a client process do wrong: fail, be silent, answer nonsense, upload hostile objects.
+"""Make a client process faulty: errors, delays, wrong values, hostile objects.
 
-Python runs a `sitecustomize` on its path at every start. A node whose PYTHONPATH has `write`'s
-folder runs this module in each process that Flower starts for a message, before anything else.
+Python runs a `sitecustomize` on its path at every start. A node with `write`'s folder in
+PYTHONPATH runs this module first in each process that Flower starts for a message.
 """
 
 import json
@@ -24,17 +24,17 @@ if any("flwr-clientapp" in word for word in sys.orig_argv):
 """
 
 
-Plan = dict[int, dict[int, dict[int, str]]]  # by partition, seed of a run, and round
+Plan = dict[int, dict[int, dict[int, str]]]  # partition -> seed of a run -> round -> fault
 
 
 def write(folder: Path, plan: Plan) -> None:
-    """Make the folder: what each client does wrong, and when."""
+    """Write a folder whose `sitecustomize` installs this plan of faults."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(folder=str(folder), plan=plan))
 
 
 def install(folder: str, plan: Plan) -> None:
-    """Change what this process answers and uploads."""
+    """Replace this process's functions for replies and uploads."""
     answer, deflate_message, deflate_array = ClientApp.__call__, Message.deflate, Array.deflate
     fault = ""
 
@@ -43,8 +43,8 @@ def install(folder: str, plan: Plan) -> None:
         reply = answer(self, message, context)
         if message.metadata.message_type == "train":
             number = int(str(message.content.config_records["config"]["round"]))
-            mine = plan.get(int(str(context.node_config["partition-id"])), {})
-            fault = mine.get(int(str(context.run_config["seed"])), {}).get(number, "")
+            by_seed = plan.get(int(str(context.node_config["partition-id"])), {})
+            fault = by_seed.get(int(str(context.run_config["seed"])), {}).get(number, "")
             _change(reply, fault, Path(folder))
         return reply
 
@@ -53,7 +53,7 @@ def install(folder: str, plan: Plan) -> None:
     Array.deflate = lambda self: _array(deflate_array(self), fault)  # type: ignore[method-assign]
 
 
-# Wrong answers, in objects as they should be.
+# Faulty replies in well-formed objects.
 
 
 def _change(reply: Message, fault: str, folder: Path) -> None:
@@ -65,9 +65,9 @@ def _change(reply: Message, fault: str, folder: Path) -> None:
             raise ValueError("\x1b[2K\rround 9/9  loss 0.0000\n")
         case "silent":
             _wait_until(folder / "closed")
-            _say_who(folder / "silent")
+            _write_pid(folder / "silent")
         case "after silence":
-            _say_who(folder / "spoke")
+            _write_pid(folder / "spoke")
             _wait_for_the_end_of(folder / "silent")
         case "after the other":
             _wait_for_the_end_of(folder / "spoke")
@@ -86,14 +86,14 @@ def _wait_until(path: Path) -> None:
         time.sleep(0.1)
 
 
-def _say_who(path: Path) -> None:
-    """Write down which process this is, at once."""
+def _write_pid(path: Path) -> None:
+    """Write this process's id, atomically."""
     path.with_suffix(".new").write_text(str(os.getpid()))
     path.with_suffix(".new").rename(path)
 
 
 def _wait_for_the_end_of(path: Path) -> None:
-    """Return when a process that has said who it is has ended: it has uploaded its reply."""
+    """Return when the process whose id is in the file has ended: it has uploaded its reply."""
     _wait_until(path)
     pid = int(path.read_text())
     with suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ def _change_heads(reply: Message, fault: str) -> None:
     reply.content["arrays"] = ArrayRecord(sent | changed)
 
 
-# Hostile objects, as Flower's own code cannot make them.
+# Hostile objects, which Flower's own code cannot make.
 
 
 def _message(message: Message, content: bytes, fault: str) -> bytes:

@@ -1,7 +1,7 @@
 """Run an app several times, one run after the other, in one of Flower's simulations.
 
-Ray and its actors start once, instead of once a run. The apps are as they are; what stands around
-them gives each run its settings: a run config travels with each message to the clients.
+Ray and its actors start once, instead of once a run. The apps are unchanged; wrappers give each run
+its settings: each message to the clients carries a run config.
 
     python -m tests.flower.in_turn PACKAGE NODES RUN-CONFIGS-AS-JSON
 """
@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 SETTINGS = "run-config"
-BEGINS = "THE NEXT RUN BEGINS"  # before each, in what goes to stderr
+BEGINS = "THE NEXT RUN BEGINS"  # a line in stderr before each run
 
 
 class _WithSettings:
@@ -47,10 +47,12 @@ def main(package, nodes, configs):
     clients, server = ClientApp(), ServerApp()
 
     def answer(message, context):
-        """Answer as the ClientApp does in a run with the settings that came with the message."""
+        """Call the ClientApp with the run config that the message carries."""
         settings = dict(message.content.config_records.pop(SETTINGS))
-        own = Context(context.run_id, context.node_id, context.node_config, context.state, settings)
-        return importlib.import_module(f"{package}.client_app").app(message, own)
+        run_context = Context(
+            context.run_id, context.node_id, context.node_config, context.state, settings
+        )
+        return importlib.import_module(f"{package}.client_app").app(message, run_context)
 
     for kind in (clients.query(), clients.train(), clients.train("calibrate"), clients.evaluate()):
         kind(answer)
@@ -65,11 +67,11 @@ def main(package, nodes, configs):
             )
             app(cast(Grid, _WithSettings(grid, config)), run)
 
-    one_actor: Any = {
+    backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": 1},
     }
-    run_simulation(server, clients, nodes, backend_config=one_actor)
+    run_simulation(server, clients, nodes, backend_config=backend)
 
 
 if __name__ == "__main__":

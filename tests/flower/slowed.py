@@ -1,9 +1,9 @@
-"""Give a machine of a deployment a part of a processor: stop all its processes most of the time.
+"""Limit a device of a deployment to a part of the CPU: stop its processes most of the time.
 
     with slowed(deployment.folder / "node-2"):
-        ...  # each of its processes runs a tenth of the time
+        ...  # each of its processes runs 10 % of the time
 
-A container often has no cgroup of its own to write to; signals reach every process.
+In a container cgroups are often read-only; signals always work.
 """
 
 import os
@@ -23,19 +23,19 @@ PERIOD = 1.0  # seconds
 
 @contextmanager
 def slowed(home: Path, part: float = 0.1) -> Iterator[None]:
-    """Let the machine's processes run in so much of each second, new ones included."""
+    """Let the device's processes, also new ones, run for `part` of each second."""
     over, known = threading.Event(), set[int]()
 
-    def stop_and_go() -> None:
+    def stop_and_continue() -> None:
         while not over.is_set():
             send(known, signal.SIGSTOP)
-            known.update(everything_of(home))
+            known.update(all_processes_of(home))
             send(known, signal.SIGSTOP)
             over.wait(PERIOD * (1 - part))
             send(known, signal.SIGCONT)
             over.wait(PERIOD * part)
 
-    thread = threading.Thread(target=stop_and_go)
+    thread = threading.Thread(target=stop_and_continue)
     thread.start()
     try:
         yield
@@ -46,8 +46,8 @@ def slowed(home: Path, part: float = 0.1) -> Iterator[None]:
 
 @contextmanager
 def frozen(home: Path) -> Iterator[None]:
-    """Stop the machine's processes."""
-    pids = everything_of(home)
+    """Stop the device's processes."""
+    pids = all_processes_of(home)
     send(pids, signal.SIGSTOP)
     try:
         yield
@@ -55,8 +55,8 @@ def frozen(home: Path) -> Iterator[None]:
         send(pids, signal.SIGCONT)
 
 
-def everything_of(home: Path) -> set[int]:
-    """Find the processes of a machine, and the forks that some of them stand for."""
+def all_processes_of(home: Path) -> set[int]:
+    """Find the processes of a device, with the forks of proxy processes."""
     found = set()
     for pid in processes_of(home):
         found.add(pid)

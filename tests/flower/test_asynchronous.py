@@ -1,6 +1,6 @@
 """Asynchronous rounds in a deployment of three SuperNodes with warm workers.
 
-Node 2 has a tenth of a processor once the nodes are registered: their start is not measured. Node 1
+Node 2 is limited to 10 % of the CPU once the nodes are registered. Node 1
 sends each reply twice, and is killed in the last run.
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
 )
 
-SLOW, DOUBLES = 2, 1
+SLOW, DOUBLING = 2, 1
 SETTINGS = "clients-per-round=3 eval-every=1000 report=false tracking='none'"
 ASYNC = f"aggregation='async' concurrency=3 {SETTINGS}"
 
@@ -37,7 +37,7 @@ def deployment(tmp_path_factory, python):
         doubling_node.write(folder / "doubling")
         for number in range(3):
             running.register(number)
-            paths = [str(folder / "doubling")] * (number == DOUBLES) + [str(ROOT)]
+            paths = [str(folder / "doubling")] * (number == DOUBLING) + [str(ROOT)]
             running.start_node(
                 number, f"partition-id={number} num-partitions=3 warm-worker=true",
                 PYTHONPATH=os.pathsep.join(paths),
@@ -47,14 +47,14 @@ def deployment(tmp_path_factory, python):
     assert running.left_running == []
 
 
-def begun(deployment, settings):
+def start_run(deployment, settings):
     run = deployment.run(settings)
     wait_for(lambda: "3 nodes with" in run.log, "the nodes to be registered")
     return run
 
 
 def updates_of(run):
-    """Each update as (partition, version that it was sent, round in which it counted, span)."""
+    """Return each update as (partition, version it started from, round that used it, span)."""
     return [
         (c["partition-id"], r["round"] - c.get("staleness", 0), r["round"], c["span"])
         for r in run.rounds
@@ -63,15 +63,15 @@ def updates_of(run):
 
 
 def per_hour(run):
-    """Updates an hour, from the first message on."""
+    """Return updates an hour, from the first message."""
     updates = updates_of(run)
     return 3600 * len(updates) / (run.rounds[-1]["time"] - min(span[0] for *_, span in updates))
 
 
 def kill_serverapp(deployment, run):
-    """Let the process of the ServerApp die, before the SuperLink sees it; return its last round.
+    """Kill the process of the ServerApp; return the last round with a checkpoint.
 
-    That is the last with a checkpoint: the line of a further one may be written.
+    The round log may have one more round.
     """
     pids = [
         pid
@@ -84,46 +84,51 @@ def kill_serverapp(deployment, run):
     return load_checkpoint(run.directory / "checkpoints").round
 
 
-def test_a_slow_node_does_not_hold_the_others_up(deployment):
+def test_a_slow_node_does_not_delay_the_others(deployment):
     home = deployment.folder / f"node-{SLOW}"
-    sync = begun(deployment, f"num-rounds=1 local-steps=30 {SETTINGS}")
+    synchronous = start_run(deployment, f"num-rounds=1 local-steps=30 {SETTINGS}")
     with slowed(home):
-        assert sync.wait() == "finished:completed"
-    free = begun(deployment, f"num-rounds=3 local-steps=30 buffer-size=2 {ASYNC}")
+        assert synchronous.wait() == "finished:completed"
+    asynchronous = start_run(deployment, f"num-rounds=3 local-steps=30 buffer-size=2 {ASYNC}")
     with slowed(home):
-        assert free.wait() == "finished:completed"
-    assert [partition for partition, *_ in updates_of(sync)] == [0, 1, 2]
-    assert [len(record["clients"]) for record in free.rounds] == [2] * 3
-    assert per_hour(free) >= 2 * per_hour(sync)
+        assert asynchronous.wait() == "finished:completed"
+    assert [partition for partition, *_ in updates_of(synchronous)] == [0, 1, 2]
+    assert [len(record["clients"]) for record in asynchronous.rounds] == [2] * 3
+    assert per_hour(asynchronous) >= 2 * per_hour(synchronous)
 
 
 def late_updates(rounds):
-    """List the rejections of node 2: on a busy machine another may be late as well."""
-    rejected = [one for record in rounds for one in record["rejected"]]
-    return [one for one in rejected if one["client"] == f"partition {SLOW}"]
+    """Return the rejections of node 2: on a busy machine other nodes may be late as well."""
+    rejected = [rejection for record in rounds for rejection in record["rejected"]]
+    return [rejection for rejection in rejected if rejection["client"] == f"partition {SLOW}"]
 
 
 @pytest.fixture(scope="module")
-def interrupted(deployment):
-    """A run in which node 2 is late, the ServerApp is killed, and then node 1; and its rounds."""
+def interrupted_runs(deployment):
+    """Return a run with a late node 2 and a killed ServerApp, the resumed run, and the last round.
+
+    Node 1 is killed during the resumed run.
+    """
     settings = f"local-steps=5 buffer-size=1 max-staleness=2 {ASYNC}"
-    run = begun(deployment, f"num-rounds=500 {settings}")
+    run = start_run(deployment, f"num-rounds=500 {settings}")
     wait_for(lambda: len(run.rounds) >= 1, "a first version")
     with frozen(deployment.folder / f"node-{SLOW}"):
-        most = len(run.rounds) + 3  # it was sent the next version at most
-        wait_for(lambda: len(run.rounds) >= most, "versions without node 2")
+        target = len(run.rounds) + 3  # node 2 has the next version at most
+        wait_for(lambda: len(run.rounds) >= target, "versions without node 2")
     wait_for(lambda: late_updates(run.rounds[:-1]), "the late update, and a checkpoint of it")
-    done = kill_serverapp(deployment, run)
-    again = begun(deployment, f"num-rounds={done + 5} {settings} resume='{run.directory}'")
-    wait_for(lambda: len(run.rounds) > done, "a version of the run that was resumed")
-    deployment.kill_node(DOUBLES)
-    assert again.wait() == "finished:completed"
-    return run, again, done
+    stopped_at = kill_serverapp(deployment, run)
+    resumed = start_run(
+        deployment, f"num-rounds={stopped_at + 5} {settings} resume='{run.directory}'"
+    )
+    wait_for(lambda: len(run.rounds) > stopped_at, "a version of the run that was resumed")
+    deployment.kill_node(DOUBLING)
+    assert resumed.wait() == "finished:completed"
+    return run, resumed, stopped_at
 
 
-def test_a_late_update_is_rejected(interrupted):
-    run, _, done = interrupted
-    rejected = late_updates(run.rounds[:done])
+def test_a_late_update_is_rejected(interrupted_runs):
+    run, _, stopped_at = interrupted_runs
+    rejected = late_updates(run.rounds[:stopped_at])
     assert re.fullmatch(
         r"its update is \d+ versions old, expected at most max-staleness = 2",
         rejected[0]["reason"],
@@ -131,33 +136,35 @@ def test_a_late_update_is_rejected(interrupted):
     assert max(c.get("staleness", 0) for r in run.rounds for c in r["clients"]) in (1, 2)
 
 
-def test_a_doubled_update_counts_once(deployment, interrupted):
+def test_a_duplicate_update_counts_once(deployment, interrupted_runs):
     assert deployment.log("superlink").count("duplicate reply for") >= 2
-    run, _, done = interrupted
-    of_node = [update for update in updates_of(run) if update[0] == DOUBLES and update[2] <= done]
+    run, _, stopped_at = interrupted_runs
+    of_node = [
+        update for update in updates_of(run) if update[0] == DOUBLING and update[2] <= stopped_at
+    ]
     assert len(of_node) == len({version for _, version, *_ in of_node}) >= 1
 
 
-def test_a_killed_run_counts_no_update_twice(interrupted):
-    run, again, done = interrupted
-    assert f"resuming after round {done}" in again.log
-    assert [record["round"] for record in run.rounds] == list(range(1, done + 6))
-    assert [len(record["clients"]) for record in run.rounds] == [1] * (done + 5)
+def test_a_resumed_run_counts_no_update_twice(interrupted_runs):
+    run, resumed, stopped_at = interrupted_runs
+    assert f"resuming after round {stopped_at}" in resumed.log
+    assert [record["round"] for record in run.rounds] == list(range(1, stopped_at + 6))
+    assert [len(record["clients"]) for record in run.rounds] == [1] * (stopped_at + 5)
     counted = [(partition, version) for partition, version, *_ in updates_of(run)]
     assert len(counted) == len(set(counted))
     times = [record["time"] for record in run.rounds]
     assert times == sorted(times)
 
 
-def test_a_killed_node_costs_nothing_else(interrupted):
-    run, _, done = interrupted
-    later = run.rounds[done + 1 :]
-    assert {one["client"] for r in later for one in r["rejected"]} <= {f"partition {DOUBLES}"}
+def test_a_killed_node_loses_only_its_own_updates(interrupted_runs):
+    run, _, stopped_at = interrupted_runs
+    later = run.rounds[stopped_at + 1 :]
+    assert {reply["client"] for r in later for reply in r["rejected"]} <= {f"partition {DOUBLING}"}
     assert {c["partition-id"] for r in later for c in r["clients"]} >= {0, SLOW}
 
 
-def test_the_record_has_the_fields_of_a_simulation(interrupted, tmp_path):
-    run, _, _ = interrupted
+def test_round_records_have_the_fields_of_a_simulation(interrupted_runs, tmp_path):
+    run, _, _ = interrupted_runs
     settings: dict[str, Scalar] = {
         "aggregation": "async", "buffer-size": 1, "concurrency": 3, "devices": "edge-gpus",
         "clients-per-round": 3, "num-rounds": 6, "local-steps": 1, "eval-every": 1000,
@@ -170,8 +177,11 @@ def test_the_record_has_the_fields_of_a_simulation(interrupted, tmp_path):
         clients = [client for record in rounds for client in record["clients"]]
         return [set().union(*records) for records in (rounds, clients)]
 
-    (of_round, of_client), (round_, client) = fields(run.rounds), fields(expected)
-    assert of_round - {"link-bytes-estimate"} == round_ - {"collapsed"}
-    assert of_client == client - {"device"}
+    (run_round, run_client), (expected_round, expected_client) = (
+        fields(run.rounds),
+        fields(expected),
+    )
+    assert run_round - {"link-bytes-estimate"} == expected_round - {"collapsed"}
+    assert run_client == expected_client - {"device"}
     for _, _, number, (began, ended) in updates_of(run):
         assert 0 <= began < ended <= run.rounds[number - 1]["time"]

@@ -1,12 +1,12 @@
-"""Two runs over TLS with three authenticated SuperNodes, one of which dies on the way.
+"""Two runs over TLS with three authenticated SuperNodes, one of which is killed in the first run.
 
-Nodes have folders and budgets of their own, and warm workers but for the one that dies. In the run
-of RAVAN node 1 is killed while it works on round 2: the run goes on without it, the record says so,
-and the node is refused while the SuperLink takes it for online, but joins the run of FedIT later.
-FedIT is trained whole or not at all, so node 2 with half a budget is left out there. Node 3 has
-keys, but nobody registered them.
+Each node has its own folder and budget fraction, and a warm worker except the one that is killed.
+In the run of RAVAN node 1 is killed during round 2: the run continues without it, and the record
+lists the rejection. The SuperLink refuses the node as long as it lists it as online; it takes part
+in the later run of FedIT. FedIT needs the full budget, so node 2 with half a budget is not eligible
+there. Node 3 has keys that are not registered.
 
-Both runs deliver their results, also to node 2; node 1 gets that of the first run when it is back.
+Both runs deliver their results, also to node 2; node 1 gets the first run's later.
 """
 
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BUDGETS = ("1", "0.75", "0.5")  # the first is a whole number on purpose
-DIES = 1  # works without a warm worker before, with one when it comes back
+KILLED = 1  # without a warm worker at first, with one after the restart
 REFUSED = "Failed to activate SuperNode"
 SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report=false tracking='none' deliver=true"
 
@@ -47,29 +47,29 @@ def write_pictures(folder, images, labels):
         Image.fromarray((image * 255).astype("uint8")).save(path)
 
 
-def place_of(deployment, number):
+def result_folder(deployment, number):
     return deployment.folder / f"results {number}"
 
 
-def kept_by(deployment, run, *numbers):
-    """The folders of some nodes with that run's result, which give the logits of the server."""
-    folders = [place_of(deployment, n) / run.directory.name / "adapter" for n in numbers]
+def delivered_to(deployment, run, *numbers):
+    """Return nodes' folders with the run's result; check that they give the server's logits."""
+    folders = [result_folder(deployment, n) / run.directory.name / "adapter" for n in numbers]
     with result_of(run.directory) as loaded:
         (encoded,) = loaded.test_sets.values()
         pixels = encoded.take(encoded.rows)["pixel_values"]
         with torch.inference_mode():
-            ours = loaded.model.network.eval()(pixel_values=pixels).logits
+            server_logits = loaded.model.network.eval()(pixel_values=pixels).logits
         config, task = loaded.config, loaded.task
     for folder in folders:
         backbone = build_network(config.model, task, seed=99).network
-        theirs = peft.PeftModel.from_pretrained(backbone, folder).eval()
+        client_model = peft.PeftModel.from_pretrained(backbone, folder).eval()
         with torch.inference_mode():
-            logits = theirs(pixel_values=pixels).logits
-        torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
+            logits = client_model(pixel_values=pixels).logits
+        torch.testing.assert_close(logits, server_logits, rtol=1e-4, atol=1e-4)
     return folders
 
 
-def having(*partitions):
+def delivered_adapters(*partitions):
     return [{"partition-id": number, "folder": "adapter"} for number in partitions]
 
 
@@ -84,7 +84,7 @@ def deployment(tmp_path_factory, python):
 
 @pytest.fixture(scope="module")
 def node_configs(deployment):
-    """What each registered node is started with; the SuperNodes are up, and node 3 was tried."""
+    """Start the SuperNodes, also the unregistered node 3; return the node configs."""
     images, labels = load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8) / 16
     configs = []
@@ -94,7 +94,9 @@ def node_configs(deployment):
         write(folder, images[rows], labels[rows])
         configs.append(
             f'partition-id={number} num-partitions=3 data-path="{folder}" budget={BUDGETS[number]} '
-            f'result-path="{place_of(deployment, number)}"' + " warm-worker=true" * (number != DIES)
+            f'result-path="{result_folder(deployment, number)}"'
+            + " warm-worker=true"
+            * (number != KILLED)
         )
         deployment.register(number)
         deployment.start_node(number, configs[-1])
@@ -115,7 +117,7 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     deployment.kill_node(1)
     assert len(run.rounds) == 1
     deployment.start_node(1, node_configs[1])
-    assert not deployment.wait_for_node(1)  # the SuperLink does not know yet that it is dead
+    assert not deployment.wait_for_node(1)  # the SuperLink still lists it as online
     assert REFUSED in deployment.log("node-1")
     assert run.wait() == "finished:completed"
 
@@ -125,9 +127,9 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     assert [c["heads"] for c in first["clients"]] == [4, 3, 2]
     assert [c["examples"] for c in first["clients"]] == [200, 300, 400]
     assert (first["rejected"], third["rejected"]) == ([], [])
-    (lost,) = second["rejected"]
-    assert lost["client"] == "partition 1"
-    assert "failed with code 5" in lost["reason"]
+    (rejection,) = second["rejected"]
+    assert rejection["client"] == "partition 1"
+    assert "failed with code 5" in rejection["reason"]
     for record in (second, third):
         assert [c["partition-id"] for c in record["clients"]] == [0, 2]
         assert record["partitions"] == 3
@@ -135,16 +137,16 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     assert (summary["rounds"], summary["rejected"], summary["num-clients"]) == (3, 1, 3)
     assert summary["metrics"]["final"]["accuracy"] > 0.6
     assert "node 3" not in run.log
-    # Node 2 trained two heads of four, and has all.
-    assert summary["delivered"] == having(0, 2)
+    # Node 2 trained two heads of four, and gets all.
+    assert summary["delivered"] == delivered_adapters(0, 2)
     (missed,) = summary["not-delivered"]
     assert missed["client"] == "partition 1"
     assert missed["reason"] == "it was not connected when the result was delivered"
-    kept_by(deployment, run, 0, 2)
-    assert not place_of(deployment, 1).exists()
+    delivered_to(deployment, run, 0, 2)
+    assert not result_folder(deployment, 1).exists()
 
 
-def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_configs):
+def test_a_killed_node_reconnects_and_small_budgets_are_not_eligible(deployment, node_configs):
     wait_for(
         lambda: sorted(deployment.listed_nodes().values()) == ["offline", "online", "online"],
         "node 1 to be taken for offline",
@@ -159,35 +161,35 @@ def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_
         assert [c["partition-id"] for c in record["clients"]] == [0, 1]
         assert (record["not-eligible"], record["rejected"], record["partitions"]) == ([2], [], 3)
     assert len(run.rounds) == 3
-    assert len(deployment.listed_nodes()) == 3  # node 3 never came in
+    assert len(deployment.listed_nodes()) == 3  # without node 3
     summary = json.loads((run.directory / "summary.json").read_text())
-    assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2), [])
-    kept_by(deployment, run, 0, 1, 2)  # also by whom the run left out
+    assert (summary["delivered"], summary["not-delivered"]) == (delivered_adapters(0, 1, 2), [])
+    delivered_to(deployment, run, 0, 1, 2)  # also to node 2, which was not eligible
 
 
-def test_who_was_away_gets_the_result_later(deployment, node_configs):
-    """Of the first run; it has that of the second already, which stays beside it."""
+def test_a_node_that_was_offline_gets_the_result_later(deployment, node_configs):
+    """Node 1 gets the first run's result; the second run's is not touched."""
     run, second = deployment.runs
     before = json.loads((run.directory / "summary.json").read_text())
-    there = {
+    inodes = {
         path: path.stat().st_ino
         for number in range(3)
-        for path in place_of(deployment, number).rglob("*")
+        for path in result_folder(deployment, number).rglob("*")
     }
-    told = deployment.deliver(run.directory)
+    output = deployment.deliver(run.directory)
     for number in range(3):
-        assert f"partition {number} has the result, in adapter/" in told
+        assert f"partition {number} has the result, in adapter/" in output
     after = json.loads((run.directory / "summary.json").read_text())
-    assert (after["delivered"], after["not-delivered"]) == (having(0, 1, 2), [])
+    assert (after["delivered"], after["not-delivered"]) == (delivered_adapters(0, 1, 2), [])
     assert after == before | {"delivered": after["delivered"], "not-delivered": []}
-    kept_by(deployment, run, 0, 1, 2)
-    kept_by(deployment, second, 0, 1, 2)
-    assert {path: path.stat().st_ino for path in there} == there
+    delivered_to(deployment, run, 0, 1, 2)
+    delivered_to(deployment, second, 0, 1, 2)
+    assert {path: path.stat().st_ino for path in inodes} == inodes
     with pytest.raises(RuntimeError, match="found no config.json there"):
         deployment.deliver(run.folder)
 
 
-def test_a_revoked_node_ends_and_stays_out(deployment, node_configs):
+def test_a_revoked_node_ends_and_cannot_reconnect(deployment, node_configs):
     (node_id,) = [
         int(found) for found in re.findall(r"SuperNode ID: (\d+)", deployment.log("node-2"))
     ]

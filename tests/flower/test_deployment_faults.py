@@ -1,9 +1,9 @@
-"""What happens to real fleets, on Flower's deployment runtime with TLS and authentication.
+"""Faulty and hostile nodes on Flower's deployment runtime with TLS and authentication.
 
-Node 1 is faulty in every round of a run in another way, then hostile: it uploads what is no reply.
-The run goes on with node 0, to its end. Beside it another run waits for a node that is silent.
-Then the nodes are as they should be: two runs share them, and the SuperLink is killed and the run
-is gone on with. Both nodes have warm workers.
+Node 1 has another fault in every round of a run, then it uploads hostile objects. The run continues
+with node 0 to its end. At the same time another run waits for an unresponsive node. Then both nodes
+are honest: two runs share them, and a run is resumed after the SuperLink was killed. Both nodes
+have warm workers.
 """
 
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 SHORT = "local-steps=5 clients-per-round=2 report=false tracking='none'"
 
-# What node 1 does in each round, and what the record says about it.
+# round -> (fault of node 1, reason of the rejection in the record)
 FAULTS = {
     1: ("raises", "it failed with code 2: <class 'ZeroDivisionError'>:<'on fire'>"),
     2: ("nan", "H has values that are not finite"),
@@ -39,7 +39,7 @@ FAULTS = {
     10: ("bytes", "array 'H' has 10815 bytes, expected 10816"),
     11: ("nothing", "missing 'metrics'"),
 }
-# The same as patterns: what it uploads in place of a reply's objects, and what it says in them.
+# round -> (hostile object or value of node 1, pattern of the reason)
 ATTACKS = {
     12: ("question", "its reply cannot be read: ValueError: it answers message 'of my own making'"),
     13: ("array-dtype", "its reply cannot be read: TypeError: Invalid arguments for Array"),
@@ -50,9 +50,9 @@ ATTACKS = {
     18: ("escape", r"x1b\[2K.*round 9/9"),
     19: ("loss", r"train-loss is 1.7e\+308, expected"),
 }
-LAST = len(FAULTS) + len(ATTACKS) + 1
-GRACE = 20.0  # seconds after the first reply, which may take as long as the machine needs
-PATIENT = "round-timeout=3600.0"
+LAST_ROUND = len(FAULTS) + len(ATTACKS) + 1
+STRAGGLER_TIMEOUT = 20.0  # seconds after the first reply
+LONG_TIMEOUT = "round-timeout=3600.0"
 PLAN = {
     0: {1: {2: "after the other"}},
     1: {
@@ -85,74 +85,80 @@ def start_nodes(deployment, *, faulty):
 
 @pytest.fixture(scope="module")
 def faulty_runs(deployment):
-    """The run of all faults and attacks, and beside it the run with a silent node."""
+    """Return the run of all faults and attacks, and the run with an unresponsive node."""
     folder = deployment.folder / "faulty"
     faulty_client.write(folder, PLAN)
     start_nodes(deployment, faulty=True)
-    silent = deployment.run(f"seed=1 num-rounds=2 {PATIENT} straggler-grace={GRACE} {SHORT}")
-    patient = f"{PATIENT} straggler-grace=3600.0"
-    run = deployment.run(f"num-rounds={LAST} limits='max-update-norm=100.0' {patient} {SHORT}")
-    wait_for(lambda: len(silent.rounds) >= 1, "the silent node's round to be closed")
+    unresponsive_run = deployment.run(
+        f"seed=1 num-rounds=2 {LONG_TIMEOUT} straggler-grace={STRAGGLER_TIMEOUT} {SHORT}"
+    )
+    no_straggler_timeout = f"{LONG_TIMEOUT} straggler-grace=3600.0"
+    run = deployment.run(
+        f"num-rounds={LAST_ROUND} limits='max-update-norm=100.0' {no_straggler_timeout} {SHORT}"
+    )
+    wait_for(
+        lambda: len(unresponsive_run.rounds) >= 1, "the unresponsive node's round to be closed"
+    )
     (folder / "closed").touch()
-    assert [one.wait() for one in (run, silent)] == ["finished:completed"] * 2
+    assert [each.wait() for each in (run, unresponsive_run)] == ["finished:completed"] * 2
     stop_nodes(deployment)
-    return run, silent
+    return run, unresponsive_run
 
 
 def records_of(run):
     return {record["round"]: record for record in run.rounds}
 
 
-def rejected_in(record):
-    """Why node 1's reply to the round is not used, where node 0's is."""
+def rejection_reason(record):
+    """Return the reason of the rejection of node 1's reply; node 0's is used."""
     assert [c["partition-id"] for c in record["clients"]] == [0], record["round"]
     (rejected,) = record["rejected"]
     assert rejected["client"] == "partition 1"
     return rejected["reason"]
 
 
-def test_a_reply_that_is_no_good_costs_its_round_and_nothing_else(faulty_runs):
+def test_an_invalid_reply_is_rejected_in_its_round_only(faulty_runs):
     run, _ = faulty_runs
     records = records_of(run)
-    assert len(records) == LAST
+    assert len(records) == LAST_ROUND
     for number, (_, reason) in FAULTS.items():
-        assert reason in rejected_in(records[number]), number
-    assert [c["partition-id"] for c in records[LAST]["clients"]] == [0, 1]
-    assert records[LAST]["rejected"] == []
-    assert records[LAST]["metrics"]["accuracy"] > 0.5
+        assert reason in rejection_reason(records[number]), number
+    assert [c["partition-id"] for c in records[LAST_ROUND]["clients"]] == [0, 1]
+    assert records[LAST_ROUND]["rejected"] == []
+    assert records[LAST_ROUND]["metrics"]["accuracy"] > 0.5
 
 
-def test_hostile_objects_cost_their_round_and_nothing_else(faulty_runs):
+def test_hostile_objects_are_rejected_in_their_round_only(faulty_runs):
     run, _ = faulty_runs
     records = records_of(run)
     for number, (_, reason) in ATTACKS.items():
-        told = rejected_in(records[number])
-        assert re.search(reason, told), (number, told)
-        assert len(told) <= 500
+        rejection = rejection_reason(records[number])
+        assert re.search(reason, rejection), (number, rejection)
+        assert len(rejection) <= 500
     assert "\x1b[2K" not in run.log
     assert not re.search(r"^.?round 9/9  loss 0.0000", run.log, re.MULTILINE)
 
 
-def test_silence_costs_its_round_and_a_late_reply_is_told(faulty_runs):
+def test_an_unresponsive_node_misses_its_round_and_its_late_reply_is_recorded(faulty_runs):
     _, run = faulty_runs
     first, second = run.rounds
-    (seconds,) = re.findall(r"^no reply within (\S+) s", rejected_in(first))
-    assert float(seconds) >= GRACE
+    (seconds,) = re.findall(r"^no reply within (\S+) s", rejection_reason(first))
+    assert float(seconds) >= STRAGGLER_TIMEOUT
     assert [c["partition-id"] for c in second["clients"]] == [0, 1]
     (late,) = second["rejected"]
     assert late["reason"].startswith(f"late: a reply to round 1, which closed after {seconds} s")
 
 
 @pytest.fixture(scope="module")
-def honest(deployment, faulty_runs):
-    """The same nodes, which now do as they should."""
+def honest_deployment(deployment, faulty_runs):
+    """Restart the same nodes without faults."""
     start_nodes(deployment, faulty=False)
     return deployment
 
 
-def test_two_runs_at_once_do_not_meet(honest):
+def test_two_runs_at_once_are_independent(honest_deployment):
     runs = [
-        honest.run(f"method='{m}' budgets='full' num-rounds=2 {SHORT}")
+        honest_deployment.run(f"method='{m}' budgets='full' num-rounds=2 {SHORT}")
         for m in ("ravan", "flexlora")
     ]
     for run, method in zip(runs, ("ravan", "flexlora"), strict=True):
@@ -163,30 +169,32 @@ def test_two_runs_at_once_do_not_meet(honest):
             assert [c["partition-id"] for c in record["clients"]] == [0, 1]
 
 
-def test_a_run_goes_on_after_the_superlink_was_killed(honest):
-    deployment = honest
+def test_a_run_resumes_to_the_same_bits_after_the_superlink_was_killed(honest_deployment):
+    deployment = honest_deployment
     settings = f"num-rounds=4 {SHORT}"
     run = deployment.run(settings)
     wait_for(lambda: len(run.rounds) >= 2, "two rounds")
     deployment.kill_superlink()
-    done = len(run.rounds)
+    stopped_at = len(run.rounds)
     run.abandon()
     deployment.start_superlink()
-    again = deployment.run(f"{settings} resume='{run.directory}'")
-    assert again.wait() == "finished:completed"
-    assert f"resuming after round {done}" in again.log
+    resumed = deployment.run(f"{settings} resume='{run.directory}'")
+    assert resumed.wait() == "finished:completed"
+    assert f"resuming after round {stopped_at}" in resumed.log
     assert [record["round"] for record in run.rounds] == [1, 2, 3, 4]
     assert all(record["rejected"] == [] for record in run.rounds)
 
-    # The same bits as in one process that nothing happened to.
-    given: dict[str, Scalar] = {
+    # The same bits as an uninterrupted run in one process.
+    honest_settings: dict[str, Scalar] = {
         "num-rounds": 4, "local-steps": 5, "clients-per-round": 2, "report": False,
         "tracking": "none",
     }  # fmt: skip
-    whole = simulate(given | {"output-dir": str(deployment.folder / "one-process")}, 2).run_dir
-    expected = whole / "adapter" / "adapter_model.safetensors"
-    got = run.directory / "adapter" / "adapter_model.safetensors"
-    assert got.read_bytes() == expected.read_bytes()
+    uninterrupted = simulate(
+        honest_settings | {"output-dir": str(deployment.folder / "one-process")}, 2
+    ).run_dir
+    expected = uninterrupted / "adapter" / "adapter_model.safetensors"
+    actual = run.directory / "adapter" / "adapter_model.safetensors"
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 def stop_nodes(deployment):

@@ -22,11 +22,13 @@ from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from testing.checkout import copy_checkout
-from testing.deployment import PATIENCE, copy_app
+from testing.deployment import TIMEOUT, copy_app
 from tests import ROOT
 
 NODES = 3
-FEDERATION = f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # imports once
+FEDERATION = (
+    f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # one actor imports once
+)
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2,
@@ -60,11 +62,13 @@ def test_the_bundle_can_be_published(bundle):
         for p in ROOT.glob("ravan_flwr/training/backbones/*.json")
     }
     assert presets | backbones | {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
-    carried = {name.split("/")[0] for name in names}
-    rooms = {name.split("/")[1] for name in names if name.startswith("ravan_flwr/")}
-    there = {path.name for path in (ROOT / "ravan_flwr").iterdir() if any(path.glob("*.py"))}
-    assert there - rooms == set(NOT_IN_APPS)
-    assert carried == {".info", "LICENSE", "README.md", "conf", "pyproject.toml", "ravan_flwr"}
+    top_level = {name.split("/")[0] for name in names}
+    subpackages = {name.split("/")[1] for name in names if name.startswith("ravan_flwr/")}
+    subpackages_here = {
+        path.name for path in (ROOT / "ravan_flwr").iterdir() if any(path.glob("*.py"))
+    }
+    assert subpackages_here - subpackages == set(NOT_IN_APPS)
+    assert top_level == {".info", "LICENSE", "README.md", "conf", "pyproject.toml", "ravan_flwr"}
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +79,23 @@ def superlink(python):
     with link:
         yield link
     assert link._process is not None
-    with pytest.raises(ProcessLookupError):  # nothing is left behind
+    with pytest.raises(ProcessLookupError):  # no process is left
         os.killpg(link._process.pid, 0)
 
 
-def test_the_bundle_does_away_from_the_checkout_what_simulate_does(bundle, superlink, tmp_path):
-    """With the run config as Flower's own command line passes it on."""
+def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, superlink, tmp_path):
+    """The run config passes through Flower's command line."""
     app = tmp_path / "ravan-flwr"
     with zipfile.ZipFile(bundle) as archive:
         archive.extractall(app)
-    # A preset that only this copy has: what runs is the bundle, not the checkout.
+    # A preset that only this copy has proves that the bundle runs, not the checkout.
     preset = (app / "conf" / "digits-vit.yaml").read_text()
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
     runs = tmp_path / 'it\'s "there" $a_b$'
     settings: dict[str, Scalar] = {"num-rounds": 2, "budgets": "uniform", "tracking": "none"}
-    there = settings | {"preset": "only-here", "output-dir": str(runs)}
-    assert superlink.run(app, in_toml(there), FEDERATION) == "finished:completed"
+    bundle_settings = settings | {"preset": "only-here", "output-dir": str(runs)}
+    assert superlink.run(app, in_toml(bundle_settings), FEDERATION) == "finished:completed"
 
     (directory,) = runs.iterdir()
     summary = json.loads((directory / "summary.json").read_text())
@@ -102,8 +106,12 @@ def test_the_bundle_does_away_from_the_checkout_what_simulate_does(bundle, super
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
     assert (directory / "report" / "index.html").is_file()
 
-    here = settings | {"local-steps": 2, "report": False, "output-dir": str(tmp_path / "here")}
-    expected = simulate(here, NODES).summary
+    simulate_settings = settings | {
+        "local-steps": 2,
+        "report": False,
+        "output-dir": str(tmp_path / "here"),
+    }
+    expected = simulate(simulate_settings, NODES).summary
     for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
         assert summary[key] == expected[key], key
     assert summary["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
@@ -116,7 +124,7 @@ def app(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs_of_all_methods(tmp_path_factory, python):
-    """Each method's run under Ray, in one simulation, since Ray takes half a minute to start."""
+    """Run each method under Ray, in one simulation, since Ray takes half a minute to start."""
     folder = tmp_path_factory.mktemp("methods")
     settings = {key: spec.default for key, spec in KEYS.items()} | SHORT
     runs = [settings | {"method": name, "output-dir": str(folder / name)} for name in METHODS]
@@ -134,12 +142,12 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
     in_process = simulate(settings, NODES).summary
     for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
         assert summary[key] == in_process[key], key
-    got, expected = (s["metrics"]["final"] for s in (summary, in_process))
-    assert got == pytest.approx(expected, abs=0.02)
+    actual, expected = (s["metrics"]["final"] for s in (summary, in_process))
+    assert actual == pytest.approx(expected, abs=0.02)
 
 
-def test_a_run_with_shares_of_a_gpu_that_fails_is_told_as_failed(superlink, app, tmp_path, capfd):
-    """Ray is told of a GPU: what it does with shares needs none, and PyTorch then takes the CPU."""
+def test_a_failed_run_with_gpu_shares_has_status_failed(superlink, app, tmp_path, capfd):
+    """Ray gets a GPU by configuration: it divides it without using it, and PyTorch uses the CPU."""
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
     assert "client-resources-num-gpus=0.3333 " in federation
     config = (
@@ -147,56 +155,56 @@ def test_a_run_with_shares_of_a_gpu_that_fails_is_told_as_failed(superlink, app,
         "limits='max-update-norm=1e-9'"
     )
     assert superlink.run(app, config, federation) == "finished:failed"
-    told = capfd.readouterr().out
-    assert "3 nodes with" in told
-    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
+    output = capfd.readouterr().out
+    assert "3 nodes with" in output
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in output
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
 
 
-def test_a_wrong_value_is_told_in_one_line(superlink, app, capfd):
+def test_a_wrong_value_is_reported_in_one_line(superlink, app, capfd):
     assert superlink.run(app, "method='hetlra'", FEDERATION) == "finished:failed"
-    told = capfd.readouterr().out
-    (line,) = [line for line in told.splitlines() if "hetlra" in line]
+    output = capfd.readouterr().out
+    (line,) = [line for line in output.splitlines() if "hetlra" in line]
     assert "method 'hetlra' is unknown: did you mean 'hetlora'? Expected one of: ravan" in line
-    assert "Traceback" not in told
+    assert "Traceback" not in output
 
 
 @given(st.text(st.characters(codec="utf-8")) | st.text("'\"\\ \t\n=.$#") | st.just("a.toml"))
-def test_flower_reads_every_text_as_it_was_given(text):
-    """By its own parser, which splits at spaces and takes no quote within quotes of its kind."""
+def test_flower_parses_every_text_unchanged(text):
+    """Its parser splits at spaces and does not support a quote within quotes of the same kind."""
     words = f"before=1 key={as_toml(text)} after='x'"
     assert parse_config_args([words]) == {"before": 1, "key": text, "after": "x"}
     assert parse_config_args([f"key={as_toml(text)}"]) == {"key": text}
 
 
 @pytest.mark.parametrize("name", ["it's here", "'", '"', "a b", "$x$", "back\\slash", "ends'"])
-def test_a_path_arrives_as_it_was_typed(name, tmp_path, monkeypatch, capsys):
-    told = []
+def test_a_path_reaches_flower_unchanged(name, tmp_path, monkeypatch, capsys):
+    configs = []
 
     def run(_, app, config, federation):
-        told.append(config)
+        configs.append(config)
         return "finished:completed"
 
     monkeypatch.setattr(LocalSuperLink, "run", run)
     monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
     monkeypatch.chdir(ROOT)
     main(["simulate", "--engine=flower", f"output-dir={tmp_path}/{name}"])
-    assert parse_config_args(told)["output-dir"] == f"{tmp_path}/{name}"
+    assert parse_config_args(configs)["output-dir"] == f"{tmp_path}/{name}"
     printed = next(line for line in capsys.readouterr().out.splitlines() if "flwr run" in line)
-    words = shlex.split(printed)  # what a person would paste
+    words = shlex.split(printed)  # the printed command, pasted into a shell
     assert parse_config_args([words[words.index("-c") + 1]])["output-dir"] == f"{tmp_path}/{name}"
 
 
 @given(st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False))
-def test_flower_reads_every_number_as_it_was_given(value):
+def test_flower_parses_every_number_unchanged(value):
     read = parse_config_args([f"before=1 key={as_toml(value)} after='x'"])
     assert read == {"before": 1, "key": value, "after": "x"}
     assert type(read["key"]) is type(value)
 
 
-def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
-    """As `ravan-flwr simulate --engine=flower | head -1`; the SuperLink is a pretended one."""
+def test_a_closed_pipe_does_not_end_a_run(tmp_path):
+    """As `ravan-flwr simulate --engine=flower | head -1`, with a fake SuperLink."""
     program = (
         "import time; from pathlib import Path\n"
         "from ravan_flwr.cli import main\n"
@@ -216,7 +224,7 @@ def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
     assert (tmp_path / "done").exists()
 
 
@@ -225,7 +233,7 @@ def test_quotes_around_a_value_are_taken_off_in_pairs():
     assert read_settings(settings)[0] == {"a": "x", "b": "x", "c": "'", "d": "it's'", "e": ""}
 
 
-def test_a_folder_without_the_app_is_told(tmp_path, monkeypatch, capsys):
+def test_a_folder_without_the_app_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["simulate", "--engine=flower"])

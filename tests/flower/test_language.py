@@ -1,6 +1,6 @@
-"""Two devices with conversations of their own tune a language model under Flower, in 4 bits.
+"""Two devices fine-tune a 4-bit language model on local conversations, under Flower.
 
-Each has `chat.jsonl`, a budget by its free memory, a warm worker, and a place for the result.
+Each has `chat.jsonl`, a budget fraction by its free memory, a warm worker, and a result folder.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
 )
 
-SECRET = "xylophonist"  # a word of one device alone
+SECRET = "xylophonist"  # a word that only one device has
 SETTINGS = (
     "preset='talk' num-rounds=3 local-steps=8 clients-per-round=2 batch-size=8 lora-rank=4 "
     "learning-rate=2e-2 targets='q_proj,v_proj,o_proj,down_proj' backbone-dtype='4bit' "
@@ -37,9 +37,9 @@ def deployment(tmp_path_factory, python):
 
 
 def prepare(deployment):
-    """Write the model, the server's examples and the preset; start devices with their own."""
+    """Write model, server's examples and preset; start the devices; return their example counts."""
     folder, rows = deployment.folder, [row for row in docstrings() if len(row[1]) < 90]
-    save_speaker("llama", folder / "model", [told for _, told in rows], hidden_size=64,
+    save_speaker("llama", folder / "model", [text for _, text in rows], hidden_size=64,
                  intermediate_size=128, initializer_range=0.3)  # fmt: skip
     (folder / "server").mkdir()
     (folder / "server" / "train.jsonl").write_text(lines(as_messages(*row) for row in rows[::5]))
@@ -48,23 +48,23 @@ def prepare(deployment):
         "  max-length: 96\n  target-length: 12\n  columns: {messages: messages}\n"
     )
     for number in range(2):
-        own = folder / f"texts of {number}"
-        own.mkdir()
-        mine = [as_messages(*row) for row in rows[1 + number :: 5]]
+        device_folder = folder / f"texts of {number}"
+        device_folder.mkdir()
+        device_rows = [as_messages(*row) for row in rows[1 + number :: 5]]
         if number:
-            mine[0] = as_messages("secret", f"It is {SECRET}.")
-        (own / "chat.jsonl").write_text(lines(mine))
+            device_rows[0] = as_messages("secret", f"It is {SECRET}.")
+        (device_folder / "chat.jsonl").write_text(lines(device_rows))
         deployment.register(number)
         deployment.start_node(
             number,
-            f'partition-id={number} num-partitions=2 data-path="{own}" budget="auto" '
+            f'partition-id={number} num-partitions=2 data-path="{device_folder}" budget="auto" '
             f'result-path="{folder}/results {number}" warm-worker=true',
         )
         assert deployment.wait_for_node(number)
     return [len(rows[1 + number :: 5]) for number in range(2)]
 
 
-def test_devices_with_texts_of_their_own_train_and_get_the_result(deployment):
+def test_devices_train_on_local_conversations_and_get_the_result(deployment):
     examples = prepare(deployment)
     run = deployment.run(SETTINGS)
     assert run.wait() == "finished:completed"
@@ -82,19 +82,19 @@ def test_devices_with_texts_of_their_own_train_and_get_the_result(deployment):
     assert summary["delivered"] == [{"partition-id": n, "folder": "adapter"} for n in range(2)]
     expected = load_file(run.directory / "adapter" / "adapter_model.safetensors")
     for number in range(2):
-        kept = deployment.folder / f"results {number}" / run.directory.name / "adapter"
-        found = load_file(kept / "adapter_model.safetensors")
+        delivered = deployment.folder / f"results {number}" / run.directory.name / "adapter"
+        found = load_file(delivered / "adapter_model.safetensors")
         assert found.keys() == expected.keys()
         assert all(found[name].equal(tensor) for name, tensor in expected.items())
-        reader = AutoTokenizer.from_pretrained(kept)
-        asked: Any = reader.apply_chat_template(
+        tokenizer = AutoTokenizer.from_pretrained(delivered)
+        prompt: Any = tokenizer.apply_chat_template(
             as_messages("os.getcwd", "")["messages"][:1], add_generation_prompt=True,
             return_tensors="pt", return_dict=False,
         )  # fmt: skip
         # transformers finds the adapter
-        answers: Any = AutoModelForCausalLM.from_pretrained(kept)
-        assert answers.generate(asked, max_new_tokens=4, do_sample=False).shape[1] > asked.shape[1]
+        model: Any = AutoModelForCausalLM.from_pretrained(delivered)
+        assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt.shape[1]
 
-    # What a device has stays there.
-    told = [path.read_bytes() for path in run.directory.rglob("*") if path.is_file()]
-    assert not any(SECRET.encode() in one for one in (*told, run.log.encode()))
+    # No example of a device reaches the server.
+    contents = [path.read_bytes() for path in run.directory.rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in content for content in (*contents, run.log.encode()))

@@ -1,4 +1,4 @@
-"""examples/own_app, which uses the library alone: in Flower's simulation, and on SuperNodes."""
+"""examples/own_app, which uses only the library: in Flower's simulation, and on SuperNodes."""
 
 import json
 import os
@@ -19,14 +19,14 @@ FEDERATION = f"num-supernodes=4 client-resources-num-cpus={os.cpu_count()}"  # o
 
 
 def accuracies(log):
-    """The server's accuracy before the first round, and after each."""
+    """Return the server's accuracy before the first round, and after each."""
     table = log[log.rindex("ServerApp-side Evaluate Metrics") :]
     return [float(number) for number in re.findall(r"'accuracy': '([\d.e+-]+)'", table)]
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
-    """A copy: `flwr run` leaves nothing in a checkout."""
+    """Copy the app, so that `flwr run` writes nothing into the checkout."""
     ignored = shutil.ignore_patterns("__pycache__")
     return shutil.copytree(APP, tmp_path_factory.mktemp("example") / "own_app", ignore=ignored)
 
@@ -42,7 +42,7 @@ def superlink(python):
 
 
 def test_the_example_learns_in_a_simulation(python):
-    """With each strategy, in one simulation, since Ray takes half a minute to start."""
+    """All strategies run in one simulation, since Ray takes half a minute to start."""
     configs = [{"strategy": name, "num-server-rounds": 3} for name in STRATEGIES]
     words = ["-m", "tests.flower.in_turn", "own_app", "4", json.dumps(configs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(APP)])}
@@ -61,8 +61,8 @@ def test_the_example_learns_in_a_simulation(python):
 
 def test_an_unknown_strategy_is_an_error_that_lists_them(app, superlink, capfd):
     assert superlink.run(app, 'strategy="fedprox"', FEDERATION) != "finished:completed"
-    told = "strategy = 'fedprox': expected one of ravan, fedit, flexlora, fedex-lora; set one"
-    assert told in "".join(capfd.readouterr())
+    message = "strategy = 'fedprox': expected one of ravan, fedit, flexlora, fedex-lora; set one"
+    assert message in "".join(capfd.readouterr())
 
 
 def test_the_example_learns_on_two_supernodes(app, tmp_path, python):

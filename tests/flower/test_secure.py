@@ -1,10 +1,9 @@
-"""Secure rounds on Flower's deployment runtime: machines die in their phases.
+"""Secure rounds on Flower's deployment runtime: devices are killed in each phase.
 
-Eight SuperNodes, each with keys that `ravan-flwr keys` made. In round 1 one dies with its
-keys and one with its masked numbers, in round 2 one with its shares and one with those by which the
-sum is unmasked: six are left for it, two thirds rounded up. Both rounds close with the others. That
-a client fails with its signature, and that too many fail, is tested in process
-(tests/runs/test_secure.py).
+Eight SuperNodes have keys of `ravan-flwr keys`. In round 1 one is killed in the phase "keys" and
+one in "masked", in round 2 one in "shares" and one in "unmask". The remaining clients reach the
+threshold of two thirds, so both rounds close. tests/runs/test_secure.py tests invalid signatures,
+and too many failures, in process.
 """
 
 import os
@@ -26,22 +25,22 @@ pytestmark = pytest.mark.skipif(
 
 NODES = 8
 PLAN = {7: (1, "keys"), 6: (1, "masked"), 5: (2, "shares"), 4: (2, "unmask")}
-GRACE = 12.0  # of which a SuperNode may sleep three, on a machine that is busy
+STRAGGLER_TIMEOUT = 12.0  # seconds; a SuperNode may sleep for three of them, on a busy machine
 SHORT = (
     "num-rounds=2 local-steps=2 clients-per-round=8 report=false tracking='none' eval-every=2 "
-    f"secure-aggregation=true straggler-grace={GRACE} round-timeout=600.0"
+    f"secure-aggregation=true straggler-grace={STRAGGLER_TIMEOUT} round-timeout=600.0"
 )
 
 
 def make_keys(folder):
-    """Each device makes its own, and gets the public ones of all others."""
+    """Make each device's keys, and copy its public key to all others."""
     for number in range(NODES):
         main(["keys", str(folder / f"node-{number}"), "--partition-id", str(number)])
     for path in list(folder.glob("*/*.pub")):
         for number in range(NODES):
-            place = folder / f"node-{number}" / path.name
-            if place != path:
-                shutil.copy(path, place)
+            target = folder / f"node-{number}" / path.name
+            if target != path:
+                shutil.copy(path, target)
     return folder
 
 
@@ -68,7 +67,7 @@ def run(tmp_path_factory, python):
     assert deployment.left_running == []
 
 
-def test_rounds_close_with_those_who_are_left(run):
+def test_rounds_close_with_the_remaining_clients(run):
     first, second = run.rounds
     assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3, 4, 5]
     assert first["secure"]["dropped"] == [6]
@@ -78,13 +77,13 @@ def test_rounds_close_with_those_who_are_left(run):
         assert record["secure"]["untrained"] == 0
 
 
-def test_every_death_is_told(run):
+def test_every_killed_client_is_rejected_in_its_round(run):
     for partition, (number, _) in PLAN.items():
-        rejected = [one["client"] for one in run.rounds[number - 1]["rejected"]]
+        rejected = [reply["client"] for reply in run.rounds[number - 1]["rejected"]]
         assert f"partition {partition}" in rejected, (partition, number)
 
 
-def test_the_state_moves_in_both(run):
+def test_the_state_changes_in_both_rounds(run):
     paths = sorted((run.directory / "checkpoints").glob("round-*.safetensors"))
     first, second = (load_file(path)["H"] for path in paths)
     assert first.any()

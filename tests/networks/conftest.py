@@ -1,4 +1,4 @@
-"""The hosts of a file of tests: a server, an operator and three devices, set up and connected."""
+"""Fixtures: a site of a server, an operator and three devices for each file, and a long run."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def site(tmp_path_factory, python):
 
 @pytest.fixture(scope="module")
 def run(site):
-    """A run that continues while the network is broken."""
+    """Start a run that continues during the network's faults."""
     run = site.run(1000)
     run.wait_for_rounds(1)
     return run

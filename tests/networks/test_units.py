@@ -1,8 +1,8 @@
 """docs/deploy-systemd.md typed as it is printed, on three hosts (make networks).
 
-What systemd does with the units is done here: users, environment, copies of the keys, folders and
-the command, started again whenever it ends. Its confinement is not. No program is a fork, since a
-fork would keep the user of the fork server.
+The tests emulate systemd: users, environment, copies of the keys, folders, the command, and its
+restart whenever it ends. They do not emulate its confinement. No program is a fork, since a fork
+would keep the user of the fork server.
 """
 
 import re
@@ -13,17 +13,17 @@ import pytest
 
 from testing.deployment import wait_for
 from testing.network import Network, Program
-from testing.site import SOON, Site, blocks, for_node, why_no_site
+from testing.site import SITE_TIMEOUT, Site, blocks, for_node, site_unavailable
 
 pytestmark = [
     pytest.mark.networks,
-    pytest.mark.skipif(bool(why := why_no_site()), reason=why),
+    pytest.mark.skipif(bool(reason := site_unavailable()), reason=reason),
 ]
 FOLDERS = {"StateDirectory": "/var/lib", "CacheDirectory": "/var/cache"}
 
 
 def start_unit(host, name):
-    """Do what systemd does with a unit that is enabled."""
+    """Start an enabled unit as systemd does."""
     stem, at, instance = name.partition("@")
     text = host.run(f"cat /etc/systemd/system/{stem}{at}.service").replace("%i", instance)
     settings: dict[str, list[str]] = {}
@@ -32,14 +32,14 @@ def start_unit(host, name):
     (user,), credentials = settings["User"], f"/run/credentials/{name}.service"
     before = ["set -e", "umask 077"]
     for copied in settings.get("LoadCredential", []):
-        to, path = copied.split(":")
-        before.append(f"install -D -m 0400 -o {user} {path} {credentials}/{to}")
+        credential, path = copied.split(":")
+        before.append(f"install -D -m 0400 -o {user} {path} {credentials}/{credential}")
     before += [f"chmod 755 /run/credentials; chown {user} {credentials}"]
     for setting, folder in FOLDERS.items():
         for path in " ".join(settings.get(setting, [])).split():
             before.append(f"install -d -m 0700 -o {user} -g {user} {folder}/{path}")
     host.run("\n".join(before))
-    inside = [f"export {shlex.quote(one)}" for one in settings.get("Environment", [])]
+    inside = [f"export {shlex.quote(variable)}" for variable in settings.get("Environment", [])]
     inside += ["set -a", *(f". {path}" for path in settings.get("EnvironmentFile", [])), "set +a"]
     command = re.sub(r"\$\{(\w+)\}", r'"${\1}"', settings["ExecStart"][0])
     inside += [
@@ -53,7 +53,7 @@ def start_unit(host, name):
 
 
 def type_page(host, heading, edit):
-    """Type a section's commands; return what its units started, and the check that it prints."""
+    """Type a section's commands; return the units' programs, and the section's `doctor` command."""
     (text,) = blocks("deploy-systemd.md", heading)
     programs: dict[str, Program] = {}
     doctor = ""
@@ -75,39 +75,39 @@ def type_page(host, heading, edit):
 def site(tmp_path):
     with Network(tmp_path, ["server", "operator", "device-0"]) as network:
         for host in network.hosts.values():
-            host.run("chmod o+x /root")  # where the Python of tests may be
+            host.run("chmod o+x /root")  # the tests' Python may be there
         yield Site(network)
 
 
-def test_the_units_lead_to_a_run(site):
+def test_a_run_works_with_the_units(site):
     site.make_keys()
     server, (device,) = site.server, site.devices
     programs, doctor = type_page(server, "The server", lambda line: None)
     try:
         superlink = programs["ravan-superlink"]
-        wait_for(lambda: "Uvicorn running" in superlink.log, "the SuperLink", SOON)
+        wait_for(lambda: "Uvicorn running" in superlink.log, "the SuperLink", SITE_TIMEOUT)
         site.register()
         assert "TO DO" not in server.run(doctor)
 
         def edit(line):
-            if "then edit it" in line:  # with the preset's own data
+            if "then edit it" in line:  # for the preset's data
                 device.run("sed -i 's/3 data-path.*budget=0.5/1/' /etc/ravan-flwr/node-0.env")
 
-        more, doctor = type_page(device, "A device", edit)
-        programs |= more
+        device_programs, doctor = type_page(device, "A device", edit)
+        programs |= device_programs
         site.wait_for_nodes(1)
         assert "TO DO" not in device.run(for_node(0, doctor))
         run = site.run(1)
         assert run.wait() == "finished:completed", run.program.log
         assert run.took_part() == [1]
-        # Whose processes these are, and that one is started again.
-        ask = "ps -e -o user:20=,comm= | awk '$2 ~ /^flower-/ {print $1}'"
-        assert set(server.run(ask).split()) == {"ravan", "ravan-app"}
-        assert set(device.run(ask).split()) == {"ravan"}
+        # The processes' users, and the restart of an ended process.
+        find_users = "ps -e -o user:20=,comm= | awk '$2 ~ /^flower-/ {print $1}'"
+        assert set(server.run(find_users).split()) == {"ravan", "ravan-app"}
+        assert set(device.run(find_users).split()) == {"ravan"}
         node = programs["ravan-supernode@node-0"]
-        found = "ps -u ravan -o pid=,comm= | awk '/flower-supernod/ {print $1}'"
-        device.run(f"kill $({found})")
-        wait_for(lambda: node.log.count("SuperNode ID") > 1, "its start", SOON)
+        find_node = "ps -u ravan -o pid=,comm= | awk '/flower-supernod/ {print $1}'"
+        device.run(f"kill $({find_node})")
+        wait_for(lambda: node.log.count("SuperNode ID") > 1, "its start", SITE_TIMEOUT)
     except BaseException:
         for name, program in programs.items():
             sys.stdout.write(f"--- {name}\n{program.log[-2000:]}\n")

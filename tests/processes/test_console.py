@@ -1,4 +1,4 @@
-"""A person at a console: the module as a command, any encoding, and enough seen."""
+"""The console: the module as a command, encodings, and closed pipes."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from tests import ROOT
 
 
-def test_a_reader_who_has_seen_enough_ends_a_command_in_silence(python):
+def test_a_closed_pipe_ends_a_command_without_an_error_message(python):
     command = [python.executable, "-m", "ravan_flwr", "plan"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -18,9 +18,9 @@ def test_a_reader_who_has_seen_enough_ends_a_command_in_silence(python):
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()  # before the first line
-        told = process.stderr.read()
-    assert told == b""
-    assert process.returncode == 128 + 13  # as the shell tells of SIGPIPE
+        errors = process.stderr.read()
+    assert errors == b""
+    assert process.returncode == 128 + 13  # the shell's status for SIGPIPE
 
 
 def test_the_module_is_the_command():
@@ -30,7 +30,7 @@ def test_the_module_is_the_command():
     assert "did you mean 'seed'" in ended.stderr
 
 
-TALKS = """
+LOGGING = """
 import logging
 from ravan_flwr.runs.console import log_to_stdout
 log_to_stdout()
@@ -40,30 +40,30 @@ open("{done}", "w").close()
 """
 
 
-def test_a_console_that_is_gone_ends_nothing(tmp_path):
+def test_a_closed_stdout_does_not_end_a_program(tmp_path):
     closing = "log_to_stdout()\nimport sys\nsys.stdout.close()\nfor"
-    code = TALKS.replace("log_to_stdout()\nfor", closing)
+    code = LOGGING.replace("log_to_stdout()\nfor", closing)
     code = code.format(done=tmp_path / "done")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert told.returncode == 0, told.stderr
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "done").exists()
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_a_console_shows_what_it_can(encoding, tmp_path):
-    code = TALKS.format(done=tmp_path / "done")
-    told = subprocess.run(
+def test_characters_outside_the_consoles_encoding_are_escaped(encoding, tmp_path):
+    code = LOGGING.format(done=tmp_path / "done")
+    ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env={"PYTHONIOENCODING": encoding},
         cwd=sys.path[0] or ".",
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    first = told.stdout.decode(encoding).splitlines()[0]
+    assert ended.returncode == 0, ended.stderr
+    first = ended.stdout.decode(encoding).splitlines()[0]
     shown = {"latin-1": "größer \\u2264 0", "ascii": "gr\\xf6\\xdfer \\u2264 0"}
     assert first == shown.get(encoding, "größer ≤ 0")
 
 
-def test_a_closed_pipe_ends_nothing(tmp_path):
-    code = TALKS.format(done=tmp_path / "done")
+def test_a_closed_pipe_does_not_end_a_program_that_logs(tmp_path):
+    code = LOGGING.format(done=tmp_path / "done")
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
         assert process.stdout is not None

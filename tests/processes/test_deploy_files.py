@@ -1,4 +1,4 @@
-"""Files for systemd and containers, none of which runs here: they fit Flower and each other."""
+"""Files for systemd and containers agree with Flower and each other; none of them runs here."""
 
 import configparser
 import fnmatch
@@ -28,8 +28,8 @@ PARSERS = {
 }
 
 
-def parsed(command):
-    """A command as Flower itself reads it: an option that it does not have ends the test."""
+def parse(command):
+    """Parse a command with Flower's own parser: an unknown option ends the test."""
     return PARSERS[Path(command[0]).name]().parse_args(command[1:])
 
 
@@ -44,13 +44,13 @@ def keys(tmp_path_factory):
 
 
 def compose(*names: str) -> dict[str, Any]:
-    """Compose files, each merged into those before it: maps by key, lists one after the other."""
+    """Merge Compose files in order: maps by key, lists by concatenation."""
 
-    def merge(one, two):
-        if isinstance(one, dict) and isinstance(two, dict):
-            both = {key: merge(one[key], two[key]) for key in one.keys() & two.keys()}
-            return one | two | both
-        return one + two if isinstance(one, list) and isinstance(two, list) else two
+    def merge(first, second):
+        if isinstance(first, dict) and isinstance(second, dict):
+            both = {key: merge(first[key], second[key]) for key in first.keys() & second.keys()}
+            return first | second | both
+        return first + second if isinstance(first, list) and isinstance(second, list) else second
 
     merged: dict[str, Any] = {}
     for name in names:
@@ -73,24 +73,28 @@ def test_every_service_is_confined():
 def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy():
     content = compose("compose.yaml")
     superlink, proxy = content["services"]["superlink"], content["services"]["proxy"]
-    arguments = parsed(superlink["command"])
+    arguments = parse(superlink["command"])
     assert arguments.enable_supernode_auth
     assert not arguments.insecure
     files = {arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile}
     assert files == {f"/run/secrets/{name}" for name in superlink["secrets"]}
     (volume,) = superlink["volumes"]
-    assert Path(arguments.database).parent == Path(volume.split(":")[1])  # outlives the container
+    assert Path(arguments.database).parent == Path(
+        volume.split(":")[1]
+    )  # on a volume, which persists
     assert superlink["environment"] == {
         "HEALTH_URL": f"https://localhost:{arguments.port}/health",
         "HEALTH_CA": arguments.ssl_ca_certfile,
     }
-    # It listens where nobody but those in the reverse proxy's network can ask.
-    assert f"{arguments.host}:{arguments.port}" == upstream()
-    inside = {n for n, s in content["services"].items() if s.get("network_mode") == "service:proxy"}
-    assert inside == {"superlink", "serverapp", "operator"}
+    # Only services in the reverse proxy's network can reach it.
+    assert f"{arguments.host}:{arguments.port}" == superlink_address()
+    in_proxy_network = {
+        n for n, s in content["services"].items() if s.get("network_mode") == "service:proxy"
+    }
+    assert in_proxy_network == {"superlink", "serverapp", "operator"}
     with_ports = {name for name, service in content["services"].items() if "ports" in service}
     assert with_ports == {"proxy"}
-    assert proxy["ports"] == [f"${{BIND:-127.0.0.1}}:{listens()}:{listens()}"]
+    assert proxy["ports"] == [f"${{BIND:-127.0.0.1}}:{proxy_port()}:{proxy_port()}"]
     assert {secret["target"] for secret in proxy["secrets"]} == set(certificates_of_the_proxy())
     for secret in proxy["secrets"]:
         assert Path(secret["target"]).name == secret["source"]
@@ -98,12 +102,12 @@ def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy():
     assert proxy["volumes"] == ["./deploy/reverse-proxy.conf:/etc/reverse-proxy.conf:ro"]
 
 
-def test_a_run_that_takes_all_memory_does_not_take_the_superlink_with_it():
-    """Containers: memory of their own, and the kernel's choice where the machine runs out."""
+def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_container():
+    """Containers have memory limits, and the kernel kills the ServerApps before the SuperLink."""
     services = compose("compose.yaml")["services"]
-    assert parsed(services["superlink"]["command"]).isolation == "process"
+    assert parse(services["superlink"]["command"]).isolation == "process"
     apps = services["serverapp"]
-    arguments = parsed(apps["command"])
+    arguments = parse(apps["command"])
     assert arguments.runtime_api_address == "localhost:8001"
     assert arguments.root_certificates == "/run/secrets/ca.crt"
     assert apps["mem_limit"] == apps["memswap_limit"]
@@ -116,12 +120,12 @@ def proxy_conf():
     return (ROOT / "deploy" / "reverse-proxy.conf").read_text()
 
 
-def upstream():
+def superlink_address():
     (address,) = re.findall(r"^\s*server ([\d.:]+);", proxy_conf(), re.MULTILINE)
     return address
 
 
-def listens():
+def proxy_port():
     (port,) = re.findall(r"^\s*listen (\d+) ssl;", proxy_conf(), re.MULTILINE)
     return int(port)
 
@@ -130,19 +134,19 @@ def certificates_of_the_proxy():
     return sorted(set(re.findall(r"/run/credentials/\S+(?=;)", proxy_conf())))
 
 
-def test_the_proxy_lets_in_what_flowers_supernode_calls_and_nothing_else():
-    """By Flower's own client, but for what a SuperNode without a registered key calls."""
+def test_the_proxy_admits_exactly_the_calls_of_flowers_supernode():
+    """The calls are those in Flower's client, except the calls without a registered key."""
     (names,) = re.findall(r"\^/v1/fleet/\(\?<name>([a-z|-]+)\)", proxy_conf())
     source = inspect.getsource(FleetHttpClient)
     called = set(re.findall(r'path="/v1/fleet/([a-z-]+)"', source))
     assert set(names.split("|")) == called - {"register-node", "unregister-node"}
 
 
-def test_three_supernodes_with_keys_and_data_of_their_own():
+def test_three_supernodes_have_separate_keys_and_data():
     services = compose("compose.yaml")["services"]
     for number in range(3):
         node = services[f"supernode-{number}"]
-        arguments = parsed(node["command"])
+        arguments = parse(node["command"])
         assert arguments.superlink == "superlink:8000"
         assert arguments.root_certificates == "/run/secrets/ca.crt"
         assert arguments.auth_supernode_private_key == f"/run/secrets/node-{number}.key"
@@ -156,7 +160,7 @@ def test_three_supernodes_with_keys_and_data_of_their_own():
     assert len({services[f"supernode-{n}"]["volumes"][0] for n in range(3)}) == 3
 
 
-def test_secrets_and_volumes_are_there(keys):
+def test_secrets_and_volumes_exist(keys):
     content = compose("compose.yaml")
     assert {secret["file"] for secret in content["secrets"].values()} <= keys
     for name, service in content["services"].items():
@@ -175,7 +179,7 @@ def test_secrets_and_volumes_are_there(keys):
                 assert source in content["volumes"]
 
 
-def test_the_gpu_is_the_nodes():
+def test_only_the_supernodes_reserve_a_gpu():
     services = compose("compose.yaml", "compose.gpu.yaml")["services"]
     assert "deploy" not in services["superlink"]
     for number in range(3):
@@ -192,18 +196,18 @@ def dockerfile():
     return (ROOT / "Dockerfile").read_text()
 
 
-def test_the_image_copies_what_is_there_and_nothing_else_can_get_in():
+def test_the_image_copies_existing_files_and_excludes_all_others():
     rules = [
         line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in "#"
     ]
     assert rules[0] == "*"
-    let_in = [rule[1:] for rule in rules if rule.startswith("!")]
+    admitted = [rule[1:] for rule in rules if rule.startswith("!")]
     copied = [
         source
         for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
         for source in line.split()[:-1]
     ]
-    assert sorted(copied) == sorted(let_in)
+    assert sorted(copied) == sorted(admitted)
     for source in copied:
         assert (ROOT / source).exists(), source
         assert not fnmatch.filter([source], "*key*")
@@ -226,7 +230,7 @@ def unit(name):
 
 
 class MultiDict(dict[str, Any]):
-    """Keys that come again add a line."""
+    """Dict in which a repeated key adds a line."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self and isinstance(value, list) and isinstance(self[key], list):
@@ -235,71 +239,71 @@ class MultiDict(dict[str, Any]):
             super().__setitem__(key, value)
 
 
-def started(name, environment_file=None):
-    """ExecStart as systemd starts it: ${NAME} is one word, whatever is in it."""
+def parse_exec_start(name, environment_file=None):
+    """Parse ExecStart as systemd does: ${NAME} is one word, also with spaces in its value."""
     settings = {"CREDENTIALS_DIRECTORY": "/run/credentials"}
     text = (ROOT / "deploy" / environment_file).read_text() if environment_file else ""
     for line in shlex.split(text, comments=True):
         key, _, value = line.partition("=")
         settings[key] = value
     words = unit(name)["ExecStart"].split()
-    return parsed([re.sub(r"\$\{(\w+)\}", lambda m: settings[m[1]], word) for word in words])
+    return parse([re.sub(r"\$\{(\w+)\}", lambda m: settings[m[1]], word) for word in words])
 
 
 def test_the_superlinks_unit():
-    arguments = started("ravan-superlink.service")
+    arguments = parse_exec_start("ravan-superlink.service")
     assert arguments.enable_supernode_auth
-    assert f"{arguments.host}:{arguments.port}" == upstream()
+    assert f"{arguments.host}:{arguments.port}" == superlink_address()
     service = unit("ravan-superlink.service")
-    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     files = (arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile)
-    assert {Path(file).name for file in files} == given
+    assert {Path(file).name for file in files} == loaded
     assert arguments.database.startswith("/var/lib/ravan-flwr/")
 
 
 def test_the_proxys_unit():
     service = unit("ravan-proxy.service")
-    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
-    folder = "/run/credentials/ravan-proxy.service"  # systemd's, by the unit's name
-    assert {f"{folder}/{name}" for name in given} == set(certificates_of_the_proxy())
+    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    folder = "/run/credentials/ravan-proxy.service"  # systemd's folder, named after the unit
+    assert {f"{folder}/{name}" for name in loaded} == set(certificates_of_the_proxy())
     assert "/opt/ravan-flwr/deploy/reverse-proxy.conf" in service["ExecStart"]
     assert f"-p /var/cache/{service['CacheDirectory']}/" in service["ExecStart"]
 
 
-def test_memory_that_a_run_takes_is_not_the_superlinks():
-    """Units: apart, with less than the machine together; the SuperLink is the last to go."""
+def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_unit():
+    """Units have separate limits, below 100 % together; the kernel kills the SuperLink last."""
     superlink, apps = unit("ravan-superlink.service"), unit("ravan-serverapp.service")
-    assert started("ravan-superlink.service").isolation == "process"
-    arguments = started("ravan-serverapp.service")
+    assert parse_exec_start("ravan-superlink.service").isolation == "process"
+    arguments = parse_exec_start("ravan-serverapp.service")
     assert arguments.runtime_api_address == "localhost:8001"
     assert apps["User"] != superlink["User"]
-    shares = [int(u["MemoryMax"].removesuffix("%")) for u in (superlink, apps)]
-    assert sum(shares) < 100
+    memory_limits = [int(u["MemoryMax"].removesuffix("%")) for u in (superlink, apps)]
+    assert sum(memory_limits) < 100
     assert int(superlink["OOMScoreAdjust"]) < 0 < int(apps["OOMScoreAdjust"])
-    # What the kernel ends is one process; the unit goes on, and so does a SuperNode's.
+    # The kernel kills one process; the unit continues, also a SuperNode's.
     for name in ("ravan-serverapp.service", "ravan-supernode@.service"):
         assert unit(name)["OOMPolicy"] == "continue"
         assert unit(name)["MemoryMax"].endswith("%")
 
 
 def test_the_supernodes_unit():
-    arguments = started("ravan-supernode@.service", "supernode.env.example")
+    arguments = parse_exec_start("ravan-supernode@.service", "supernode.env.example")
     assert arguments.superlink == "server.example.org:8000"
     config = parse_config_args([arguments.node_config])
     assert config == {
         "partition-id": 0, "num-partitions": 3, "data-path": "/data/mine", "budget": 0.5
     }  # fmt: skip
     service = unit("ravan-supernode@.service")
-    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     files = (arguments.root_certificates, arguments.auth_supernode_private_key)
-    assert {Path(file).name for file in files} == given
+    assert {Path(file).name for file in files} == loaded
 
 
-def test_a_supernode_that_gave_up_is_ended_and_started_again():
-    """By its check, with the addresses of its unit; and in its container."""
+def test_a_supernode_without_a_connection_is_restarted_by_its_check():
+    """The check has the addresses of the SuperNode's unit, or of its container."""
     command = unit("ravan-supernode-check@.service")["ExecStart"].split()
-    given = dict(word.split("=", 1) for word in command if "=" in word)
-    assert given == {
+    health_settings = dict(word.split("=", 1) for word in command if "=" in word)
+    assert health_settings == {
         "HEALTH_URL": "http://127.0.0.1:${RUNTIME_PORT}/health",
         "HEALTH_SUPERLINK": "${SUPERLINK}",
         "HEALTH_CA": "${CREDENTIALS_DIRECTORY}/ca.crt",
@@ -312,8 +316,8 @@ def test_a_supernode_that_gave_up_is_ended_and_started_again():
 
 
 @pytest.mark.parametrize("name", ["superlink", "serverapp", "supernode@"])
-def test_no_unit_and_no_container_installs_what_an_app_asks_for(name):
-    """From Flower 1.42 on that is the default."""
+def test_no_unit_and_no_container_installs_an_apps_dependencies(name):
+    """From Flower 1.42 on, installing them is the default."""
     setting = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"
     assert setting in unit(f"ravan-{name}.service")["Environment"].split("\n")
     assert setting in dockerfile()
@@ -329,7 +333,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_are_confined_and_come_back(name, keys):
+def test_units_are_confined_and_restart(name, keys):
     service = unit(name)
     assert (service["User"], service["Restart"]) == UNITS[name]
     assert service["NoNewPrivileges"] == "yes"
@@ -338,8 +342,8 @@ def test_units_are_confined_and_come_back(name, keys):
         path = line.split(":")[1].replace("%i", "node-0")
         assert f"keys/{Path(path).relative_to('/etc/ravan-flwr')}" in keys
     if analyze := shutil.which("systemd-analyze"):
-        told = subprocess.run(
+        errors = subprocess.run(
             [analyze, "verify", str(ROOT / "deploy" / name)], capture_output=True, text=True
         ).stderr
-        lines = [line for line in told.splitlines() if "is not executable" not in line]
+        lines = [line for line in errors.splitlines() if "is not executable" not in line]
         assert lines == []

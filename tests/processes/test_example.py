@@ -15,6 +15,6 @@ def test_the_example_runs(tmp_path, python):
     assert (tmp_path / "report" / "index.html").is_file()
     assert (tmp_path / "spectra" / "spectrum.csv").is_file()
     assert (tmp_path / "model" / "config.json").is_file()
-    # What the run measured last, the model from its directory measures again.
+    # The model from the run's directory has the run's final accuracy.
     final = re.findall(r"'accuracy': ([\d.]+)", ended.stdout)
     assert float(final[0]) == pytest.approx(float(final[2]))

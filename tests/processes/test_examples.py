@@ -1,4 +1,4 @@
-"""The examples run as they stand, in a folder of their own and without a connection."""
+"""The examples run unchanged, in another folder and offline."""
 
 import inspect
 import json
@@ -46,18 +46,18 @@ def test_the_notebook_is_stored_without_outputs(notebook):
 
 @pytest.fixture
 def _forked_kernel(tmp_path, monkeypatch, python):
-    """Let the notebook's kernel be a fork that has imported the libraries."""
+    """Run the notebook's kernel in a fork that has imported the libraries."""
     spec = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
     spec.parent.mkdir(parents=True)
     command = [python.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    command += ["--matplotlib=inline"]  # which is imported before the kernel can tell it
+    command += ["--matplotlib=inline"]  # as the kernel itself would set it too late
     spec.write_text(json.dumps({"argv": command, "display_name": "", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.mark.usefixtures("_forked_kernel")
-def test_the_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
+def test_the_notebook_runs_and_draws_its_pictures(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     executed = NotebookClient(
         nbformat.from_dict(notebook), timeout=None, resources={"metadata": {"path": str(tmp_path)}}
@@ -66,7 +66,11 @@ def test_the_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
         cell.id: [output.data for output in cell.outputs if "data" in output]
         for cell in code_of(executed)
     }
-    pictures = {name for name, data in shown.items() if any("image/png" in one for one in data)}
+    pictures = {
+        name
+        for name, data in shown.items()
+        if any("image/png" in mime_types for mime_types in data)
+    }
     assert pictures == {"head-picture", "curves", "budgets", "use"}
     printed = {
         cell.id: "".join(output.get("text", "") for output in cell.outputs)
@@ -85,7 +89,7 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_lines_of_the_page_work_one_after_the_other(tmp_path, monkeypatch):
+def test_the_pages_code_blocks_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     tuner, _ = PAGE.read_text(encoding="utf-8").split("## Strategies for a Flower app")
@@ -102,15 +106,15 @@ def test_the_page_lists_every_field_with_its_default_and_help():
     arguments = re.sub(r"\n {8}", " ", docstring)  # each in one line
     for field in fields(RavanConfig):
         if field.name in RavanConfig.__annotations__:
-            told = rf"^    {field.name} \(.*, default {field.default!r}\): (.*)\.$"
-            (meaning,) = re.findall(told, arguments, re.MULTILINE)
+            pattern = rf"^    {field.name} \(.*, default {field.default!r}\): (.*)\.$"
+            (meaning,) = re.findall(pattern, arguments, re.MULTILINE)
             assert f"| `{field.name}` | `{field.default!r}` | {meaning} |" in page
 
 
 def test_the_extra_admits_the_oldest_release_that_is_tested():
     from tests.runs.test_peft_training import OLDEST
 
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert told["project"]["optional-dependencies"]["peft"] == [
+    project_file = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project_file["project"]["optional-dependencies"]["peft"] == [
         f"peft>={OLDEST.rpartition('.')[0]}"
     ]

@@ -1,4 +1,4 @@
-"""The code of `docs/extending.md` works as it stands: a file and a row for each."""
+"""The code of `docs/extending.md` works unchanged: a file and a row for each extension."""
 
 import json
 import os
@@ -23,29 +23,29 @@ def run(python, tmp_path):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
 
-    def started(*words):
-        # A property that is tried a few times is enough to see that it is tried.
+    def run_module(*words):
+        # Without CI, properties run with fewer examples.
         ended = python.run(["-m", *words], folder=tmp_path, environment=os.environ | {"CI": ""})
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended
 
-    return started
+    return run_module
 
 
-def add(folder, room, name, title, table):
-    """Write what the page has under that title: the file, and the row into the table."""
+def add_example(folder, subpackage, name, title, table):
+    """Write the page's file under that title, and add its row to the table."""
     text = (ROOT / "docs" / "extending.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
     file, row = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(file.splitlines()) < 60
-    (folder / "ravan_flwr" / room / f"{name}.py").write_text(file)
-    listing = folder / "ravan_flwr" / room / "__init__.py"
-    listing.write_text(listing.read_text().replace(f"{table} = {{\n", f"{table} = {{\n{row}"))
+    (folder / "ravan_flwr" / subpackage / f"{name}.py").write_text(file)
+    table_file = folder / "ravan_flwr" / subpackage / "__init__.py"
+    table_file.write_text(table_file.read_text().replace(f"{table} = {{\n", f"{table} = {{\n{row}"))
 
 
-def test_the_method_is_a_file_and_a_row(run, tmp_path):
-    add(tmp_path, "methods", "lora_xs", "A method", "METHODS")
-    properties = run("pytest", "tests/properties/test_methods.py", "-k", "lora-xs")
-    assert int(re.findall(r"(\d+) passed", properties.stdout)[0]) > 20
+def test_the_pages_method_is_a_file_and_a_row(run, tmp_path):
+    add_example(tmp_path, "methods", "lora_xs", "A method", "METHODS")
+    ended = run("pytest", "tests/properties/test_methods.py", "-k", "lora-xs")
+    assert int(re.findall(r"(\d+) passed", ended.stdout)[0]) > 20
 
     settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
     plan = run("ravan_flwr", "plan", *settings).stdout
@@ -59,8 +59,8 @@ def test_the_method_is_a_file_and_a_row(run, tmp_path):
     assert last["train-loss"] < first["train-loss"]
 
 
-def test_the_task_is_a_file_and_a_row(run, tmp_path):
-    add(tmp_path, "tasks", "audio", "A task", "TASKS")
+def test_the_pages_task_is_a_file_and_a_row(run, tmp_path):
+    add_example(tmp_path, "tasks", "audio", "A task", "TASKS")
     random = np.random.default_rng(0)
     labels = np.arange(120) % 2  # low and high sounds
     spectrograms = random.normal(size=(120, 16, 8)).astype("float32")
@@ -149,11 +149,13 @@ TASK = Regression
 """
 
 
-def test_a_metric_of_a_new_task_may_be_the_better_the_lower(run, tmp_path):
+def test_a_new_task_may_have_a_metric_that_is_better_when_lower(run, tmp_path):
     (tmp_path / "ravan_flwr/tasks/regression.py").write_text(REGRESSION)
-    listing = tmp_path / "ravan_flwr/tasks/__init__.py"
+    table_file = tmp_path / "ravan_flwr/tasks/__init__.py"
     row = '"regression": TaskInfo(("text", "number"), lower_is_better=("mean-absolute-error",)),'
-    listing.write_text(listing.read_text().replace("TASKS = {\n", "TASKS = {\n    " + row + "\n"))
+    table_file.write_text(
+        table_file.read_text().replace("TASKS = {\n", "TASKS = {\n    " + row + "\n")
+    )
     save_model("bert", tmp_path / "model")
     random = np.random.default_rng(0)
     numbers = random.integers(0, 2, 90)
@@ -180,5 +182,7 @@ def test_a_metric_of_a_new_task_may_be_the_better_the_lower(run, tmp_path):
     ]
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["metrics"]["best"]["mean-absolute-error"] == min(errors)
-    assert errors[-1] <= 0.3 < min(errors[:-1], default=1)  # it stopped when it came down to that
+    assert (
+        errors[-1] <= 0.3 < min(errors[:-1], default=1)
+    )  # it stopped at the first value of at most 0.3
     assert summary["reached"] == len(errors)

@@ -1,4 +1,4 @@
-"""A run that is killed or that cannot write goes on from its last checkpoint, to the same bits."""
+"""A run that is killed or cannot write resumes from its last checkpoint to the same bits."""
 
 import json
 import signal
@@ -16,9 +16,9 @@ SETTINGS: dict[str, Scalar] = {
 }  # fmt: skip
 CLIENTS = 4
 
-# Moments of a round: a function of the server, and how often it is called before the end comes.
+# Moments of a round: a function, and the number of the call that kills the process.
 MOMENTS = {
-    "while the roster fills": (
+    "while clients register": (
         "ravan_flwr.messages.registered_client.RegisteredClient.as_config",
         2,
     ),
@@ -84,14 +84,16 @@ def without_times(run_dir):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(tmp_path_factory):
+    """Return the directory of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     return simulate(SETTINGS | {"output-dir": str(folder)}, CLIENTS).run_dir
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_server_killed_at_any_moment_ends_with_the_same_bits(moment, python, whole, tmp_path):
+def test_a_server_killed_at_any_moment_resumes_to_the_same_bits(
+    moment, python, uninterrupted, tmp_path
+):
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     ended = run_killed(python, *MOMENTS[moment], settings)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
@@ -100,16 +102,16 @@ def test_a_server_killed_at_any_moment_ends_with_the_same_bits(moment, python, w
         with pytest.raises(ValueError, match="no usable checkpoint .* start a new run"):
             simulate(settings | {"resume": str(run_dir)}, CLIENTS)
         return
-    again = simulate(settings | {"resume": str(run_dir)}, CLIENTS)
-    assert again.run_dir == run_dir
-    assert final_of(run_dir) == final_of(whole)
-    assert without_times(run_dir) == without_times(whole)
-    assert again.summary["rounds"] == 4
-    left = [path.name for path in run_dir.rglob("*.tmp")]
-    assert len(left) <= 1  # what was being written when the end came
+    resumed = simulate(settings | {"resume": str(run_dir)}, CLIENTS)
+    assert resumed.run_dir == run_dir
+    assert final_of(run_dir) == final_of(uninterrupted)
+    assert without_times(run_dir) == without_times(uninterrupted)
+    assert resumed.summary["rounds"] == 4
+    temporary = [path.name for path in run_dir.rglob("*.tmp")]
+    assert len(temporary) <= 1  # the file that was being written
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_it_says_so(whole, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(uninterrupted, tmp_path, caplog):
     settings = SETTINGS | {"output-dir": str(tmp_path), "num-rounds": 3}
     run_dir = simulate(settings, CLIENTS).run_dir
     last = run_dir / "checkpoints" / "round-000003.safetensors"
@@ -119,7 +121,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_it_says_so(whole, tmp_path, cap
     simulate(settings | {"num-rounds": 4, "resume": str(run_dir)}, CLIENTS)
     assert "round-000003.safetensors is damaged (its checksum is" in caplog.text
     assert "resuming after round 2" in caplog.text
-    assert final_of(run_dir) == final_of(whole)
+    assert final_of(run_dir) == final_of(uninterrupted)
 
 
 LIMITED = """
@@ -130,8 +132,8 @@ main(["simulate", *sys.argv[2:]])
 """
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, whole, tmp_path):
-    """Files may not grow beyond less than a checkpoint has: the system's own error."""
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, uninterrupted, tmp_path):
+    """A limit on the size of files below a checkpoint's size gives the system's own error."""
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     run_dir = simulate(settings | {"num-rounds": 2}, CLIENTS).run_dir
     size = (run_dir / "checkpoints" / "round-000002.safetensors").stat().st_size
@@ -144,11 +146,11 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, whole,
     assert not list((run_dir / "checkpoints").glob(".*.tmp"))
     assert load_checkpoint(run_dir / "checkpoints").round == 2
     simulate(settings | {"resume": str(run_dir)}, CLIENTS)
-    assert final_of(run_dir) == final_of(whole)
-    assert without_times(run_dir) == without_times(whole)
+    assert final_of(run_dir) == final_of(uninterrupted)
+    assert without_times(run_dir) == without_times(uninterrupted)
 
 
-def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
+def test_a_read_only_disk_stops_the_run(tmp_path, monkeypatch):
     settings = SETTINGS | {"output-dir": str(tmp_path)}
 
     def refuse(path, *_):
@@ -167,15 +169,15 @@ def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
         {"learning-rate": 0.5}, {"weighting": "examples"}, {"backbone-dtype": "4bit"},
     ],
 )  # fmt: skip
-def test_another_run_is_not_gone_on_with(change, whole, tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(change, uninterrupted, tmp_path):
     (key,) = change
-    given = SETTINGS | change | {"resume": str(whole), "num-rounds": 5}
+    settings = SETTINGS | change | {"resume": str(uninterrupted), "num-rounds": 5}
     with pytest.raises(ValueError, match=f"the run differs from this one in.* {key}: then .* now"):
-        simulate(given, CLIENTS)
+        simulate(settings, CLIENTS)
 
 
-def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):
-    """Two processes, one folder, in the same second."""
+def test_two_runs_at_once_are_independent(python, uninterrupted, tmp_path):
+    """Two processes write into one output folder, in the same second."""
     words = as_key_values(SETTINGS)
     words += [f"output-dir={tmp_path / 'runs'}", f"num-clients={CLIENTS}"]
     command = ["-m", "ravan_flwr", "simulate", *words]
@@ -186,4 +188,4 @@ def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2
     for folder in folders:
-        assert final_of(folder) == final_of(whole)
+        assert final_of(folder) == final_of(uninterrupted)

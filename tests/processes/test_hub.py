@@ -1,4 +1,4 @@
-"""The hub's trouble, told plainly: a small hub of our own on loopback gives each kind of answer."""
+"""Messages for errors of the hub: a fake hub on loopback gives each kind of answer."""
 
 import json
 import os
@@ -26,12 +26,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories that are folders, and some that answer with an error."""
+    """Fake hub with folders as repositories, and repositories that answer with an error."""
 
     def __init__(self, folders):
         super().__init__(("127.0.0.1", 0), Answers)
         self.folders = folders
-        self.asked = []
+        self.requests = []
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -53,7 +53,7 @@ ERRORS = {
 }
 
 
-OF_THE_LIBRARY = "api/agent-harnesses"  # asked for once a day, whatever is loaded
+LIBRARY_REQUEST = "api/agent-harnesses"  # the library sends it once a day
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -67,8 +67,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0].strip("/")
-        if path != OF_THE_LIBRARY:
-            self.server.asked.append(path)
+        if path != LIBRARY_REQUEST:
+            self.server.requests.append(path)
         for name, (status, code) in ERRORS.items():
             if f"org/{name}" in path:
                 return self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
@@ -78,7 +78,7 @@ class Answers(BaseHTTPRequestHandler):
             if path.startswith(f"{name}/resolve/"):
                 file = folder / path.split("/", 4)[4]
                 if file.is_file():
-                    return self._send(200, file.read_bytes(), self._about(file))
+                    return self._send(200, file.read_bytes(), self._file_headers(file))
         return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     def _model(self, name, folder, path):
@@ -95,7 +95,7 @@ class Answers(BaseHTTPRequestHandler):
             }  # fmt: skip
         return self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
-    def _about(self, file):
+    def _file_headers(self, file):
         return {"ETag": f'"{file.name}-{file.stat().st_size}"', "X-Repo-Commit": COMMIT}
 
     def _send(self, status, body, headers):
@@ -118,11 +118,11 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def run(python_without_hub):
-    """Run a command with a hub and a cache of its own; without a hub nobody answers."""
+    """Run a command with a hub (None: unreachable) and a separate cache."""
 
-    def run(hub, home, *words, offline=False):
-        given = ["-m", "ravan_flwr", *words]
-        return python_without_hub.run(given, environment=environment(hub, home, offline))
+    def run(hub, home, *simulate_words, offline=False):
+        arguments = ["-m", "ravan_flwr", *simulate_words]
+        return python_without_hub.run(arguments, environment=environment(hub, home, offline))
 
     return run
 
@@ -133,12 +133,12 @@ def environment(hub, home, offline):
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1" if offline else "0",
         "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_ETAG_TIMEOUT": "300",  # of seconds: the hub is in this process, which may be busy
+        "HF_HUB_ETAG_TIMEOUT": "300",  # seconds: the hub is in this process, which may be busy
         "PYTHONWARNINGS": "ignore",
     }
 
 
-def words(folder, model):
+def simulate_words(folder, model):
     return [
         "simulate", "preset=glue-llama", "glue-task=rte", f"model={model}", f"data={folder}",
         "num-rounds=1", "local-steps=1", "num-clients=2", "max-length=16", "lora-rank=2",
@@ -147,25 +147,27 @@ def words(folder, model):
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected"),
     [
         ("org/gated", "the hub gives it only to those who accepted its terms; accept them on its"),
         ("org/nobody", "the hub has no such model, or it is private; correct the id, or log in"),
         ("org/gone@abc", "model org/gone at revision abc: the hub has no such revision any more"),
     ],
 )
-def test_what_the_hub_says_is_told(run, hub, model, told, tmp_path):
+def test_the_hubs_error_is_reported(run, hub, model, expected, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
-    ended = run(hub, tmp_path / "home", *words(tmp_path / "data", model))
+    ended = run(hub, tmp_path / "home", *simulate_words(tmp_path / "data", model))
     assert ended.returncode == 2
-    assert told in ended.stderr
+    assert expected in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_no_connection_and_not_in_the_cache(run, offline, tmp_path):
+def test_without_a_connection_a_model_outside_the_cache_is_an_error(run, offline, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
-    ended = run(None, tmp_path / "home", *words(tmp_path / "data", "org/bert"), offline=offline)
+    ended = run(
+        None, tmp_path / "home", *simulate_words(tmp_path / "data", "org/bert"), offline=offline
+    )
     assert ended.returncode == 2
     assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
     assert (
@@ -173,41 +175,41 @@ def test_no_connection_and_not_in_the_cache(run, offline, tmp_path):
     )
 
 
-def test_what_hf_downloaded_is_there_without_a_connection(run, hub, tmp_path):
+def test_a_downloaded_model_needs_no_connection(run, hub, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
     subprocess.run(
         [Path(sys.executable).with_name("hf"), "download", "org/bert", "--revision", COMMIT],
         env=environment(hub, tmp_path / "home", offline=False),
         check=True,
     )
-    asked = len(hub.asked)
-    ended = run(None, tmp_path / "home", *words(tmp_path / "data", f"org/bert@{COMMIT}"))
+    num_requests = len(hub.requests)
+    ended = run(None, tmp_path / "home", *simulate_words(tmp_path / "data", f"org/bert@{COMMIT}"))
     assert ended.returncode == 0, ended.stderr
-    # With a connection as well: what is there is not asked for.
-    given = words(tmp_path / "data", f"org/bert@{COMMIT}")
-    assert run(hub, tmp_path / "home", *given).returncode == 0
-    assert hub.asked[asked:] == []
+    # With a connection, too, files in the cache are not requested.
+    command_line = simulate_words(tmp_path / "data", f"org/bert@{COMMIT}")
+    assert run(hub, tmp_path / "home", *command_line).returncode == 0
+    assert hub.requests[num_requests:] == []
     config = json.loads(next((tmp_path / "data" / "runs").glob("*/config.json")).read_text())
     assert config["model"] | {"shape": []} == {
         "source": "hub", "name": "org/bert", "revision": COMMIT, "shape": [], "targets": [],
     }  # fmt: skip
 
 
-def test_a_download_that_was_cut_off_is_completed(run, hub, tmp_path):
-    given = words(save_data("glue-llama", tmp_path / "data", "rte"), "org/bert")
-    assert run(hub, tmp_path / "home", *given).returncode == 0
+def test_an_incomplete_download_is_completed(run, hub, tmp_path):
+    command_line = simulate_words(save_data("glue-llama", tmp_path / "data", "rte"), "org/bert")
+    assert run(hub, tmp_path / "home", *command_line).returncode == 0
     (weights,) = (tmp_path / "home").rglob("model.safetensors")
     weights.unlink()
-    assert run(hub, tmp_path / "home", *given).returncode == 0
+    assert run(hub, tmp_path / "home", *command_line).returncode == 0
     assert weights.exists()
 
 
-def test_data_that_nobody_has_is_told():
+def test_data_that_do_not_exist_are_an_error():
     with pytest.raises(ValueError, match="run `hf download org/nothing --repo-type dataset"):
         _ = ModelAndData(read_config({"preset": "mrqa-t5", "data": "org/nothing"})).splits
 
 
-def test_weights_in_parts_are_all_there(tmp_path):
+def test_every_shard_of_the_weights_is_required(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -230,7 +232,7 @@ DAMAGED: dict[str, list[str | None]] = {
 @pytest.mark.parametrize(
     ("name", "content"), [(name, text) for name, texts in DAMAGED.items() for text in texts]
 )
-def test_a_damaged_file_of_a_model_is_told(name, content, tmp_path):
+def test_a_damaged_file_of_a_model_is_an_error(name, content, tmp_path):
     folder = save_model("bert", tmp_path / "model")
     data = save_data("glue-llama", tmp_path / "data", "rte")
     path = folder / name
@@ -238,14 +240,14 @@ def test_a_damaged_file_of_a_model_is_told(name, content, tmp_path):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:
         path.write_text(content, encoding="latin-1")
-    given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "data": str(data)}
-    loaded = ModelAndData(read_config(given | {"max-length": 16, "lora-rank": 2}))
+    settings = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "data": str(data)}
+    loaded = ModelAndData(read_config(settings | {"max-length": 16, "lora-rank": 2}))
     with pytest.raises(ValueError, match=f"model {folder}: its .* cannot be used .*choose another"):
         _ = (loaded.model, load_tokenizer(folder))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"image_processor_type": "Nothing"}'])
-def test_a_damaged_image_processor_is_told(content, tmp_path):
+def test_a_damaged_image_processor_is_an_error(content, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(content)
     (tmp_path / "config.json").write_text("{}")
     preset = read_config({"preset": "cifar100-vit-b16", "model": str(tmp_path)})
@@ -254,21 +256,21 @@ def test_a_damaged_image_processor_is_told(content, tmp_path):
         _ = task.reader
 
 
-def test_weights_elsewhere_are_refused(tmp_path):
+def test_weights_outside_the_folder_are_refused(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    for told in (
+    for index in (
         '{"weight_map": {"a": "../other.safetensors"}}',
         '{"weight_map": [1]}',
         "{}",
         "[]",
     ):
-        (folder / "model.safetensors.index.json").write_text(told)
+        (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ValueError, match=r"its model.safetensors.index.json cannot be used"):
             weight_files(folder)
 
 
-def test_a_models_folder_runs_no_code(tmp_path):
+def test_no_code_in_a_models_folder_runs(tmp_path):
     """Neither a configuration, nor a tokenizer, nor an image processor brings its own class."""
     folder = save_model("bert", tmp_path / "model")
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
@@ -282,16 +284,16 @@ def test_a_models_folder_runs_no_code(tmp_path):
     }
     for name, classes in names.items():
         path = folder / name
-        before = json.loads(path.read_text()) if path.exists() else {"image_processor_type": "E"}
-        before.pop("tokenizer_class", None)
-        path.write_text(json.dumps(before | {"auto_map": classes}))
+        content = json.loads(path.read_text()) if path.exists() else {"image_processor_type": "E"}
+        content.pop("tokenizer_class", None)
+        path.write_text(json.dumps(content | {"auto_map": classes}))
     config = read_config(
         {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "max-length": 16}
     )
     task = get_task("text")(config.data, 16, lambda: folder)
-    for use in (lambda: build_network(config.model, task, 0), lambda: load_tokenizer(folder)):
+    for load in (lambda: build_network(config.model, task, 0), lambda: load_tokenizer(folder)):
         with suppress(ValueError):
-            use()
+            load()
     vision = get_task("vision")(config.data, 16, lambda: folder)
     with pytest.raises(ValueError, match="preprocessor_config.json cannot be used"):
         _ = vision.reader
@@ -306,18 +308,18 @@ def test_a_models_folder_runs_no_code(tmp_path):
         ConnectionError("reset"),
     ],
 )
-def test_every_way_of_not_reaching_the_hub_is_told(error):
-    told = "model org/x at revision abc: it is not in the cache.*download org/x --revision abc`"
-    with pytest.raises(NotAvailableError, match=told), hub_errors("model", "org/x", "abc"):
+def test_every_connection_error_gives_the_same_message(error):
+    message = "model org/x at revision abc: it is not in the cache.*download org/x --revision abc`"
+    with pytest.raises(NotAvailableError, match=message), hub_errors("model", "org/x", "abc"):
         raise error
 
 
-def test_long_reasons_end_with_a_sentence():
+def test_long_reasons_are_cut_at_a_sentence_or_a_word():
     sentence = "The library explains itself at length, and one more time, to be sure of it. "
-    with pytest.raises(NotAvailableError) as told, hub_errors("data", "org/x"):
+    with pytest.raises(NotAvailableError) as caught, hub_errors("data", "org/x"):
         raise FileNotFoundError(sentence * 9)
-    assert "FileNotFoundError: The library explains itself" in str(told.value)
-    assert "to be sure of it; run `hf download org/x --repo-type dataset" in str(told.value)
-    with pytest.raises(NotAvailableError) as told, hub_errors("data", "org/x"):
+    assert "FileNotFoundError: The library explains itself" in str(caught.value)
+    assert "to be sure of it; run `hf download org/x --repo-type dataset" in str(caught.value)
+    with pytest.raises(NotAvailableError) as caught, hub_errors("data", "org/x"):
         raise FileNotFoundError("word " * 900)
-    assert "word ...; run `hf download org/x --repo-type dataset" in str(told.value)
+    assert "word ...; run `hf download org/x --repo-type dataset" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Modules that load no library that they can do without: each import costs seconds."""
+"""Modules import no library that they do not need: each import takes seconds."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
 
 
 def test_phases_of_a_secure_round_without_training_import_no_torch():
-    """Each of the four is a process of its own on a device."""
+    """Each of the four phases is a separate process on a device."""
     code = (
         "import sys, ravan_flwr.client_app, ravan_flwr.client.secure_part\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
@@ -39,25 +39,25 @@ print(json.dumps(list(sys.modules)))
 
 @pytest.fixture(scope="module")
 def imported():
-    """What a new process has imported for a client's answers, and then for a whole run as well."""
+    """Return a new process's modules: for a client's replies, and then for a run in process."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True
     )
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_a_device_imports_nothing_that_draws(imported):
-    """A SuperNode starts a process for every message: each second of imports counts there."""
+def test_a_device_imports_no_plotting_library(imported):
+    """A SuperNode starts a process for every message, so imports delay each reply."""
     assert "torch" in imported[0]
     assert not {"flwr_datasets", "seaborn", "matplotlib", "ray"} & imported[0]
 
 
-def test_a_run_in_process_imports_no_database_and_nothing_that_draws_before_it_needs_them(imported):
-    """Flower's own grid brings the SuperLink's database; the report draws at the end."""
+def test_a_run_in_process_imports_database_and_plotting_libraries_only_when_needed(imported):
+    """Flower's own grid imports the SuperLink's database; the report draws charts at the end."""
     assert not {"sqlalchemy", "alembic", "matplotlib"} & imported[1]
 
 
-def test_help_is_quick_because_it_loads_no_torch():
+def test_help_imports_no_torch():
     code = (
         "import sys; from ravan_flwr.cli import main\n"
         "try: main(['simulate', '--help'])\n"

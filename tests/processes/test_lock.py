@@ -1,4 +1,4 @@
-"""One process at a time writes to a run directory, and a crash leaves nothing in the way."""
+"""One process at a time writes to a run directory, and a crash releases the lock."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ with locked(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that has the lock."""
+    """Start another process that holds the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -42,11 +42,11 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_the_other_process_is_named_and_its_crash_gives_the_lock_up(tmp_path, holder):
-    told = (
+def test_the_error_names_the_holder_and_a_crash_releases_the_lock(tmp_path, holder):
+    message = (
         rf"resume = .* got a run that process {holder.pid} on .* is writing to, expected .*; wait"
     )
-    with pytest.raises(ValueError, match=told), locked(tmp_path):
+    with pytest.raises(ValueError, match=message), locked(tmp_path):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -54,13 +54,13 @@ def test_the_other_process_is_named_and_its_crash_gives_the_lock_up(tmp_path, ho
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_an_end_leaves_no_file_and_an_error_gives_it_up(tmp_path):
+def test_an_error_releases_the_lock_and_leaves_no_file(tmp_path):
     with pytest.raises(KeyError), locked(tmp_path):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_held_once_in_one_process(tmp_path):
+def test_one_process_cannot_lock_twice(tmp_path):
     with locked(tmp_path):
         with pytest.raises(ValueError, match=f"process {os.getpid()} on"), locked(tmp_path):
             pass
@@ -69,8 +69,8 @@ def test_it_is_held_once_in_one_process(tmp_path):
         pass
 
 
-def test_whoever_waits_with_a_removed_file_takes_the_new_one(tmp_path, monkeypatch):
-    """Between opening the file and locking it, its holder removes it."""
+def test_a_process_that_waits_for_a_removed_file_locks_the_new_one(tmp_path, monkeypatch):
+    """The holder removes the file after this process opened it and before it locks it."""
     calls: list[int] = []
     real = fcntl.flock
 
@@ -88,9 +88,7 @@ def test_whoever_waits_with_a_removed_file_takes_the_new_one(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(
-    number, tmp_path, monkeypatch, caplog
-):
+def test_a_filesystem_without_locks_gives_a_warning_only(number, tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -105,7 +103,7 @@ def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(
         pass
 
 
-def test_two_do_not_go_on_with_one_run(tmp_path):
+def test_two_processes_cannot_resume_one_run(tmp_path):
     run = simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
     before = {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()}
     more = SMALL | {"num-rounds": 2, "resume": str(run.run_dir)}

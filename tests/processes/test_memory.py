@@ -1,10 +1,10 @@
-"""The memory that a process takes for what a server does."""
+"""The server's memory."""
 
 import pytest
 
 from ravan_flwr.config.keys import KEYS
 
-HOW = KEYS["weighting"].choices[2:]
+AGGREGATIONS = KEYS["weighting"].choices[2:]
 
 CLOSING = """
 import resource, sys, torch
@@ -25,12 +25,12 @@ print((after - before) * 1024 / (replies * numbers * 4), float(made[0]), float(m
 """
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_closing_takes_little_beside_the_replies(how, python):
-    """Ten replies of 8 MB: the next state, and a block, not eight times all of them."""
-    ended = python.run(["-c", CLOSING, how])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_closing_a_robust_round_takes_little_memory_beside_the_replies(aggregation, python):
+    """For ten replies of 8 MB it takes the next state and a block, not copies of all replies."""
+    ended = python.run(["-c", CLOSING, aggregation])
     assert ended.returncode == 0, ended.stderr
-    share, first, second = map(float, ended.stdout.split())
+    ratio, first, second = map(float, ended.stdout.split())
     middle_of_nine = 5.0
-    assert (first, second) == (middle_of_nine, 4.5)  # of 1 to 9, and of 0 to 9
-    assert share < 0.5
+    assert (first, second) == (middle_of_nine, 4.5)  # medians of 1 to 9, and of 0 to 9
+    assert ratio < 0.5

@@ -1,11 +1,11 @@
-"""What reading a node config does to its process: it imports little, and sets the cache."""
+"""Reading a node config imports little, and sets the cache."""
 
 import os
 import subprocess
 import sys
 
 
-def test_the_cache_is_the_nodes(tmp_path, python_without_hub):
+def test_the_nodes_cache_folder_is_used(tmp_path, python_without_hub):
     program = (
         "from ravan_flwr.config.node_config import use_cache; use_cache({!r});"
         "import datasets, huggingface_hub;"
@@ -21,7 +21,7 @@ def test_the_cache_is_the_nodes(tmp_path, python_without_hub):
 
 
 def test_a_node_config_is_read_without_a_preset():
-    """It is read for every message."""
+    """It is read for every message, so its imports must be few."""
     program = (
         "import sys; from ravan_flwr.config.node_config import read_node;"
         "read_node({'partition-id': 0, 'num-partitions': 2, 'device': 'cuda:1'});"

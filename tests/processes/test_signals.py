@@ -1,4 +1,4 @@
-"""What a signal leaves running: nothing, however a command is ended and whatever it had started."""
+"""A signal ends a command and all processes that it has started."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
-from testing.deployment import ENDING, PATIENCE, copy_app, wait_for
+from testing.deployment import END_TIMEOUT, TIMEOUT, copy_app, wait_for
 from tests import ROOT
 
 pytestmark = [
@@ -29,14 +29,14 @@ STUDY = {
     "settings": {"num-rounds": 100_000, "local-steps": 20},
     "tables": [{"title": "One", "rows": {"base": {}}}],
 }  # fmt: skip
-# The terminal of standard input becomes that of the session, as in a terminal's window.
+# The terminal of standard input becomes the session's, as in a terminal window.
 IN_A_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); \
 os.execv(sys.executable, [sys.executable, '-m', 'ravan_flwr', *sys.argv[1:]])"
 
 
 @pytest.fixture
 def folder():
-    """With a short path: Ray's sockets lie in it."""
+    """Make a folder with a short path, for Ray's sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="s-") as name:
         yield Path(name)
         for pid in processes_of(Path(name)):
@@ -44,13 +44,13 @@ def folder():
 
 
 def environment(folder):
-    """By which processes are found: those of `run`, too, whose FLWR_HOME is a temporary folder."""
+    """Return an environment that identifies processes, by TMPDIR also those of `flwr run`."""
     return os.environ | {"FLWR_HOME": str(folder / "home"), "TMPDIR": str(folder)}
 
 
 @pytest.fixture
 def start(python, folder):
-    """Start a command which, as all that it starts, has its imports done."""
+    """Start a command as a fork; its child processes are forks as well."""
     app = copy_app(folder / "app")
 
     def start(*words):
@@ -63,14 +63,14 @@ def start(python, folder):
 
 
 def records_in(folder):
-    """Find the runs' records; folders of Ray come and go beside them."""
+    """Return the round logs of runs; Ray may remove its folders during the search."""
     with suppress(FileNotFoundError):
         return list(folder.rglob("rounds.jsonl"))
     return []
 
 
 def wait_for_training(process, folder, number=1):
-    """Until so many runs have a round on disk."""
+    """Wait until so many runs have a round on disk."""
 
     def trains():
         assert process.poll() is None, (folder / "log").read_text()
@@ -80,22 +80,22 @@ def wait_for_training(process, folder, number=1):
 
 
 def assert_nothing_is_left(folder):
-    """Every process was told to end, or killed, before the command ended."""
-    wait_for(lambda: not processes_of(folder), "the last process to end", ENDING)
+    """Check that all processes end: the command has sent each a signal."""
+    wait_for(lambda: not processes_of(folder), "the last process to end", END_TIMEOUT)
 
 
-def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder, start):
+def test_sigterm_ends_a_run_in_flower_and_all_of_its_processes(folder, start):
     process = start("simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
     assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
     process.terminate()
-    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
     assert "ravan-flwr: error: ended by SIGTERM" in (folder / "log").read_text()
 
 
 def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
-    """With Python and Flower's commands as they are, and no fork of anything."""
+    """Python and Flower's commands are no forks here."""
     terminal, inside = pty.openpty()
     words = ["simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs"]
     process = subprocess.Popen(
@@ -108,13 +108,13 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
 
     def trains():
         with suppress(BlockingIOError):
-            os.read(terminal, 65536)  # it would wait for somebody to read
+            os.read(terminal, 65536)  # a full terminal would block the process
         return bool(records_in(folder))
 
     wait_for(trains, "a round")
     assert len(processes_of(folder)) > 5
     os.close(terminal)
-    assert process.wait(PATIENCE) != 0
+    assert process.wait(TIMEOUT) != 0
     assert_nothing_is_left(folder)
 
 
@@ -123,23 +123,23 @@ def test_a_signal_ends_a_simulation(number, folder, start):
     process = start("simulate", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
     process.send_signal(number)
-    assert process.wait(PATIENCE) == 128 + number
+    assert process.wait(TIMEOUT) == 128 + number
     assert_nothing_is_left(folder)
     assert f"ended by {number.name}" in (folder / "log").read_text()
 
 
 def test_a_signal_ends_a_study_with_its_runs(folder, start):
     (folder / "long.yaml").write_text(yaml.safe_dump(STUDY))
-    given = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
-    process = start("study", *given)
+    arguments = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
+    process = start("study", *arguments)
     wait_for_training(process, folder, 2)
     assert len(processes_of(folder)) == 3  # the study, two runs
     process.terminate()
-    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
 
 
-def test_nohup_stays_nohup(folder, python):
+def test_an_ignored_sighup_does_not_end_a_run(folder, python):
     command = shlex.join(
         [python.executable, "-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
     )
@@ -153,14 +153,14 @@ def test_nohup_stays_nohup(folder, python):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
     process.terminate()
-    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
 def test_a_superlink_that_is_interrupted_at_its_start_is_ended(monkeypatch):
     link = LocalSuperLink()
 
     def interrupted():
-        while not processes_of(link.home):  # it is forked, and not yet what it is to be
+        while not processes_of(link.home):  # forked, but not yet the SuperLink's program
             time.sleep(0.01)
         raise KeyboardInterrupt
 

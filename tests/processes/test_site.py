@@ -27,8 +27,8 @@ def test_pages_load_nothing_from_other_hosts(site):
         assert not re.search(r"url\([\"']?https?:", style.read_text(encoding="utf-8")), style
 
 
-def test_the_site_has_what_programs_write(site):
-    """Each command with its help, each public name with its docstring, README as the first page."""
+def test_the_site_has_the_generated_pages(site):
+    """They are the commands' help, the docstrings of public names, and README as the first page."""
     commands = (site / "commands.html").read_text(encoding="utf-8")
     assert re.findall(r"usage: ravan-flwr ([a-z]+)", commands)[:3] == ["simulate", "plan", "new"]
     api = (site / "api.html").read_text(encoding="utf-8")

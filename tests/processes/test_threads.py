@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-# PyTorch takes its number when it is imported, without computing anything, from OMP_NUM_THREADS or
-# the machine's cores: a fork that is given a number stands for a process that began with it.
+# PyTorch reads its number of threads at import, from OMP_NUM_THREADS or the machine's cores. A fork
+# that sets the number is equal to a process that started with it.
 CODE = """
 import json, os, torch
 from ravan_flwr.config.run_config import read_config
@@ -22,27 +22,27 @@ def threads():
 
 assert "OMP_NUM_THREADS" not in os.environ
 torch.set_num_threads(3)
-told, tells = os.pipe()
+read_end, write_end = os.pipe()
 if os.fork() == 0:
     os.environ["OMP_NUM_THREADS"] = "2"
     torch.set_num_threads(2)
-    os.write(tells, str(threads()).encode())
+    os.write(write_end, str(threads()).encode())
     os._exit(0)
-os.close(tells)
-print(json.dumps({"": threads(), "2": int(os.read(told, 9))}))
+os.close(write_end)
+print(json.dumps({"": threads(), "2": int(os.read(read_end, 9))}))
 """
 
 
 @pytest.fixture(scope="module")
 def threads(python):
-    """By what OMP_NUM_THREADS is, how many threads the default preset computes with."""
+    """Return value of OMP_NUM_THREADS -> number of threads of the default preset."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = python.run(["-c", CODE], environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("given", "number"), [("", 1), ("2", 2)])
-def test_the_default_preset_computes_with_one_thread(given, number, threads):
-    """In a process of its own, and counted where the work is done."""
-    assert threads[given] == number
+@pytest.mark.parametrize(("omp_num_threads", "number"), [("", 1), ("2", 2)])
+def test_the_default_preset_computes_with_one_thread(omp_num_threads, number, threads):
+    """Unless OMP_NUM_THREADS is set; counted inside `holding`, where training runs."""
+    assert threads[omp_num_threads] == number

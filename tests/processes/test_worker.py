@@ -1,4 +1,4 @@
-"""The warm worker: the same bits as without, and never left behind."""
+"""The warm worker: the same bits as without it, and it ends with its owner."""
 
 import json
 import os
@@ -31,7 +31,7 @@ BUSY = RUN_CONFIG | {"local-steps": 100_000}
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A folder of its own for the sockets; its path must be short."""
+    """Make a new folder for the sockets; its path must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -40,14 +40,14 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def sockets():
-    """A folder for the sockets of the workers that tests share; its path must be short."""
+    """Make a folder for the sockets of shared workers; its path must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def owners(sockets):
-    """What stands for the process that starts Flower's client processes; the last one lives."""
+    """Return a function that gives a running fake of the process that starts client processes."""
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
 
@@ -61,7 +61,7 @@ def owners(sockets):
 
 @contextmanager
 def ending_with_its_workers():
-    """What stands for that process; the workers of another one stay."""
+    """Start a fake owner; at its end, wait for its workers."""
     before = len(worker._started)
     with subprocess.Popen(["sleep", "infinity"]) as process:
         try:
@@ -76,20 +76,20 @@ def ending_with_its_workers():
 
 @pytest.fixture
 def owner(owners, sockets, monkeypatch, python):
-    """An owner that may have a worker, which another test left."""
+    """Return an owner that may have a worker of an earlier test."""
     monkeypatch.setattr(sys, "executable", python.executable)
-    return standing_for_it(owners(), sockets, monkeypatch)
+    return use_as_owner(owners(), sockets, monkeypatch)
 
 
 @pytest.fixture
 def new_owner(home, monkeypatch, python):
-    """An owner that has no worker, with a folder of its own."""
+    """Start an owner without a worker, with a new folder."""
     monkeypatch.setattr(sys, "executable", python.executable)
     with ending_with_its_workers() as process:
-        yield standing_for_it(process, home, monkeypatch)
+        yield use_as_owner(process, home, monkeypatch)
 
 
-def standing_for_it(process, folder, monkeypatch):
+def use_as_owner(process, folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(os, "getppid", lambda: process.pid)
@@ -97,7 +97,7 @@ def standing_for_it(process, folder, monkeypatch):
 
 
 def workers(owner):
-    """The processes that work for this one."""
+    """Return the workers of an owner."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -116,14 +116,14 @@ def context(run_config=RUN_CONFIG, **changes):
     )
 
 
-def training(run_config=RUN_CONFIG):
+def training_message(run_config=RUN_CONFIG):
     state = ModelAndData(read_config(run_config)).model.initial_state()
     config = ConfigRecord({"round": 1, "budget-fraction": 0.5})
     return RecordDict({"arrays": to_record(state), "config": config})
 
 
 def comparable(reply):
-    """All of a reply but how long it took."""
+    """Return a reply's contents, except seconds and free memory."""
     arrays = {k: from_record(v) for k, v in reply.array_records.items()}
     bits = {k: {n: t.numpy().tobytes() for n, t in v.items()} for k, v in arrays.items()}
     metrics = {k: dict(v) | {"seconds": 0} for k, v in reply.metric_records.items()}
@@ -134,35 +134,37 @@ def comparable(reply):
     return bits, metrics, configs
 
 
-def test_answers_are_the_same_warm_and_cold_and_soon_there(owner):
-    message = training()
+def test_replies_are_the_same_warm_and_cold_and_warm_ones_are_faster(owner):
+    message = training_message()
     for kind, content in (("query", RecordDict()), ("train", message), ("train", message)):
-        before = sum(map(_seconds, workers(owner.pid)))
+        before = sum(map(cpu_seconds, workers(owner.pid)))
         warm = worker.ask(kind, content, context())
         assert comparable(warm) == comparable(client.answer(kind, content, context()))
     (pid,) = workers(owner.pid)
-    assert _seconds(pid) - before < before / 4  # neither imports nor a model, the last time
+    assert (
+        cpu_seconds(pid) - before < before / 4
+    )  # the last reply needs neither imports nor a new model
 
 
-def test_the_nodes_state_is_kept_by_flower_and_not_by_the_worker(owner):
-    one, two, three = context(), context(), context()
-    sent = training()
+def test_flower_stores_the_nodes_state_not_the_worker(owner):
+    first, second, third = context(), context(), context()
+    sent = training_message()
     fixed = client.answer("calibrate", sent, context()).array_records["arrays"]
     sent[FIXED] = ArrayRecord(dict(fixed))
     sent.config_records["config"]["fixed-hash"] = "0"
-    for mine in (one, two):
+    for node_context in (first, second):
         with pytest.raises(ValueError, match=r"fixed tensors have hash \w+, expected 0"):
-            worker.ask("train", sent, mine)
+            worker.ask("train", sent, node_context)
     del sent[FIXED]
-    # Also of an answer that failed, as Flower keeps what a process of its own has left.
-    assert FIXED in two.state
+    # Also after a failed reply, as Flower stores the state of its own processes.
+    assert FIXED in second.state
     with pytest.raises(ValueError, match=r"fixed tensors have hash \w+, expected 0"):
-        worker.ask("train", sent, two)
+        worker.ask("train", sent, second)
     with pytest.raises(ValueError, match="this node does not have the fixed tensors 0"):
-        worker.ask("train", sent, three)
+        worker.ask("train", sent, third)
 
 
-def test_what_is_wrong_is_told_as_it_would_be_without(owner):
+def test_errors_are_the_same_as_without_a_worker(owner):
     for _ in range(2):
         with pytest.raises(ValueError, match="budget = 2: expected a number above 0"):
             worker.ask("query", RecordDict(), context(budget=2))
@@ -171,58 +173,58 @@ def test_what_is_wrong_is_told_as_it_would_be_without(owner):
         worker.ask(
             "train", RecordDict({"config": ConfigRecord({"budget-fraction": 1.0})}), context()
         )
-    # Bad input leaves it as it is; after another error there is a new one.
+    # Invalid input does not end the worker; after another error a new one starts.
     assert worker.ask("query", RecordDict(), context())
     (other,) = workers(owner.pid)
     assert pid != other
 
 
-ASKER = """
+CLIENT = """
 import os, sys, tempfile
 from flwr.app import RecordDict
 from ravan_flwr.client import worker
 from tests.processes import test_worker
 tempfile.tempdir, os.getppid = sys.argv[1], lambda: int(sys.argv[2])
-worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
+worker.ask("train", test_worker.training_message(), test_worker.context(test_worker.BUSY))
 """
 
 
 @pytest.fixture
-def asker(owner, sockets, python, tmp_path):
-    """Another process, which asks for a training of hours; the worker is in the middle of it."""
+def training_client(owner, sockets, python, tmp_path):
+    """Start a client process that requests hours of training; yield once the worker trains."""
     worker.ask("query", RecordDict(), context(BUSY))  # with all imports, and the examples
     (pid,) = workers(owner.pid)
-    before = _seconds(pid)
-    process = python.start(["-c", ASKER, str(sockets), str(owner.pid)], log=tmp_path / "asker")
-    # All that is left to it is to make the model, less than a second, and to train.
-    wait_for(lambda: _seconds(pid) > before + 2, "the worker to train")
+    before = cpu_seconds(pid)
+    process = python.start(["-c", CLIENT, str(sockets), str(owner.pid)], log=tmp_path / "asker")
+    # Building the model takes less than a second; then it trains.
+    wait_for(lambda: cpu_seconds(pid) > before + 2, "the worker to train")
     yield process
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
-def _seconds(pid):
-    """Of CPU time that a worker has used."""
+def cpu_seconds(pid):
+    """Return the CPU time that a worker has used."""
     fields = Path(f"/proc/{fork_of(pid)}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_it_ends_when_whoever_asked_is_gone_and_another_takes_its_place(owner, asker):
-    asker.send_signal(signal.SIGKILL)
+def test_a_worker_whose_client_is_killed_ends_and_is_replaced(owner, training_client):
+    training_client.send_signal(signal.SIGKILL)
     wait_for(lambda: not workers(owner.pid), "the worker to end")
     assert worker.ask("query", RecordDict(), context())
 
 
-def test_it_ends_with_its_owner_in_the_middle_of_its_work(owner, sockets, asker, tmp_path):
+def test_a_working_worker_ends_with_its_owner(owner, sockets, training_client, tmp_path):
     owner.kill()
     wait_for(lambda: not workers(owner.pid), "the worker to end")
-    assert asker.wait() == 1
+    assert training_client.wait() == 1
     assert "the warm worker ended before it answered" in (tmp_path / "asker").read_text()
     assert not list(sockets.rglob("*.sock"))
 
 
-def test_another_app_has_a_worker_of_its_own(owner, sockets, tmp_path, python):
-    """Other code, in another folder, asked for where a checkout of this one lies."""
+def test_another_app_has_another_worker(owner, sockets, tmp_path, python):
+    """Its code is in another folder, while this checkout is the working directory."""
     worker.ask("query", RecordDict(), context())
     (old,) = workers(owner.pid)
     shutil.copytree(ROOT / "ravan_flwr", tmp_path / "ravan_flwr")
@@ -239,47 +241,47 @@ node = {{"partition-id": 0, "num-partitions": 1}}
 context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run_config={{}})
 print(list(worker.ask("query", RecordDict(), context)))
 """
-    told = tmp_path / "told"
-    assert python.start(["-c", program], log=told).wait() == 0, told.read_text()
-    assert told.read_text() == "['other']\n"
+    output = tmp_path / "told"
+    assert python.start(["-c", program], log=output).wait() == 0, output.read_text()
+    assert output.read_text() == "['other']\n"
     (new,) = workers(owner.pid)
     assert new != old
 
 
-def test_a_new_run_reads_everything_anew(owner, tmp_path):
-    """Also of the same settings: examples may have changed, and fixed bases were the old run's."""
-    own = {"data-path": str(tmp_path)}
+def test_a_new_run_reads_its_examples_again(owner, tmp_path):
+    """Also with the same settings: examples may have changed, and fixed bases are the old run's."""
+    node_config = {"data-path": str(tmp_path)}
     images = [[[float(row == column) for column in range(8)] for row in range(8)]]
 
-    def answered(number, run_id):
+    def num_examples(number, run_id):
         table = {"image": images * number, "label": [1] * number}
         datasets.Dataset.from_dict(table).to_parquet(tmp_path / "digits.parquet")
-        asked = context(**own)
-        asked.run_id = run_id
-        return worker.ask("query", RecordDict(), asked).config_records["client"]["examples"]
+        query_context = context(**node_config)
+        query_context.run_id = run_id
+        return worker.ask("query", RecordDict(), query_context).config_records["client"]["examples"]
 
-    assert [answered(10, 2), answered(20, 2), answered(30, 3)] == [10, 10, 30]
+    assert [num_examples(10, 2), num_examples(20, 2), num_examples(30, 3)] == [10, 10, 30]
     assert len(workers(owner.pid)) == 1
 
 
-def test_what_a_device_does_once_it_does_once_in_its_worker_as_well(monkeypatch):
-    """A worker has no number of Flower's by itself, and would take itself for a simulation."""
+def test_a_worker_of_a_device_counts_as_on_a_device(monkeypatch):
+    """The message carries Flower's task id, without which a worker would assume a simulation."""
     monkeypatch.setattr(TaskIdentity, "_task_id", None)
     answer = RecordDict({"config": ConfigRecord({"told": 1})})
-    asked = []
+    on_device = []
 
-    def noted(*_):
-        asked.append(is_on_a_device())
+    def record_call(*_):
+        on_device.append(is_on_a_device())
         return answer
 
-    monkeypatch.setattr(client, "answer", noted)
+    monkeypatch.setattr(client, "answer", record_call)
     for number in (0, 77):
         header = {
             "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
             "node-config": {"partition-id": 0, "num-partitions": 2},
         }  # fmt: skip
         worker._answer_of(header, RecordDict(), RecordDict(), new=False)
-    assert asked == [False, True]
+    assert on_device == [False, True]
 
 
 def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
@@ -290,7 +292,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
         folder_of_sockets()
 
 
-def test_a_worker_that_died_is_replaced(owner):
+def test_a_killed_worker_is_replaced(owner):
     worker.ask("query", RecordDict(), context())
     (pid,) = workers(owner.pid)
     os.kill(fork_of(pid), signal.SIGKILL)  # its socket stays
@@ -308,20 +310,20 @@ def test_an_idle_worker_ends(new_owner, home, python):
     assert (done.returncode, path.exists()) == (0, False)
 
 
-def test_nobody_else_can_open_the_socket(home):
+def test_only_the_user_can_open_the_socket(home):
     folder = private_folder()
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
     assert private_folder() == folder
 
 
-def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
+def test_a_session_has_a_separate_folder(home, monkeypatch):
     session = home / "session"
     session.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
     assert private_folder() == session / "ravan-flwr"
     assert (session / "ravan-flwr").stat().st_mode & 0o777 == 0o700
-    # Another user's, as `sudo` leaves it, or none at all: as without.
+    # A folder with wide permissions, as `sudo` leaves it, or none: as without the variable.
     session.chmod(0o755)
     assert private_folder().parent == home
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent/1000")
@@ -329,26 +331,26 @@ def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["wide", "link", "file", "another user's"])
-def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, new_owner, home, caplog):
-    before = home / f"ravan-flwr-{os.getuid()}"
+def test_an_unsafe_existing_folder_is_replaced_by_a_new_one(kind, new_owner, home, caplog):
+    existing = home / f"ravan-flwr-{os.getuid()}"
     if kind == "link":
         (home / "elsewhere").mkdir(mode=0o700)
-        before.symlink_to(home / "elsewhere")
+        existing.symlink_to(home / "elsewhere")
     elif kind == "file":
-        before.touch(mode=0o600)
+        existing.touch(mode=0o600)
     else:
-        before.mkdir(mode=0o700)
+        existing.mkdir(mode=0o700)
         if kind == "wide":
-            before.chmod(0o777)
+            existing.chmod(0o777)
         elif os.getuid():
             pytest.skip("only root can give a folder away")
         else:
-            os.chown(before, 65534, 65534)
+            os.chown(existing, 65534, 65534)
     folder = private_folder()
-    assert f"{before}: another user made it" in caplog.text
-    assert folder != before
+    assert f"{existing}: another user made it" in caplog.text
+    assert folder != existing
     assert (folder.parent, folder.stat().st_mode & 0o777) == (home, 0o700)
-    assert private_folder() == folder  # all of a SuperNode's processes meet there
+    assert private_folder() == folder  # all of a SuperNode's processes use it
     if kind == "wide":
         assert worker.ask("query", RecordDict(), context())
         assert len(workers(new_owner.pid)) == 1

@@ -1,4 +1,4 @@
-"""The processes of clients end with the run, however that ends."""
+"""The client processes end with the run, whether it is killed or interrupted."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from testing.deployment import PATIENCE, wait_for
+from testing.deployment import TIMEOUT, wait_for
 from tests.fork_server import fork_of
 
 pytestmark = [
@@ -21,8 +21,8 @@ LONG = [
 ]  # fmt: skip
 
 
-def session(pid):
-    """All processes of the session that a process leads, itself apart."""
+def other_processes(pid):
+    """Return the other processes of the session that `pid` leads."""
     found = []
     for other in psutil.pids():
         try:
@@ -35,7 +35,7 @@ def session(pid):
 
 @pytest.fixture
 def training(tmp_path, python):
-    """A run with two workers, amid its rounds."""
+    """Start a run with two workers; yield it after its first round."""
     words = ["-m", "ravan_flwr", "simulate", *LONG, f"output-dir={tmp_path}/runs"]
     process = python.start(words, log=tmp_path / "log")
 
@@ -46,7 +46,7 @@ def training(tmp_path, python):
     try:
         wait_for(trains, "a round")
         run = SimpleNamespace(pid=fork_of(process.pid), wait=process.wait)
-        assert len(session(run.pid)) == 3  # two workers, and who forks them
+        assert len(other_processes(run.pid)) == 3  # two workers and the process that forks them
         yield run
     finally:
         process.kill()
@@ -54,36 +54,36 @@ def training(tmp_path, python):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_no_worker(number, training):
+def test_a_signal_to_the_run_ends_its_workers(number, training):
     os.kill(training.pid, number)
-    assert training.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 128 + number)
-    wait_for(lambda: not session(training.pid), "the workers to end")
+    assert training.wait(TIMEOUT) == (-9 if number == signal.SIGKILL else 128 + number)
+    wait_for(lambda: not other_processes(training.pid), "the workers to end")
 
 
-def test_control_c_goes_to_all_and_the_run_can_go_on(training, tmp_path, python):
+def test_control_c_ends_run_and_workers_and_the_run_can_be_resumed(training, tmp_path, python):
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does
-    assert training.wait(PATIENCE) == 130
-    wait_for(lambda: not session(training.pid), "the workers to end")
-    told = (tmp_path / "log").read_text()
-    assert "stopped; " in told
-    assert "rejected" not in told
-    assert "Traceback" not in told
+    assert training.wait(TIMEOUT) == 130
+    wait_for(lambda: not other_processes(training.pid), "the workers to end")
+    log = (tmp_path / "log").read_text()
+    assert "stopped; " in log
+    assert "rejected" not in log
+    assert "Traceback" not in log
     (run,) = (tmp_path / "runs").iterdir()
     rounds = len((run / "rounds.jsonl").read_text().splitlines())
-    again = [*LONG[1:], f"num-rounds={rounds + 1}", f"resume={run}"]
-    done = python.run(["-m", "ravan_flwr", "simulate", *again])
+    settings = [*LONG[1:], f"num-rounds={rounds + 1}", f"resume={run}"]
+    done = python.run(["-m", "ravan_flwr", "simulate", *settings])
     assert done.returncode == 0, done.stderr
     assert len((run / "rounds.jsonl").read_text().splitlines()) == rounds + 1
 
 
-def test_who_is_killed_holds_the_runs_lock_no_longer(training, tmp_path, python):
-    """Not even while a worker is stopped, so that it cannot end."""
-    (worker, *_) = sorted(session(training.pid))[-1:]
+def test_a_killed_run_releases_its_lock(training, tmp_path, python):
+    """Also while a worker is stopped, so that it cannot end."""
+    (worker, *_) = sorted(other_processes(training.pid))[-1:]
     os.kill(worker, signal.SIGSTOP)
     os.kill(training.pid, signal.SIGKILL)
-    training.wait(PATIENCE)
+    training.wait(TIMEOUT)
     (run,) = (tmp_path / "runs").iterdir()
     code = f"from pathlib import Path; from ravan_flwr.runs.lock import locked\n\
 with locked(Path({str(run)!r})): print('free')"
     assert python.run(["-c", code]).stdout == "free\n"
-    wait_for(lambda: not session(training.pid), "the workers to end")
+    wait_for(lambda: not other_processes(training.pid), "the workers to end")

@@ -1,4 +1,4 @@
-"""The page for one's own task works as it is printed: each command, in its order."""
+"""The page `your-own-task.md` works as printed: each command, in order."""
 
 import csv
 import re
@@ -19,13 +19,13 @@ PAGE, PRESETS = (
 
 
 def blocks():
-    """The page's blocks: (language, text). `sh` needs a connection."""
+    """Return the page's blocks as (language, text), without `sh`, which needs a connection."""
     found = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return [(language, text) for language, text in found if language in ("bash", "python")]
 
 
 def newest_run(line, folder):
-    """Follow `RUN=$(ls -d PATTERN | tail -1)`, and no other command."""
+    """Emulate `RUN=$(ls -d PATTERN | tail -1)`, and no other command."""
     match = re.fullmatch(r"RUN=\$\(ls -d (\S+) \| tail -1\)", line)
     assert match is not None
     return str(sorted(folder.glob(match[1]))[-1].relative_to(folder))
@@ -33,7 +33,7 @@ def newest_run(line, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, python):
-    """The folder in which the page was followed, with what each block printed."""
+    """Return a folder with a small BERT and a small ViT."""
     path = tmp_path_factory.mktemp("own")
     make_bert(path / "model")
     make_vit(path / "vit")
@@ -41,7 +41,7 @@ def folder(tmp_path_factory, python):
 
 
 def shorten(path, longest=100):
-    """Cut long texts: most of the time of every run goes there."""
+    """Cut long texts, which take most of a run's time."""
     with path.open(newline="") as file:
         head, *rows = csv.reader(file)
     with path.open("w", newline="") as file:
@@ -49,7 +49,7 @@ def shorten(path, longest=100):
 
 
 def fewer_steps(preset):
-    """Change the preset, as the page says one may: what is learnt is no matter here."""
+    """Reduce rounds and steps in the preset: the test does not depend on the accuracy."""
     text, changes = re.subn(
         r"^  (num-rounds|local-steps): \d+", r"  \1: 3", preset.read_text(), flags=re.MULTILINE
     )
@@ -57,17 +57,17 @@ def fewer_steps(preset):
     preset.write_text(text)
 
 
-# `datasets` leaves a CSV that it has read open.
+# `datasets` does not close a CSV that it has read.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsys, python):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", python.executable)
-    for name, few in (
+    for name, value in (
         ("SEEDS", 2),
         ("EXTENSIONS", 0),
         ("grid_around", lambda rate: [rate, 3 * rate]),
     ):
-        monkeypatch.setattr(f"ravan_flwr.studies.tuning.{name}", few)
+        monkeypatch.setattr(f"ravan_flwr.studies.tuning.{name}", value)
     printed, run = [], ""
     for language, text in blocks():
         if language == "python":
@@ -86,16 +86,16 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
                 if words[1] == "new":
                     fewer_steps(folder / "conf" / f"{words[2]}.yaml")
         printed.append(capsys.readouterr().out)
-    told = "\n".join(printed)
+    output = "\n".join(printed)
     assert (folder / "conf" / "docs.yaml").is_file()
-    assert "macro-f1" in told.lower()
+    assert "macro-f1" in output.lower()
     predicted, sevens = (
         list(csv.DictReader((folder / name).read_text(encoding="utf-8").splitlines()))
         for name in ("predicted.csv", "sevens.csv")
     )
     assert len(predicted) > 500
     assert {row["label"] for row in sevens} <= set("0123456789")
-    assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", told)
+    assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", output)
     assert transformers.AutoConfig.from_pretrained(folder / "digits").id2label[7] == "7"
 
 

@@ -1,4 +1,4 @@
-"""The properties of the adapted layer, against plain loops in float64."""
+"""Properties of the adapted layer, against plain loops in float64."""
 
 from unittest import mock
 
@@ -41,7 +41,7 @@ def make_layer(heads, rank, out_features, in_features, bias, seed=0):
     return layer
 
 
-def oracle(layer, x):
+def loop_over_heads(layer, x):
     return multihead_forward(
         x, layer.base.weight, layer.base.bias, layer.B, layer.H, layer.A, layer.s
     )
@@ -55,7 +55,7 @@ def test_forward_is_the_loop_over_heads(shape, form, batch):
     layer = make_layer(*shape)
     layer.form = form
     x = torch.randn(*batch, layer.base.in_features, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), oracle(layer, x))
+    torch.testing.assert_close(layer(x), loop_over_heads(layer, x))
 
 
 @given(SHAPES)
@@ -71,14 +71,14 @@ WAYS = st.sampled_from(["tokens", "factors", "dense"])
 
 
 @given(SHAPES, FORMS, WAYS, st.data())
-def test_gradients_are_those_of_the_loop_for_any_heads(shape, form, way, data):
+def test_gradients_equal_those_of_the_loop_for_any_heads(shape, form, way, data):
     layer = make_layer(*shape)
     layer.form = form
     heads = sorted(data.draw(st.sets(st.integers(0, shape[0] - 1))))
     x = torch.randn(4, layer.base.in_features, dtype=torch.float64, requires_grad=True)
     target = torch.randn(4, layer.base.out_features, dtype=torch.float64)
 
-    slow = (oracle(layer, x) - target).square().sum()
+    slow = (loop_over_heads(layer, x) - target).square().sum()
     x_grad, H_grad, s_grad = torch.autograd.grad(slow, [x, layer.H, layer.s])
 
     layer.train_heads(heads)
@@ -119,7 +119,7 @@ def merging(layer, x):
 
 
 def cost_layer(shape):
-    """A float32 layer on the meta device, and its input's gradient wanted."""
+    """Make a float32 layer on the meta device whose input needs a gradient."""
     tokens, out, in_, heads, rank = shape
     with torch.device("meta"):
         layer = MultiHeadLinear(
@@ -129,8 +129,8 @@ def cost_layer(shape):
 
 
 @given(COSTS, st.data())
-def test_the_cost_model_counts_what_is_done(shape, data):
-    """Multiplications, beyond those of the frozen layer: PyTorch's own count, for both forms."""
+def test_the_cost_model_counts_the_actual_multiplications(shape, data):
+    """Multiplications beyond those of the frozen layer equal PyTorch's count, for both forms."""
     tokens, out, in_, heads, rank = shape
     trained = data.draw(st.integers(1, heads))
     layer, x = cost_layer(shape)
@@ -149,7 +149,7 @@ def test_the_cost_model_counts_what_is_done(shape, data):
     assert merging(layer, x) == (cost["merged"] < cost["factored"])
 
 
-def test_low_precision_is_factored_so_that_no_small_update_is_lost():
+def test_low_precision_uses_the_factored_form_and_keeps_small_updates():
     base = nn.Linear(64, 64)
     nn.init.constant_(base.weight, 1.0)
     B, A = make_bases("normal", heads=2, rank=8, out_features=64, in_features=64, seed=0, layer="l")
@@ -164,7 +164,7 @@ def test_low_precision_is_factored_so_that_no_small_update_is_lost():
 
     with torch.autocast("cpu", torch.bfloat16):
         assert not merging(layer, x)
-        layer.base.weight.zero_()  # what remains is the update as it is computed
+        layer.base.weight.zero_()  # only the update is left
         layer.base.bias.zero_()
         assert error(layer(x)) < 0.02
     nn.init.constant_(base.weight, 1.0)
@@ -199,7 +199,7 @@ def test_training_all_heads_again_restores_the_values():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_new_layer_computes_what_its_base_does(bias):
+def test_a_new_layer_equals_its_base(bias):
     base = nn.Linear(7, 4, bias=bias)
     x = torch.randn(3, 7)
     expected = base(x)
@@ -221,7 +221,7 @@ def test_bases_of_another_shape_are_refused():
         MultiHeadLinear(nn.Linear(7, 4), B, A)
 
 
-def test_autocast_gives_the_same_to_its_precision():
+def test_autocast_agrees_within_its_precision():
     layer = make_layer(3, 2, 8, 8, True).float()
     x = torch.randn(5, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -238,7 +238,7 @@ class Network(nn.Module):
         self.my_q_proj = nn.Linear(4, 4)
 
 
-def test_layers_are_found_by_the_ends_of_their_names():
+def test_layers_are_found_by_the_suffixes_of_their_names():
     found = find_layers(Network(), ["q_proj", "v_proj"])
     assert [(f.name, f.out_features, f.in_features) for f in found] == [
         ("blocks.0.q_proj", 4, 4),
@@ -253,7 +253,7 @@ def test_nothing_to_adapt_lists_the_linear_layers():
         find_layers(Network(), ["query"])
 
 
-def test_attached_adapters_take_the_layers_places():
+def test_attached_adapters_replace_the_layers():
     network = Network()
     layers = find_layers(network, ["v_proj"])
     adapters = attach(network, layers, lambda _, linear: nn.Sequential(linear))

@@ -1,4 +1,4 @@
-"""Every baseline against its definition in the paper, done the slow way."""
+"""Every baseline against the definition in its paper, by plain loops."""
 
 import copy
 import uuid
@@ -27,7 +27,7 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
-    build_whole,
+    build_with_network,
     calibration_sums,
     deltas,
     some_state,
@@ -48,7 +48,7 @@ def train_all(method, adapters, state, seeds):
 
 
 @given(SEEDS)
-def test_fedit_misses_the_mean_by_how_far_clients_are_apart(seeds):
+def test_fedits_error_is_the_covariance_of_the_clients_factors(seeds):
     method, adapters = build("fedit", lora_scale=0.5)
     state = some_state(method, adapters)
     uploads = train_all(method, adapters, state, seeds)
@@ -65,18 +65,18 @@ def test_fedit_misses_the_mean_by_how_far_clients_are_apart(seeds):
 
 
 @pytest.mark.parametrize("examples", [[1, 1, 1], [3, 10, 200]])
-def test_fedit_is_flowers_fedavg(examples):
+def test_fedit_equals_flowers_fedavg(examples):
     method, adapters = build("fedit")
     state = some_state(method, adapters)
     uploads = train_all(method, adapters, state, range(3))
     InProcessGrid({}, 1)  # messages need a task's identity
     replies = []
     for upload, number in zip(uploads, examples, strict=True):
-        asked = Message(RecordDict(), 1, "train")
-        asked.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        request = Message(RecordDict(), 1, "train")
+        request.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         metrics = MetricRecord({"num-examples": number, "loss": 1.0})
         content = RecordDict({"arrays": ArrayRecord(upload), "metrics": metrics})
-        replies.append(Message(content, reply_to=asked))
+        replies.append(Message(content, reply_to=request))
     arrays, _ = FedAvg().aggregate_train(1, replies)
     ours = aggregate(
         method, state, [(u, 1.0, float(n)) for u, n in zip(uploads, examples, strict=True)]
@@ -86,7 +86,7 @@ def test_fedit_is_flowers_fedavg(examples):
         torch.testing.assert_close(ours[name], tensor.float(), rtol=1e-6, atol=1e-7)
 
 
-def test_lora_starts_as_the_pretrained_network():
+def test_lora_starts_from_the_pretrained_weights():
     for name in sorted(METHODS.keys() - {"ravan", "fedalt", "fedrpca", "full", "fed-sb", "none"}):
         method, adapters = build(name)
         state = method.initial_state(adapters)
@@ -117,8 +117,8 @@ def test_ffa_lora_trains_and_sends_b_alone():
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
 def test_fedex_lora_adds_the_residual_to_the_weight(rounds, scale):
-    """The paper's equation, with dense matrices, over some rounds of any number of clients."""
-    method, adapters, network = build_whole("fedex-lora", lora_scale=scale)
+    """The paper's equation with dense matrices, over several rounds of any number of clients."""
+    method, adapters, network = build_with_network("fedex-lora", lora_scale=scale)
     W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
     state = method.initial_state(adapters)
     for seeds in rounds:
@@ -127,15 +127,15 @@ def test_fedex_lora_adds_the_residual_to_the_weight(rounds, scale):
         for layer in range(len(LAYERS)):
             Bs, As = ([pair[i][layer].double() for pair in pairs] for i in (0, 1))
             products = torch.stack([b @ a for b, a in zip(Bs, As, strict=True)])
-            apart = products.mean(0) - torch.stack(Bs).mean(0) @ torch.stack(As).mean(0)
-            W[layer] = W[layer] + scale * apart
+            residual = products.mean(0) - torch.stack(Bs).mean(0) @ torch.stack(As).mean(0)
+            W[layer] = W[layer] + scale * residual
         state = aggregate(method, state, [(upload, 1.0) for upload in uploads])
         method.load(adapters, state)
         weights = [network.get_submodule(layer.name).base.weight for layer in LAYERS]
         assert_close(weights, W)
 
 
-def test_a_residual_travels_in_its_cheapest_form():
+def test_a_residual_is_sent_in_its_smallest_form():
     layer = Layer("q", 6, 5)  # 30 numbers; a rank costs 11
     assert [Residual.size(layer, rank) for rank in (0, 1, 2, 3, 9)] == [0, 11, 22, 30, 30]
     method, adapters = build("fedex-lora", rank=1)
@@ -148,7 +148,7 @@ def test_a_residual_travels_in_its_cheapest_form():
     assert state["residual-rank"].tolist() == [4]
 
 
-def test_a_residual_that_does_not_fit_is_refused():
+def test_a_residual_of_another_shape_is_refused():
     method, adapters = build("fedex-lora")
     state = some_state(method, adapters)
     with pytest.raises(ValueError, match=r"residual is torch.float32 .*expected"):
@@ -159,7 +159,7 @@ def test_a_residual_that_does_not_fit_is_refused():
 
 
 @given(CLIENTS)
-def test_hetlora_pads_and_weighs_by_the_norm_of_the_product(clients):
+def test_hetlora_pads_and_weights_by_the_norm_of_the_product(clients):
     method, adapters = build("hetlora", rank=4)
     state = some_state(method, adapters)
     uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
@@ -170,16 +170,16 @@ def test_hetlora_pads_and_weighs_by_the_norm_of_the_product(clients):
         assert_close([Bs[layer], As[layer]], expected)
 
 
-def test_a_hetlora_layer_that_nobody_moved_keeps_what_it_was():
+def test_an_unchanged_hetlora_layer_keeps_its_values():
     method, adapters = build("hetlora")
-    state = method.initial_state(adapters)  # B is zero: every norm is zero
+    state = method.initial_state(adapters)  # B is zero, and so is every norm
     new = aggregate(method, state, [(state, 1.0), (state, 1.0)])
     assert all(torch.equal(new[key], state[key]) for key in state)
 
 
 @pytest.mark.parametrize("name", ["hetlora", "flexlora", "raflora"])
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75, 1.0])
-def test_a_client_gets_the_first_ranks(name, fraction):
+def test_a_client_receives_the_first_ranks(name, fraction):
     method, adapters = build(name, rank=4)
     state = some_state(method, adapters)
     rank = affordable(fraction, 4)
@@ -191,7 +191,7 @@ def test_a_client_gets_the_first_ranks(name, fraction):
 
 
 @given(CLIENTS)
-def test_flexlora_is_the_best_approximation_of_the_mean_product(clients):
+def test_flexlora_is_the_best_low_rank_approximation_of_the_mean_product(clients):
     method, adapters = build("flexlora", rank=4)
     state = some_state(method, adapters)
     uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
@@ -204,7 +204,7 @@ def test_flexlora_is_the_best_approximation_of_the_mean_product(clients):
             products.append(B @ A)
         mean = weighted_mean(products, [1.0] * len(products))
         assert_close([got], [best_of_rank(mean, 4)])
-        # A has orthonormal rows, also those beyond the rank of the mean; B has the values.
+        # A has orthonormal rows, also beyond the rank of the mean; B has the singular values.
         assert_close([As[layer] @ As[layer].T], [torch.eye(4)])
         values = torch.linalg.svdvals(mean)[:4]
         assert_close([Bs[layer].norm(dim=0)], [values], rtol=1e-4, atol=1e-4)
@@ -214,7 +214,7 @@ def test_flexlora_is_the_best_approximation_of_the_mean_product(clients):
 
 
 def known_changes():
-    """For each layer U diag(5, 3, 1) V^T with orthonormal U and V."""
+    """Return U diag(5, 3, 1) V^T for each layer, with orthonormal U and V."""
     torch.manual_seed(3)
     changes = []
     for layer in LAYERS:
@@ -225,7 +225,7 @@ def known_changes():
 
 
 def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
-    method, adapters, network = build_whole("fed-sb")
+    method, adapters, network = build_with_network("fed-sb")
     rest = copy.deepcopy(network.state_dict())
     method.load(adapters, method.initial_state(adapters))
     known, changes = known_changes()
@@ -248,8 +248,8 @@ def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
     assert_close(deltas(method, adapters, state), expected)
 
 
-def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
-    method, adapters, network = build_whole("fed-sb")
+def test_fed_sb_restores_the_weights_also_if_the_first_round_fails():
+    method, adapters, network = build_with_network("fed-sb")
     before = copy.deepcopy(network.state_dict())
 
     class Fails(FakeTraining):
@@ -264,7 +264,7 @@ def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
 
 
 def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
-    """What a client sends is what a plain loop over the same batches makes of the weights."""
+    """A client sends the change that a plain loop over the same batches makes to the weights."""
     loaded = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
     model, examples = loaded.model, loaded.partition(0, 4).train
     steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
@@ -291,7 +291,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
 
 
 def test_full_fine_tuning_trains_all_but_the_classifier():
-    method, adapters, network = build_whole("full")
+    method, adapters, network = build_with_network("full")
     state = method.initial_state(adapters)
     upload = train_client(method, adapters, state, 1.0, 0)
     names = {name for name, p in network.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""The frozen bases: their geometry, and that they are a function of (seed, layer, scheme)."""
+"""The frozen bases: their geometry, and reproducibility by (seed, layer, scheme)."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ def bases(scheme, heads=3, rank=4, out_features=24, in_features=16, **changes):
     )  # fmt: skip
 
 
-def test_the_configuration_offers_the_schemes_there_are():
+def test_the_configuration_offers_every_scheme():
     assert set(KEYS["init"].forms) == {*SCHEMES, "data-aware", "first-round"}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bases_are_a_function_of_seed_layer_and_scheme(scheme):
     B, A = bases(scheme)
-    torch.manual_seed(123)  # what ran before has no part in it
+    torch.manual_seed(123)  # earlier use of the generator has no influence
     again_B, again_A = bases(scheme)
     assert torch.equal(B, again_B)
     assert torch.equal(A, again_A)
@@ -47,7 +47,7 @@ def test_gram_schmidt_is_orthonormal_over_all_heads(heads, rank, more_out, more_
     torch.testing.assert_close(rows @ rows.T, eye, atol=1e-6, rtol=0)
 
 
-def test_gram_schmidt_is_the_textbook_procedure():
+def test_gram_schmidt_equals_the_textbook_procedure():
     from ravan_flwr.adapters.bases import _orthonormal_heads
     from ravan_flwr.seeding import generator
 

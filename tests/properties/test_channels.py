@@ -1,21 +1,21 @@
-"""All ways by which something leaves a device, or a private run, and what each tells of an example.
+"""All channels from a device or a private run, and their dependence on an example.
 
-Two worlds are neighbours if they differ in one example of a device (`privacy=example`), in all that
-one client has (`privacy=client`), or in who was drawn for the rounds that were held. For
-each channel the same must leave in both, to the byte; what differs must be what an account has:
-`uploads` are, by the clip norm.
+Two data sets are neighbours if they differ in one example of a device (`privacy=example`), in all
+data of one client (`privacy=client`), or in the sampled cohorts of earlier rounds. Each channel
+must be equal for neighbours, to the byte; only the accounted `uploads` may differ, by the clip
+norm.
 
-| channel | what it is |
+| channel | content |
 | --- | --- |
 | `fails` | whether a reply is an error, which drops a client out of a round |
-| `error` | its text, which Flower sends: the class of an exception, and what it says |
+| `error` | its text, which Flower sends: the class of an exception, and its message |
 | `records` | names of records and of their entries |
-| `metrics` | all values beside tensors, `seconds` among them |
+| `metrics` | all values besides tensors, such as `seconds` |
 | `sizes` | dtype, shape and bytes of each tensor |
 | `log` | no line of the device's log is in a reply |
-| `card`, `parcel`, `tracking` | what is published of a run |
+| `card`, `parcel`, `tracking` | published results of a run |
 
-Not here, and not protected (docs/privacy.md): when a reply comes.
+The time of a reply is not protected, and not tested here (docs/privacy.md).
 """
 
 import json
@@ -57,9 +57,10 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 from ravan_flwr.training.private_steps import PrivateStepper
 from tests.unit.reports.test_card import CONFIG
 
-# One example of a device, whatever it is, and whatever the server sends.
+# One example of a device: any example, for any message of the server.
 
-NUMBER, ROW, NAME = 12, 5, "Jane Doe"  # examples, the one that differs, and whose it is
+# The number of examples, the differing one, and the name in it.
+NUMBER, ROW, NAME = (12, 5, "Jane Doe")
 DEVICE: dict[str, Scalar] = {
     "privacy": "example", "noise-multiplier": 2.0, "local-steps": 1, "batch-size": NUMBER,
     "partition": "iid", "lora-rank": 1, "tracking": "none", "classifier": "trained",
@@ -81,7 +82,7 @@ def _nothing(_):
     pass
 
 
-# By name: what is in it, and what happens to whoever reads it.
+# name -> (change of the example, exception when it is read)
 EXAMPLES: dict[str, tuple[Any, type[Exception] | None]] = {
     "ordinary": (_nothing, None),
     "nothing": (_nothing, OSError),
@@ -99,7 +100,7 @@ def _all(value):
     return lambda tensor, _: torch.full_like(tensor, value)
 
 
-# By name: a state that a server may send, to find a value at which an example shows.
+# name -> a state that a server may send to find a value at which an example is visible
 STATES = {
     "at rest": lambda tensor, _: tensor,
     "as trained": lambda tensor, random: tensor + torch.randn(tensor.shape, generator=random),
@@ -109,7 +110,7 @@ STATES = {
     "no number": _all(math.nan),
     "infinite": _all(math.inf),
 }
-REFUSED = ("no number", "infinite")  # whatever the examples are
+REFUSED = ("no number", "infinite")  # for any examples
 CHANNELS = ("fails", "error", "records", "metrics", "sizes", "log")
 
 
@@ -120,7 +121,7 @@ def loaded():
 
 
 @dataclass(frozen=True)
-class Held(Encoded):
+class UnreadableExamples(Encoded):
     """Examples of which one may fail when it is read."""
 
     failure: type[Exception] | None = None
@@ -141,7 +142,7 @@ def examples_of(name):
     change, failure = EXAMPLES[name]
     batch = {key: tensor.clone() for key, tensor in ordinary().items()}
     change(batch)
-    return Held(batch, np.arange(NUMBER), (), failure)
+    return UnreadableExamples(batch, np.arange(NUMBER), (), failure)
 
 
 def state_of(loaded, name):
@@ -151,7 +152,7 @@ def state_of(loaded, name):
 
 
 def ask(kind, state, config, node=None):
-    """A device's reply to a message, as Flower sends it."""
+    """Return a device's reply to a message, as Flower sends it."""
     settings: dict[str, Any] = {
         "round": 1,
         "budget-fraction": 1.0,
@@ -161,15 +162,15 @@ def ask(kind, state, config, node=None):
     content = RecordDict({"arrays": to_record(state), "config": ConfigRecord(settings)})
     message = Message(content, 1, kind)
     message.metadata.__dict__["_run_id"] = 1
-    given = {"partition-id": 0, "num-partitions": 20} | (node or {})
-    return reply_of(message, Context(1, 1, given, RecordDict(), dict(config)))
+    node_config = {"partition-id": 0, "num-partitions": 20} | (node or {})
+    return reply_of(message, Context(1, 1, node_config, RecordDict(), dict(config)))
 
 
-def seen_in(reply: Any, logged: Any = ()) -> dict[str, Any]:
-    """By channel, what somebody sees who has the reply; and whether it has a line of the log."""
+def view_of(reply: Any, logged: Any = ()) -> dict[str, Any]:
+    """Return an observer's view of the reply by channel, and whether a log line is in it."""
     if reply.has_error():
-        seen = {"fails": True, "error": reply.error.reason, "text": reply.error.reason}
-        return seen | {"log": any(line in str(reply.error.reason) for line in logged)}
+        view = {"fails": True, "error": reply.error.reason, "text": reply.error.reason}
+        return view | {"log": any(line in str(reply.error.reason) for line in logged)}
     content = reply.content
     plain = {**content.metric_records, **content.config_records}
     text = json.dumps({name: dict(record) for name, record in plain.items()}, sort_keys=True)
@@ -189,38 +190,38 @@ def seen_in(reply: Any, logged: Any = ()) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def asked_before():
-    """What devices answered, by question: channel after channel is looked at."""
+def answers_by_request():
+    """Cache the devices' answers by request, since each channel is tested by itself."""
     return {}
 
 
 @pytest.fixture
-def device(monkeypatch, loaded, caplog, asked_before):
-    """Ask a device that has one example of this kind, in that state of the server's."""
+def device(monkeypatch, loaded, caplog, answers_by_request):
+    """Return a function that asks a device with this example, in this state of the server."""
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
     def device(kind, state, example):
         question = kind, state, example
-        if question not in asked_before:
-            asked_before[question] = answer(kind, state, example)
-        return asked_before[question]
+        if question not in answers_by_request:
+            answers_by_request[question] = answer(kind, state, example)
+        return answers_by_request[question]
 
     def answer(kind, state, example):
-        held = Examples(examples_of(example), examples_of(example).select(np.arange(0)))
-        monkeypatch.setattr(ModelAndData, "partition", lambda *_: held)
+        examples = Examples(examples_of(example), examples_of(example).select(np.arange(0)))
+        monkeypatch.setattr(ModelAndData, "partition", lambda *_: examples)
         caplog.clear()
-        seen = seen_in(ask(kind, state_of(loaded, state), DEVICE), caplog.messages)
-        if EXAMPLES[example][1] is not None and kind == "train" and not seen["fails"]:
-            assert NAME in caplog.text  # the device's own log says it
-        assert NAME not in seen["text"]
-        return seen
+        view = view_of(ask(kind, state_of(loaded, state), DEVICE), caplog.messages)
+        if EXAMPLES[example][1] is not None and kind == "train" and not view["fails"]:
+            assert NAME in caplog.text  # the device's own log has it
+        assert NAME not in view["text"]
+        return view
 
     return device
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("state", STATES)
-def test_no_channel_tells_what_an_example_is(device, state, channel):
+def test_no_channel_depends_on_an_example(device, state, channel):
     expected = device("train", state, "ordinary")
     assert expected["fails"] == (state in REFUSED)
     for example in OTHERS:
@@ -229,29 +230,29 @@ def test_no_channel_tells_what_an_example_is(device, state, channel):
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("example", OTHERS)
-def test_what_a_node_says_of_itself_is_the_same_for_any_example(device, example, channel):
-    """Its memory, too: how much is free would follow from what the examples take."""
+def test_a_nodes_registration_does_not_depend_on_an_example(device, example, channel):
+    """Free memory would depend on the examples as well."""
     found, expected = (device("query", "at rest", one) for one in (example, "ordinary"))
     assert not expected["fails"]
     assert found.get(channel) == expected.get(channel)
 
 
-def test_a_reply_has_nothing_but_what_this_audit_knows(device):
-    """What comes to be told needs a thought, and a row above."""
-    seen = device("train", "as trained", "ordinary")
-    assert seen["records"] == ["arrays", "metrics"]
-    told = json.loads(seen["metrics"])["metrics"]
-    assert set(told) == {"round", "derived", "recounted"}  # no seconds, loss, number of examples
+def test_a_reply_has_the_audited_values_alone(device):
+    """A new value in a reply needs a decision, and a row above."""
+    view = device("train", "as trained", "ordinary")
+    assert view["records"] == ["arrays", "metrics"]
+    metrics = json.loads(view["metrics"])["metrics"]
+    assert set(metrics) == {"round", "derived", "recounted"}  # no seconds, loss, number of examples
 
 
 @pytest.mark.parametrize(
     "state", [name for name in STATES if name not in ("no number", "infinite")]
 )
 def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
-    """The accounted channel: the gradient that a step releases, without its noise.
+    """The accounted channel is the gradient that a step releases, without its noise.
 
-    In the parts that a device works in. In company rounding differs, which a large state makes as
-    large as the gradients of all others.
+    It is computed one example at a time, as on a device. In larger batches rounding differs,
+    which a large state amplifies to the size of the other gradients.
     """
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     norm, work = 0.5, ClientRound(0, 1, 3)
@@ -274,26 +275,26 @@ def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
         assert float((released("ordinary") - without).norm()) > 0.1 * norm / NUMBER
 
 
-@pytest.mark.parametrize(("there", "parts"), [(True, 1), (False, None)])
-def test_a_device_works_on_each_example_by_itself(loaded, monkeypatch, there, parts):
-    """Whatever the settings say; in a simulation they come together, which is quicker."""
-    given = []
-    monkeypatch.setattr(answers, "is_on_a_device", lambda: there)
-    monkeypatch.setattr(answers, "train_privately", lambda *work: given.append(work[5]))
+@pytest.mark.parametrize(("on_device", "parts"), [(True, 1), (False, None)])
+def test_a_device_computes_one_example_at_a_time(loaded, monkeypatch, on_device, parts):
+    """For any settings; a simulation computes them together, which is faster."""
+    local_steps = []
+    monkeypatch.setattr(answers, "is_on_a_device", lambda: on_device)
+    monkeypatch.setattr(answers, "train_privately", lambda *work: local_steps.append(work[5]))
     ask("train", loaded.model.initial_state(), DEVICE)
-    assert [steps.micro_batch_size for steps in given] == [parts]
+    assert [steps.micro_batch_size for steps in local_steps] == [parts]
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_whether_examples_are_apart_is_found_out_without_them(loaded, monkeypatch, state):
-    """Nor with the state that a server sends: it is known before either is there."""
-    looked = []
+def test_the_independence_check_does_not_depend_on_examples(loaded, monkeypatch, state):
+    """The check uses neither examples nor the server's state."""
+    gradients = []
 
-    def noted(alone, together):
-        looked.append(torch.cat([g[0].flatten() for g in together]))
+    def recording(alone, together):
+        gradients.append(torch.cat([g[0].flatten() for g in together]))
         check_independent(alone, together)
 
-    monkeypatch.setattr(private_steps, "check_independent", noted)
+    monkeypatch.setattr(private_steps, "check_independent", recording)
     for example in ("ordinary", "no number", "nothing"):
         monkeypatch.setattr(loaded.model, "examples_are_independent", False)
         with suppress(ValueError):  # a state that is refused
@@ -301,15 +302,15 @@ def test_whether_examples_are_apart_is_found_out_without_them(loaded, monkeypatc
                 loaded.model, loaded.task, examples_of(example), state_of(loaded, state), 1.0,
                 steps_of(read_config(DEVICE), 1, NUMBER), ClientRound(0, 1, 3), StepNoise(1.0, 1.0),
             )  # fmt: skip
-    assert len(looked) == 3
-    assert looked[0].any()
-    assert all(torch.equal(one, looked[0]) for one in looked)
+    assert len(gradients) == 3
+    assert gradients[0].any()
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.parametrize("kind", ["query", "train"])
-def test_why_examples_cannot_be_read_stays_on_the_device(loaded, monkeypatch, caplog, kind):
-    """A server chooses labels, columns and lengths: a text, or its length, would be an answer."""
-    told = set()
+def test_the_reason_of_unreadable_examples_stays_on_the_device(loaded, monkeypatch, caplog, kind):
+    """A server chooses labels, columns and lengths, so that an error's text could reveal one."""
+    texts = set()
     for failure in (
         ValueError(f"labels: got unknown labels {NAME}"),
         OSError(2, NAME),
@@ -320,14 +321,14 @@ def test_why_examples_cannot_be_read_stays_on_the_device(loaded, monkeypatch, ca
             raise failure
 
         monkeypatch.setattr(ModelAndData, "partition", fails)
-        seen = seen_in(ask(kind, loaded.model.initial_state(), DEVICE))
-        assert NAME not in seen["text"]
-        told.add(seen["text"])
-    assert told == {f"RuntimeError: {HIDDEN_REASON}"}
+        view = view_of(ask(kind, loaded.model.initial_state(), DEVICE))
+        assert NAME not in view["text"]
+        texts.add(view["text"])
+    assert texts == {f"RuntimeError: {HIDDEN_REASON}"}
     assert NAME in caplog.text
 
 
-# What becomes of an image among those of a device's own folder, by the settings or by itself.
+# Damage to an image in a device's own folder, or a mismatch with the settings.
 FILES: dict[str, Callable[[Path], object]] = {
     "ordinary": lambda image: None,
     "of no class": lambda image: image.rename(_folder(image.parent.parent / NAME) / image.name),
@@ -344,38 +345,36 @@ def _folder(path):
 
 @pytest.mark.parametrize("kind", ["query", "train"])
 @pytest.mark.parametrize("name", FILES)
-def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
-    loaded, tmp_path, caplog, kind, name
-):
-    """Its node has as many as before: a server that chooses labels could read them by that."""
+def test_an_unusable_example_counts_as_zero(loaded, tmp_path, caplog, kind, name):
+    """The number of examples is unchanged: a server that chooses labels could learn from it."""
     for number in range(NUMBER):
         folder = tmp_path / str(number % 2)
         folder.mkdir(exist_ok=True)
         Image.fromarray(np.full((8, 8), 20 * number, np.uint8)).save(folder / f"{number}.png")
     FILES[name](tmp_path / str(ROW % 2) / f"{ROW}.png")
     node = {"data-path": str(tmp_path)}
-    seen = seen_in(ask(kind, loaded.model.initial_state(), DEVICE, node), caplog.messages)
-    assert not seen["fails"], seen
-    assert NAME not in seen["text"]
-    assert not seen["log"]
+    view = view_of(ask(kind, loaded.model.initial_state(), DEVICE, node), caplog.messages)
+    assert not view["fails"], view
+    assert NAME not in view["text"]
+    assert not view["log"]
     if kind == "query":
-        assert json.loads(seen["metrics"])["client"]["examples"] == NUMBER
+        assert json.loads(view["metrics"])["client"]["examples"] == NUMBER
     if name != "ordinary":
         assert f"1 of {NUMBER} examples cannot be used, and count as zero: example" in caplog.text
 
 
-# What is published of a run: another cohort of the same round gives the same.
+# Published results of a run are equal for another cohort of the same round.
 
-COHORTS = ({0: 2, 1: 2}, {4: 1, 5: 1, 6: 1, 7: 1})  # two draws: rounds by client
+COHORTS = ({0: 2, 1: 2}, {4: 1, 5: 1, 6: 1, 7: 1})  # two cohorts: rounds by client
 KINDS: dict[str, dict[str, Scalar]] = {
     "client": {"privacy": "client", "noise-multiplier": 4.0, "clip-norm": 0.1, "num-rounds": 3},
     "example": {"privacy": "example", "noise-multiplier": 4.0},
 }
 
 
-def told_of(kind):
-    """What the account of a run tells, whoever was drawn."""
-    if kind == "example":  # who is asked follows from the seed
+def account_of(kind):
+    """Return the account of a run, which does not depend on the cohort."""
+    if kind == "example":  # sampling follows from the seed
         return {"unit": "example", "epsilon": 1.0, "delta": 1e-5, "noise-multiplier": 4.0}
     budget = ClientBudget(read_config(KINDS[kind]), lambda _: None)
     budget.rate, budget.multiplier = 0.05, 4.0
@@ -385,7 +384,7 @@ def told_of(kind):
 
 
 def summary_of(kind, cohort):
-    """A summary in which all that is not meant for others tells of the cohort."""
+    """Return a summary in which all private values depend on the cohort."""
     known = {
         "method": "ravan", "preset": "digits-vit", "seed": 0, "num-clients": 1000, "rounds": 3,
         "rank": 13, "trainable-parameters": 6410, "run-id": "0" * 16,
@@ -395,7 +394,7 @@ def summary_of(kind, cohort):
         key: f"drawn: {sorted(cohort)}" for key in get_type_hints(Summary) if key not in known
     }
     spent = {key for key in others if key in PUBLISHED or key.startswith("epsilon")}
-    return {k: v for k, v in others.items() if k not in spent} | known | told_of(kind)
+    return {k: v for k, v in others.items() if k not in spent} | known | account_of(kind)
 
 
 def card(kind, cohort, folder):
@@ -416,7 +415,7 @@ def parcel(kind, cohort, folder):
 def tracked(kind, cohort, folder):
     del folder
     hints = {key: f"drawn: {sorted(cohort)}" for key in get_type_hints(RoundRecord)}
-    record: Any = hints | {"metrics": {"accuracy": 0.5}, "privacy": told_of(kind)}
+    record: Any = hints | {"metrics": {"accuracy": 0.5}, "privacy": account_of(kind)}
     return numbers_of(record)
 
 
@@ -425,14 +424,14 @@ PUBLIC = {"card": card, "parcel": parcel, "tracking": tracked}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("channel", PUBLIC)
-def test_what_is_published_does_not_tell_who_was_drawn(kind, channel, tmp_path):
+def test_published_results_do_not_depend_on_the_cohort(kind, channel, tmp_path):
     one, other = (PUBLIC[channel](kind, cohort, tmp_path) for cohort in COHORTS)
     assert one == other
     assert "drawn" not in str(one)
     assert channel == "tracking" or "epsilon" in str(one)
 
 
-def test_a_run_is_named_by_chance_alone(tmp_path):
+def test_run_ids_are_random(tmp_path):
     ids = set()
     for _ in range(2):
         summary: Any = {"rounds": 1, "metrics": {"final": {}, "best": {}}, "epsilon": 1.0}
@@ -442,16 +441,16 @@ def test_a_run_is_named_by_chance_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("privacy", "off"), [("none", False), ("client", True)])
-def test_a_tracker_is_given_no_log_lines_and_no_traffic_of_a_private_run(
+def test_a_tracker_gets_no_log_lines_and_no_traffic_of_a_private_run(
     privacy, off, tmp_path, monkeypatch
 ):
-    """Weights & Biases sends what a process prints, and how many bytes it sent."""
-    given: dict[str, Any] = {}
+    """Weights & Biases sends console output and network traffic."""
+    arguments: dict[str, Any] = {}
     monkeypatch.setitem(
         __import__("sys").modules,
         "wandb",
-        SimpleNamespace(init=lambda **named: given.update(named)),
+        SimpleNamespace(init=lambda **kwargs: arguments.update(kwargs)),
     )
     tracking.wandb(tmp_path, "run", {"privacy": privacy})
     expected = {"console": "off", "x_disable_stats": True} if off else None
-    assert given.get("settings") == expected
+    assert arguments.get("settings") == expected

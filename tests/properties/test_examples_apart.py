@@ -1,7 +1,7 @@
-"""Gradients by example equal those of a loop over examples, in every layer and every form.
+"""Per-example gradients equal those of a loop over examples, in every layer and every form.
 
-The oracle computes the gradient of one example's loss after the other, in float64, by autograd.
-Opacus is another one.
+The oracle computes the gradient of each example's loss, one after the other, in float64, by
+autograd. Opacus is a second oracle.
 """
 
 import copy
@@ -22,15 +22,15 @@ from ravan_flwr.privacy.example_gradients import (
     joint_norms,
 )
 from ravan_flwr.seeding import generator
-from tests.methods import build_whole, some_state
+from tests.methods import build_with_network, some_state
 
 BY_EXAMPLE = [name for name, method in METHODS.items() if method.by_example]
-# Whose layers are the same, though their rounds are not private.
+# Their layers are the same, though their rounds are not private.
 OF_SUCH_LAYERS = [*BY_EXAMPLE, "fed-sb", "fedsa-lora", "local"]
 EXAMPLES, TOKENS = 5, 4
 
 
-class Together(nn.Module):
+class BothLayers(nn.Module):
     """Send tokens through both adapted layers, one after the other, and classify their mean."""
 
     def __init__(self, network):
@@ -45,10 +45,10 @@ class Together(nn.Module):
 
 
 def adapted(name, fraction=1.0, **changes):
-    """A model in the middle of a run, a client of that share, what it trains, and its examples."""
-    method, adapters, network = build_whole(name, **changes)
+    """Return a model in the middle of a run, a client's trained parameters, and its examples."""
+    method, adapters, network = build_with_network(name, **changes)
     torch.default_generator.manual_seed(3)
-    model = Together(network)
+    model = BothLayers(network)
     state = some_state(method, adapters)
     fraction = fraction if method.can_train(fraction) else 1.0
     method.load(adapters, method.broadcast(state, fraction))
@@ -62,53 +62,55 @@ def adapted(name, fraction=1.0, **changes):
     return model, parameters, x, y
 
 
-def loop(model, parameters, x, y):
-    """The gradients of one example's loss after the other, in float64."""
+def gradients_by_loop(model, parameters, x, y):
+    """Return the gradients of each example's loss, one after the other, in float64."""
     exact = copy.deepcopy(model).double()
     names = {id(p): name for name, p in model.named_parameters()}
     own = dict(exact.named_parameters())
-    mine = [own[names[id(p)]] for p in parameters]
+    parameters_ = [own[names[id(p)]] for p in parameters]
     each = []
     for one in range(len(x)):
         loss = F.cross_entropy(exact(x[one : one + 1].double()), y[one : one + 1])
-        pairs = zip(mine, torch.autograd.grad(loss, mine, allow_unused=True), strict=True)
+        pairs = zip(
+            parameters_, torch.autograd.grad(loss, parameters_, allow_unused=True), strict=True
+        )
         each.append([torch.zeros_like(p) if g is None else g for p, g in pairs])
     return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
 
 
-def fast(model, parameters, x, y):
+def gradients_by_example(model, parameters, x, y):
     sizes = torch.ones(len(x))
     return ExampleGradients(model, parameters).of(lambda: F.cross_entropy(model(x), y), sizes)
 
 
-def close(got, expected, **how):
-    how = how or {"rtol": 1e-4, "atol": 1e-6}
+def close(got, expected, **tolerances):
+    tolerances = tolerances or {"rtol": 1e-4, "atol": 1e-6}
     for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), **how)
+        torch.testing.assert_close(one.double(), other.double(), **tolerances)
 
 
 @pytest.mark.parametrize("form", ["merged", "factored"])
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("name", OF_SUCH_LAYERS)
-def test_gradients_by_example_are_those_of_the_loop(name, fraction, form):
+def test_per_example_gradients_equal_those_of_the_loop(name, fraction, form):
     model, parameters, x, y = adapted(name, fraction, layer_form=form)
-    expected = loop(model, parameters, x, y)
-    close(fast(model, parameters, x, y), expected)
+    expected = gradients_by_loop(model, parameters, x, y)
+    close(gradients_by_example(model, parameters, x, y), expected)
     assert all(gradients.flatten(1).any(1).all() for gradients in expected if gradients.any())
     assert any(gradients.any() for gradients in expected)
 
 
 @pytest.mark.parametrize("changes", [{"scaling": "constant"}, {"lora_scale": 0.3}], ids=str)
 @pytest.mark.parametrize("name", ["ravan", "fedit"])
-def test_so_they_are_with_other_scales(name, changes):
+def test_per_example_gradients_equal_the_loops_with_other_scales(name, changes):
     model, parameters, x, y = adapted(name, **changes)
-    close(fast(model, parameters, x, y), loop(model, parameters, x, y))
+    close(gradients_by_example(model, parameters, x, y), gradients_by_loop(model, parameters, x, y))
 
 
 @pytest.mark.parametrize("name", BY_EXAMPLE)
-def test_their_mean_is_the_gradient_of_a_plain_step(name):
+def test_the_mean_of_per_example_gradients_is_that_of_a_plain_step(name):
     model, parameters, x, y = adapted(name, 0.7)
-    found = fast(model, parameters, x, y)
+    found = gradients_by_example(model, parameters, x, y)
     assert all(p.requires_grad and p.grad is None for p in parameters)
     F.cross_entropy(model(x), y).backward()
     plain = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -118,16 +120,16 @@ def test_their_mean_is_the_gradient_of_a_plain_step(name):
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", BY_EXAMPLE)
-def test_they_are_those_of_opacus(name):
+def test_per_example_gradients_equal_opacus(name):
     model, parameters, x, y = adapted(name, layer_form="factored")
-    found = fast(model, parameters, x, y)
+    found = gradients_by_example(model, parameters, x, y)
     other = copy.deepcopy(model)
     frozen = {n for n, p in model.named_parameters() if id(p) not in set(map(id, parameters))}
     names = {id(p): n for n, p in model.named_parameters()}
     own = dict(other.named_parameters())
     for n in frozen:
         own[n].requires_grad_(False)
-    for module in other.modules():  # Opacus knows no layer with buffers
+    for module in other.modules():  # Opacus supports no layer with buffers
         module.__dict__.update(module._buffers)
         module._buffers.clear()
     sampled = opacus.GradSampleModule(other, batch_first=True, loss_reduction="mean", strict=False)
@@ -136,12 +138,12 @@ def test_they_are_those_of_opacus(name):
 
 
 @pytest.mark.parametrize("name", ["ravan", "fedit"])
-def test_in_bfloat16_they_are_as_near_as_its_digits(name):
+def test_in_bfloat16_per_example_gradients_agree_within_its_precision(name):
     model, parameters, x, y = adapted(name)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fast(model, parameters, x, y)
+        found = gradients_by_example(model, parameters, x, y)
     assert all(gradients.dtype == torch.float32 for gradients in found)
-    expected = loop(model, parameters, x, y)
+    expected = gradients_by_loop(model, parameters, x, y)
     size = float(joint_norms(expected).max())
     assert joint_norms([f.double() - e for f, e in zip(found, expected, strict=True)]).max() < (
         0.05 * size
@@ -150,41 +152,41 @@ def test_in_bfloat16_they_are_as_near_as_its_digits(name):
 
 @pytest.mark.parametrize("name", BY_EXAMPLE)
 @pytest.mark.parametrize("norm", [1e-3, 0.3, 1e6])
-def test_one_example_more_moves_the_sum_by_the_clip_norm_at_most(name, norm):
-    """Neighbours: every example taken away in turn, over all that is trained together."""
+def test_one_example_changes_the_sum_by_at_most_the_clip_norm(name, norm):
+    """Each example in turn is removed; the norm is over all trained parameters together."""
     model, parameters, x, y = adapted(name, 0.7)
 
     def summed(rows):
         clipped = ClippedExamples(parameters, StepNoise(1.0, norm))
-        clipped.add(fast(model, parameters, x[rows], y[rows]))
+        clipped.add(gradients_by_example(model, parameters, x[rows], y[rows]))
         return [total.clone() for total in clipped.sums]
 
-    whole = summed(list(range(EXAMPLES)))
-    norms = joint_norms(loop(model, parameters, x, y))
+    complete = summed(list(range(EXAMPLES)))
+    norms = joint_norms(gradients_by_loop(model, parameters, x, y))
     for one in range(EXAMPLES):
         without = summed([row for row in range(EXAMPLES) if row != one])
-        pairs = zip(whole, without, strict=True)
+        pairs = zip(complete, without, strict=True)
         moved = joint_norms([(a - b)[None] for a, b in pairs]).item()
         assert 0 < moved <= norm * (1 + 1e-6)
         assert moved == pytest.approx(min(norm, float(norms[one])), rel=1e-3)
 
 
 @pytest.mark.parametrize("parts", [[5], [2, 3], [1, 1, 1, 1, 1]])
-def test_the_sum_is_the_same_in_whatever_parts(parts):
+def test_the_sum_does_not_depend_on_microbatches(parts):
     model, parameters, x, y = adapted("ravan", 0.4)
     clipped = ClippedExamples(parameters, StepNoise(1.0, 0.5))
     for rows in torch.arange(EXAMPLES).split(parts):
-        clipped.add(fast(model, parameters, x[rows], y[rows]))
+        clipped.add(gradients_by_example(model, parameters, x[rows], y[rows]))
     exact = ClippedExamples(parameters, StepNoise(1.0, 0.5))
-    exact.add(loop(model, parameters, x, y))
+    exact.add(gradients_by_loop(model, parameters, x, y))
     close(clipped.sums, exact.sums)
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (nn.LayerNorm(3), "a trained layer is a LayerNorm, 3, without a rule"),
         (nn.Conv1d(3, 3, 1), "a trained layer is a Conv1d, 3"),
@@ -192,10 +194,10 @@ def test_the_sum_is_the_same_in_whatever_parts(parts):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_rule_is_refused_by_name(layer, told):
+def test_layers_without_a_rule_are_refused_by_name(layer, message):
     network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), layer)
     check_trained(network, list(network[0].parameters()))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check_trained(network, list(network.parameters()))
 
 
@@ -209,7 +211,7 @@ def test_a_linear_layer_that_computes_something_else_has_no_rule():
         check_trained(network, list(network.parameters()))
 
 
-def test_a_normalisation_over_the_batch_is_refused_though_it_is_frozen():
+def test_a_frozen_batch_normalisation_is_refused():
     network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="the model has a BatchNorm1d, 1, which mixes"):
         check_trained(network, list(network[0].parameters()))
@@ -223,21 +225,21 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize(("between", "fails"), [(nn.Tanh(), False), (Mixes(), True)])
-def test_examples_that_depend_on_each_other_are_found(between, fails):
+def test_dependent_examples_are_detected(between, fails):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 3), between, nn.Linear(3, 2))
     parameters = list(network.parameters())
     x, y = torch.randn(2, 3), torch.tensor([0, 1])
-    alone, together = (fast(network, parameters, x[:n], y[:n]) for n in (1, 2))
+    alone, together = (gradients_by_example(network, parameters, x[:n], y[:n]) for n in (1, 2))
     if fails:
         with pytest.raises(ValueError, match="depends on the other examples of its batch"):
             check_independent(alone, together)
     else:
         check_independent(alone, together)
-        # What is no number tells nothing; what is none in company alone tells that they depend.
-        broken = [torch.full_like(one, torch.nan) for one in together]
+        # NaN alone reveals nothing; NaN only in company shows a dependence.
+        broken = [torch.full_like(gradient, torch.nan) for gradient in together]
         with pytest.raises(ValueError, match="from the untrained model that are not finite"):
-            check_independent([torch.full_like(one, torch.inf) for one in alone], broken)
+            check_independent([torch.full_like(gradient, torch.inf) for gradient in alone], broken)
         for one, other in ((alone, broken), (broken, together)):
             with pytest.raises(ValueError, match="depends on the other examples of its batch"):
                 check_independent(one, other)
@@ -249,4 +251,7 @@ def test_a_layer_that_is_used_twice_counts_twice():
     network = nn.Sequential(linear, nn.Tanh(), linear)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     parameters = list(linear.parameters())
-    close(fast(network, parameters, x, y), loop(network, parameters, x, y))
+    close(
+        gradients_by_example(network, parameters, x, y),
+        gradients_by_loop(network, parameters, x, y),
+    )

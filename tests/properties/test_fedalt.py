@@ -1,4 +1,4 @@
-"""FedALT against a slow loop over all clients' own heads, with and without masks."""
+"""FedALT against a plain loop over all clients' own heads, with and without masks."""
 
 import json
 
@@ -22,7 +22,7 @@ SMALL: dict[str, Scalar] = {
 
 
 def train(method, adapters, state, seed, own, fraction=1.0):
-    """What a client sends and keeps after it has moved what it may at random."""
+    """Return a client's upload and personal state after a random update of all it may train."""
     method.load(adapters, state)
     if own is not None:
         method.personal.put(adapters, own)
@@ -35,33 +35,35 @@ def train(method, adapters, state, seed, own, fraction=1.0):
 
 
 def products(own):
-    """A client's own heads, in float64: what stays with it."""
+    """Return the products of a client's own heads, in float64."""
     return own["own"].double()
 
 
 def others_of(client, owns):
-    """The mean of all others' own heads, head by head."""
+    """Return the mean of all other clients' own heads, head by head."""
     rest = [products(own) for number, own in owns.items() if number != client]
     return sum(rest) / len(rest)
 
 
 @given(st.integers(2, 4), st.lists(st.sampled_from([0.34, 0.67, 1.0]), min_size=4, max_size=4))
 def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, fractions):
-    """Over three rounds, also where clients train some heads: those of the others stay."""
+    """Three rounds, also where clients train only some heads: those of the others are unchanged."""
     method, adapters = build("fedalt")
     state, owns = method.initial_state(adapters), dict[int, Tensors]()
     for number in range(3):
         before = {c: products(own) for c, own in owns.items()}
-        made = {
+        upload_and_own = {
             c: train(method, adapters, state, 10 * number + c, owns.get(c), fractions[c])
             for c in range(clients)
         }
-        owns = {c: own for c, (_, own) in made.items()}
-        state = aggregate(method, state, [(up, fractions[c]) for c, (up, _) in made.items()])
+        owns = {c: own for c, (_, own) in upload_and_own.items()}
+        state = aggregate(
+            method, state, [(up, fractions[c]) for c, (up, _) in upload_and_own.items()]
+        )
         mean = sum(map(products, owns.values())) / clients
         torch.testing.assert_close(state["H"].double(), mean, atol=1e-6, rtol=0)
         assert int(state["clients"]) == clients
-        for c, (upload, own) in made.items():
+        for c, (upload, own) in upload_and_own.items():
             bits = np.unpackbits(upload["heads"].numpy(), bitorder="little")[: 2 * 3].astype(bool)
             moved = products(own) - before.get(c, torch.zeros_like(mean))
             untrained = moved.flatten(0, 1)[~bits]
@@ -81,9 +83,11 @@ def test_a_layer_mixes_each_input_by_its_gate(seed):
     method, adapters = build("fedalt")
     state, owns = method.initial_state(adapters), dict[int, Tensors]()
     for _ in range(2):
-        made = {c: train(method, adapters, state, seed + c, owns.get(c)) for c in range(2)}
-        owns = {c: own for c, (_, own) in made.items()}
-        state = aggregate(method, state, [(upload, 1.0) for upload, _ in made.values()])
+        upload_and_own = {
+            c: train(method, adapters, state, seed + c, owns.get(c)) for c in range(2)
+        }
+        owns = {c: own for c, (_, own) in upload_and_own.items()}
+        state = aggregate(method, state, [(upload, 1.0) for upload, _ in upload_and_own.values()])
     method.load(adapters, state)
     method.personal.put(adapters, owns[0])
     gates = owns[0]["gate"].double().numpy()
@@ -100,14 +104,14 @@ def test_a_layer_mixes_each_input_by_its_gate(seed):
             for token in range(3):
                 v = x[example, token]
                 first, second = np.exp(G @ v) / np.exp(G @ v).sum()
-                slow = W @ v + b
+                expected = W @ v + b
                 for i in range(3):
-                    slow = slow + first * (B[i] @ (own[i] @ (A[i] @ v)))
-                    slow = slow + second * (B[i] @ (rest[i] @ (A[i] @ v)))
-                np.testing.assert_allclose(got[example, token], slow, atol=1e-5, rtol=1e-5)
+                    expected = expected + first * (B[i] @ (own[i] @ (A[i] @ v)))
+                    expected = expected + second * (B[i] @ (rest[i] @ (A[i] @ v)))
+                np.testing.assert_allclose(got[example, token], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_own_heads_and_gates_are_trained_and_those_of_the_others_are_not():
+def test_only_own_heads_and_gates_are_trained():
     method, adapters = build("fedalt")
     state = method.initial_state(adapters) | {"H": torch.randn(2, 3, 2, 2)}
     method.load(adapters, state)
@@ -119,7 +123,7 @@ def test_own_heads_and_gates_are_trained_and_those_of_the_others_are_not():
         assert not adapter.others.requires_grad
 
 
-def test_a_round_without_effect_is_none_for_the_clients_own_heads_either():
+def test_a_round_without_effect_does_not_change_own_heads():
     method, adapters = build("fedalt")
     state = method.initial_state(adapters)
     _, first = train(method, adapters, state, 1, None)
@@ -127,22 +131,22 @@ def test_a_round_without_effect_is_none_for_the_clients_own_heads_either():
     state = aggregate(method, state, [(train(method, adapters, state, 1, None)[0], 1.0),
                                       (upload, 1.0)])  # fmt: skip
     _, second = train(method, adapters, state, 3, first)
-    _, again = train(method, adapters, state, 3, second)  # the same state once more
+    _, again = train(method, adapters, state, 3, second)  # the same state again
     torch.testing.assert_close(again["own"], second["own"], atol=1e-6, rtol=0)
 
 
-def test_every_client_counts_the_same():
+def test_clients_have_equal_weights():
     method, adapters = build("fedalt")
     state = method.initial_state(adapters)
-    made = [train(method, adapters, state, seed, None)[0] for seed in range(2)]
-    one = aggregate(method, state, [(made[0], 1.0, 1.0), (made[1], 1.0, 7.0)])
-    two = aggregate(method, state, [(upload, 1.0) for upload in made])
+    upload_and_own = [train(method, adapters, state, seed, None)[0] for seed in range(2)]
+    one = aggregate(method, state, [(upload_and_own[0], 1.0, 1.0), (upload_and_own[1], 1.0, 7.0)])
+    two = aggregate(method, state, [(upload, 1.0) for upload in upload_and_own])
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
-    """Under skewed budgets; under masks to the steps of their whole numbers."""
+def test_in_a_run_each_client_has_the_mean_of_the_others(masked, tmp_path):
+    """With skewed budget fractions; masked sums agree within their quantisation step."""
     settings = SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}
     settings |= {"secure-aggregation": True, "secure-minimum": 3} if masked else {}
     clients = 5
@@ -167,7 +171,7 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ({"privacy": "client", "epsilon": 8.0}, "all clients train in every round"),
         ({"privacy": "example", "epsilon": 8.0}, "fedalt"),
@@ -181,11 +185,11 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
         ),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(option, told):
-    with pytest.raises(ValueError, match=told):
+def test_incompatible_options_are_refused_by_name(option, message):
+    with pytest.raises(ValueError, match=message):
         read_config({"method": "fedalt", **option})
 
 
-def test_heads_that_begin_elsewhere_than_at_zero_are_refused():
+def test_heads_with_a_nonzero_start_are_refused():
     with pytest.raises(ValueError, match="init = 'first-round': got method 'fedalt'"):
         build("fedalt", init="first-round")

@@ -1,4 +1,4 @@
-"""FedDPA against a slow loop of its two rounds, and of how it mixes an input."""
+"""FedDPA against a plain loop over its two kinds of rounds, and its mixing of inputs."""
 
 import json
 
@@ -23,12 +23,12 @@ SMALL: dict[str, Scalar] = {
 
 
 def inputs_of(seed, layer):
-    """Some examples of three tokens each."""
+    """Return some examples of three tokens each."""
     return np.random.default_rng(seed).normal(size=(4, 3, layer.in_features))
 
 
 def own_round(method, adapters, state, seed, own=None):
-    """A client's own part after a round in which it alone is trained, moved at random."""
+    """Return a client's personal state after a round that trains it alone, with a random update."""
     turn = method.in_round(2)
     turn.load(adapters, state)
     if own is not None:
@@ -45,7 +45,7 @@ def own_round(method, adapters, state, seed, own=None):
 
 
 def cut(flat, sides, rank=2):
-    """A flat tensor's factors, in numpy, each with `rank` times a side."""
+    """Split a flat tensor into factors, in numpy, each with `rank` times a side."""
     pieces, at = [], 0
     for side in sides:
         pieces.append(flat[at : at + rank * side].double().numpy())
@@ -53,8 +53,8 @@ def cut(flat, sides, rank=2):
     return pieces
 
 
-def mixed_slowly(x, network, of_all, own, scale):
-    """What a layer computes of one example, (tokens, in), token by token."""
+def mixed_by_loop(x, network, of_all, own, scale):
+    """Compute a layer's output for one example, (tokens, in), token by token."""
     (W, b), (B, A), (own_B, own_A, mean) = network, of_all, own
     average = sum(x) / len(x)
     norms = np.linalg.norm(average) * np.linalg.norm(mean)
@@ -67,7 +67,7 @@ def mixed_slowly(x, network, of_all, own, scale):
 
 @pytest.mark.parametrize("trained", [True, False])
 @given(st.integers(0, 99), st.sampled_from([1.0, 0.5]))
-def test_an_input_is_mixed_by_how_like_the_clients_own_it_is(trained, seed, scale):
+def test_inputs_are_mixed_by_similarity_to_the_clients_own(trained, seed, scale):
     method, adapters = build("feddpa", lora_scale=scale)
     state = method.initial_state(adapters)
     state = aggregate(method, state, [(train_client(method, adapters, state, 1.0, seed), 1.0)])
@@ -75,15 +75,21 @@ def test_an_input_is_mixed_by_how_like_the_clients_own_it_is(trained, seed, scal
     method.load(adapters, state)
     if own is not None:
         method.personal.put(adapters, own)
-    kept = personal_state(method, adapters)
+    personal = personal_state(method, adapters)
     outs, ins = [layer.out_features for layer in LAYERS], [layer.in_features for layer in LAYERS]
     factors = [cut(state["B"], outs), cut(state["A"], ins)]
-    factors += [cut(kept["own-B"], outs), cut(kept["own-A"], ins), cut(kept["mean-input"], ins, 1)]
+    factors += [
+        cut(personal["own-B"], outs),
+        cut(personal["own-A"], ins),
+        cut(personal["mean-input"], ins, 1),
+    ]
     for place, (adapter, layer) in enumerate(zip(adapters, LAYERS, strict=True)):
-        B, A, own_B, own_A, mean = (one[place] for one in factors)
+        B, A, own_B, own_A, mean = (factor[place] for factor in factors)
         if trained:
-            seen = inputs_of(seed, layer)
-            np.testing.assert_allclose(mean, seen.reshape(-1, layer.in_features).mean(0), atol=1e-6)
+            examples = inputs_of(seed, layer)
+            np.testing.assert_allclose(
+                mean, examples.reshape(-1, layer.in_features).mean(0), atol=1e-6
+            )
         else:
             assert not mean.any()
         B, own_B = B.reshape(-1, 2), own_B.reshape(-1, 2)
@@ -93,12 +99,12 @@ def test_an_input_is_mixed_by_how_like_the_clients_own_it_is(trained, seed, scal
         with torch.no_grad():
             got = adapter(torch.tensor(x).float())
         for example, found in zip(x, got, strict=True):
-            slow = mixed_slowly(example, base, (B, A), (own_B, own_A, mean), scale)
-            np.testing.assert_allclose(found, slow, atol=1e-5, rtol=1e-5)
+            expected = mixed_by_loop(example, base, (B, A), (own_B, own_A, mean), scale)
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
-def test_odd_rounds_are_fedits_and_even_ones_each_clients_own(seeds):
+def test_odd_rounds_equal_fedit_and_even_ones_train_own_adapters(seeds):
     method, adapters = build("feddpa")
     fedit, others = build("fedit")
     state, same = method.initial_state(adapters), fedit.initial_state(others)
@@ -109,8 +115,8 @@ def test_odd_rounds_are_fedits_and_even_ones_each_clients_own(seeds):
         uploads = []
         for seed in seeds:
             upload = train_client(turn, adapters, state, 1.0, seed, owns[seed])
-            kept = personal_state(turn, adapters)
-            assert all(torch.equal(kept[key], owns[seed][key]) for key in kept)
+            before_round = personal_state(turn, adapters)
+            assert all(torch.equal(before_round[key], owns[seed][key]) for key in before_round)
             uploads.append((upload, 1.0))
         state = aggregate(turn, state, uploads)
         replies = [(train_client(fedit, others, same, 1.0, seed), 1.0) for seed in seeds]
@@ -123,7 +129,7 @@ def test_odd_rounds_are_fedits_and_even_ones_each_clients_own(seeds):
         aggregate(even, state, [(state, 1.0)])
 
 
-def test_an_own_round_trains_the_own_factors_beside_the_frozen_ones():
+def test_an_own_round_trains_the_own_factors_alone():
     method, adapters = build("feddpa")
     state = method.initial_state(adapters)
     state = aggregate(method, state, [(train_client(method, adapters, state, 1.0, 3), 1.0)])
@@ -154,25 +160,25 @@ def test_its_two_loras_are_within_the_budget_of_one():
         build("feddpa", rank=None, lora_rank=1)
 
 
-def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys):
+def test_two_rounds_with_skewed_budgets_and_their_export(tmp_path, capsys):
     run = simulate(SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}, 20)
     assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
     assert read_config(SMALL).evaluate_on == "clients"
-    with result_of(run.run_dir, client_with_a_part(run)) as loaded:
+    with result_of(run.run_dir, trained_client(run)) as loaded:
         assert any(adapter.mean.any() for adapter in loaded.model.adapters)
-    told = "mix two adapters depending on the input"
-    for client in ([], ["--client", str(client_with_a_part(run))]):
+    message = "mix two adapters depending on the input"
+    for client in ([], ["--client", str(trained_client(run))]):
         with pytest.raises(SystemExit):
             main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
-def client_with_a_part(run):
+def trained_client(run):
     return next(iter(load_personal_states(run.run_dir / "checkpoints", 2) or {}))
 
 
-def test_the_servers_model_is_measured_without_own_parts(tmp_path):
+def test_the_servers_model_is_evaluated_without_personal_parameters(tmp_path):
     both = SMALL | {"classifier": "frozen", "output-dir": str(tmp_path)}
     run = simulate(both | {"evaluate-on": "server"}, 4)
     fedit: dict[str, Scalar] = {"method": "fedit", "rank": 2}
@@ -181,11 +187,11 @@ def test_the_servers_model_is_measured_without_own_parts(tmp_path):
         [json.loads(x)["metrics"] for x in (r.run_dir / "rounds.jsonl").read_text().splitlines()]
         for r in (run, other)
     )
-    assert first == [second[0], second[0]]  # the second round is the clients' own
+    assert first == [second[0], second[0]]  # the second round trains the clients' own adapters
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ({"secure-aggregation": True}, "feddpa"),
         ({"privacy": "client", "epsilon": 8.0}, "feddpa"),
@@ -194,6 +200,6 @@ def test_the_servers_model_is_measured_without_own_parts(tmp_path):
         ({"deliver": True}, "mix two adapters depending on the input"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(option, told):
-    with pytest.raises(ValueError, match=told):
+def test_incompatible_options_are_refused_by_name(option, message):
+    with pytest.raises(ValueError, match=message):
         read_config({"method": "feddpa", **option})

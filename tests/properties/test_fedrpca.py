@@ -1,4 +1,4 @@
-"""FedRPCA against a slow solver of robust PCA, and against what its minimum has to be."""
+"""FedRPCA against a plain solver of robust PCA, and against optimality conditions."""
 
 import math
 
@@ -23,11 +23,11 @@ SKEWED: dict[str, Scalar] = {
 }  # fmt: skip
 
 
-def shrunk(value, by):
+def soft_threshold(value, by):
     return math.copysign(max(abs(value) - by, 0.0), value)
 
 
-def pursued(M):
+def principal_component_pursuit(M):
     """Principal component pursuit by alternating directions (Candès et al., 2011, algorithm 1).
 
     Returns S and the multipliers of L + S = M.
@@ -38,23 +38,27 @@ def pursued(M):
     S, Y = torch.zeros_like(M), torch.zeros_like(M)
     for _ in range(100):
         U, sizes, Vh = torch.linalg.svd(M - S + Y / mu, full_matrices=False)
-        L = U @ torch.tensor([shrunk(float(x), 1 / mu) for x in sizes], dtype=M.dtype).diag() @ Vh
+        L = (
+            U
+            @ torch.tensor([soft_threshold(float(x), 1 / mu) for x in sizes], dtype=M.dtype).diag()
+            @ Vh
+        )
         rest = M - L + Y / mu
-        rows = [[shrunk(float(x), weight / mu) for x in row] for row in rest]
+        rows = [[soft_threshold(float(x), weight / mu) for x in row] for row in rest]
         S = torch.tensor(rows, dtype=M.dtype)
         Y = Y + mu * (M - L - S)
     return S, Y
 
 
 def heads_in(upload, method):
-    """Which heads a reply has, by plain loops over the bits, and their products."""
+    """Return the heads of a reply, by plain loops over the bits, and their products."""
     bits = [int(byte) >> place & 1 for byte in upload["heads"] for place in range(8)]
     marked = [i for i in range(len(method.layers) * method.heads) if bits[i]]
     return dict(zip(marked, upload["H"].double(), strict=True))
 
 
 @given(CLIENTS)
-def test_a_round_adds_what_clients_share_and_more_of_what_they_do_not(clients):
+def test_a_round_adds_the_low_rank_part_and_amplifies_the_sparse_part(clients):
     method, adapters = build("fedrpca")
     state = some_state(method, adapters)
     replies = [(train_client(method, adapters, state, *c), c[0]) for c in clients]
@@ -67,7 +71,7 @@ def test_a_round_adds_what_clients_share_and_more_of_what_they_do_not(clients):
             continue
         M = torch.stack(changes, 1)
         alike = all(torch.equal(change, changes[0]) for change in changes)
-        S = torch.zeros_like(M) if alike else pursued(M)[0]
+        S = torch.zeros_like(M) if alike else principal_component_pursuit(M)[0]
         expected = old.flatten()
         for client in range(M.shape[1]):
             L = M[:, client] - S[:, client]
@@ -75,8 +79,8 @@ def test_a_round_adds_what_clients_share_and_more_of_what_they_do_not(clients):
         torch.testing.assert_close(new[head].flatten(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_one_client_alone_has_learned_is_found_and_amplified():
-    """A common direction, and a few numbers of one client: each is put where it belongs."""
+def test_the_update_of_one_client_alone_is_found_and_amplified():
+    """A common direction and a few values of one client are separated."""
     random = torch.Generator().manual_seed(0)
     common = torch.randn(169, 1, generator=random) @ (0.5 + torch.rand(1, 10, generator=random))
     own = 5 * torch.randn(169, 10, generator=random)
@@ -86,19 +90,19 @@ def test_what_one_client_alone_has_learned_is_found_and_amplified():
 
 
 @given(st.integers(0, 99), st.integers(2, 5))
-def test_what_is_found_is_all_but_optimal(seed, clients):
+def test_the_solution_is_nearly_optimal(seed, clients):
     """Any Y with |Y|_2 <= 1 and |Y|_inf <= lambda bounds the minimum from below, by <Y, M>."""
     random = torch.Generator().manual_seed(seed)
     M = torch.randn(9, clients, generator=random).double()
     S = sparse_part(M, torch.ones(clients).double())
-    _, Y = pursued(M)
+    _, Y = principal_component_pursuit(M)
     Y = Y / max(1.0, float(torch.linalg.svdvals(Y)[0]), 3.0 * float(Y.abs().max()))
     cost = float(torch.linalg.svdvals(M - S).sum() + S.abs().sum() / 3.0)
     assert float((Y * M).sum()) - 1e-9 <= cost <= 1.003 * float((Y * M).sum())
 
 
 @given(st.integers(0, 99), st.lists(st.integers(1, 3), min_size=2, max_size=4))
-def test_a_weight_is_that_many_clients_with_the_same_change(seed, weights):
+def test_a_weight_equals_repeated_clients_with_the_same_change(seed, weights):
     random = torch.Generator().manual_seed(seed)
     M = torch.randn(9, len(weights), generator=random).double()
     repeated = torch.tensor(weights)
@@ -107,13 +111,13 @@ def test_a_weight_is_that_many_clients_with_the_same_change(seed, weights):
     torch.testing.assert_close(found, several, rtol=1e-6, atol=1e-6)
 
 
-def test_two_rounds_under_skewed_budgets(tmp_path):
+def test_two_rounds_with_skewed_budgets(tmp_path):
     run = simulate(SKEWED | {"output-dir": str(tmp_path)}, 8)
     assert run.summary["rejected"] == 0
     assert run.summary["without-effect"] == []
     assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
     config = read_config(SKEWED)
-    assert affordable(0.25, config.heads) < config.heads  # some train a part
+    assert affordable(0.25, config.heads) < config.heads  # some train a part of the heads
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,6 @@ def test_two_rounds_under_skewed_budgets(tmp_path):
         {"weighting": "median"},
     ],
 )
-def test_what_needs_a_plain_mean_is_refused_by_name(option):
+def test_options_that_need_a_plain_mean_are_refused_by_name(option):
     with pytest.raises(ValueError, match="fedrpca"):
         read_config({"method": "fedrpca", **option})

@@ -1,4 +1,4 @@
-"""RAVAN's heads over a first round's singular blocks: numpy's decomposition is the oracle."""
+"""RAVAN's heads from a first round's singular blocks, against numpy's decomposition."""
 
 import copy
 
@@ -11,14 +11,14 @@ from tests.methods import (
     FakeTraining,
     assert_close,
     build,
-    build_whole,
+    build_with_network,
     calibration_sums,
     deltas,
 )
 
 
 def changes_of_two_clients():
-    """What two clients change in each layer, and the mean, in numpy."""
+    """Return two clients' changes of each layer, and the mean, in numpy."""
     rng = np.random.default_rng(7)
     both = [[rng.normal(size=(layer.out_features, layer.in_features)) for layer in LAYERS]
             for _ in range(2)]  # fmt: skip
@@ -26,7 +26,7 @@ def changes_of_two_clients():
 
 
 def first_round(heads, both=None):
-    """The method after its first round, its adapters, and the state that it begins with."""
+    """Return the method after its first round, its adapters, and its initial state."""
     method, adapters = build("ravan", init="first-round", heads=heads, rank=2)
     sums = calibration_sums(method)
     for changes in both or changes_of_two_clients()[0]:
@@ -42,7 +42,7 @@ def first_round(heads, both=None):
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_all_heads_together_begin_as_the_best_approximation_of_the_mean_change(heads):
+def test_all_heads_together_start_at_the_best_approximation_of_the_mean(heads):
     method, adapters, state = first_round(heads)
     for mean, delta in zip(
         changes_of_two_clients()[1], deltas(method, adapters, state), strict=True
@@ -52,7 +52,7 @@ def test_all_heads_together_begin_as_the_best_approximation_of_the_mean_change(h
         np.testing.assert_allclose(delta.double(), best, atol=1e-5)
 
 
-def test_each_head_has_the_next_block_of_directions():
+def test_each_head_has_the_next_block_of_singular_directions():
     method, adapters, state = first_round(2)
     method.load(adapters, state)
     for mean, adapter in zip(changes_of_two_clients()[1], adapters, strict=True):
@@ -63,7 +63,7 @@ def test_each_head_has_the_next_block_of_directions():
             assert_close([adapter.B[head].T @ adapter.B[head]], [torch.eye(2)])
 
 
-def test_heads_for_which_a_matrix_has_no_directions_begin_at_zero():
+def test_heads_beyond_a_matrixs_rank_start_at_zero():
     """The layers' smaller sides are 5 and 4: two heads of rank 2 fit, a third and fourth do not."""
     method, adapters, state = first_round(4)
     assert state["H"][:, :2].abs().amax((2, 3)).min() > 0
@@ -75,12 +75,12 @@ def test_heads_for_which_a_matrix_has_no_directions_begin_at_zero():
     assert_close(deltas(method, adapters, state), deltas(two[0], two[1], two[2]))
 
 
-def test_a_change_of_nothing_gives_no_bases():
-    """As where weights are kept in so few bits that small steps are lost."""
+def test_a_zero_change_gives_no_bases():
+    """As where updates vanish in low-precision weights."""
     nothing = [torch.zeros(layer.out_features, layer.in_features).numpy() for layer in LAYERS]
     with pytest.raises(ValueError, match=r"mean change of zero .* raise calibration-learning-rate"):
         first_round(2, both=[nothing, nothing])
-    # Of one matrix alone: its heads are in general position, and the others have their blocks.
+    # If one matrix does not change, its heads are in general position; others have their blocks.
     some = [nothing[0], *changes_of_two_clients()[0][0][1:]]
     _, adapters, state = first_round(2, both=[some, some])
     assert not state["H"][0].any()
@@ -88,7 +88,7 @@ def test_a_change_of_nothing_gives_no_bases():
     assert adapters[0].A.count_nonzero() == adapters[0].A.numel()
 
 
-def test_it_is_fed_sb_with_several_heads():
+def test_it_equals_fed_sb_with_several_heads():
     both = changes_of_two_clients()[0]
     ravan, adapters, state = first_round(1)
     fed_sb, others = build("fed-sb", rank=2)
@@ -103,8 +103,8 @@ def test_it_is_fed_sb_with_several_heads():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_weights_come_back_also_when_the_first_round_fails():
-    method, adapters, network = build_whole("ravan", init="first-round")
+def test_the_weights_are_restored_also_if_the_first_round_fails():
+    method, adapters, network = build_with_network("ravan", init="first-round")
     before = copy.deepcopy(network.state_dict())
 
     class Fails(FakeTraining):

@@ -1,4 +1,4 @@
-"""Ten thousand replies of nodes that send anything: none reaches a sum, none stops a run."""
+"""Ten thousand replies of hostile nodes: none affects a sum, and none stops a run."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ VALUES = st.one_of(
 
 @st.composite
 def arrays(draw):
-    """Bytes under some dtype and shape, which may or may not be what they are."""
+    """Draw bytes with a dtype and a shape that may be wrong."""
     dtype = draw(
         st.sampled_from(["float32", "float16", "bfloat16", "uint8", "int32", "float64", "O", ""])
     )
@@ -63,7 +63,7 @@ def arrays(draw):
 
 @st.composite
 def contents(draw):
-    """Any records, some of the right names."""
+    """Draw any records, some with the right names."""
     content = RecordDict()
     if draw(st.booleans()):
         content["arrays"] = ArrayRecord(
@@ -87,13 +87,13 @@ def contents(draw):
 
 @st.composite
 def changed(draw):
-    """An honest reply with one thing wrong: what is nearly right is the harder to refuse."""
+    """Draw one change of an honest reply; nearly valid replies are harder to refuse."""
     part = draw(st.sampled_from(["dtype", "shape", "bytes", "value", "name", "metric", "drop"]))
     return part, draw(st.integers(0, 2**16)), draw(VALUES)
 
 
 def spoil(reply, part, number, value):
-    """The honest reply with that one thing wrong."""
+    """Apply the change to the honest reply."""
     content = reply.content
     if part == "metric":
         wrong: dict[str, Any] = {
@@ -108,7 +108,7 @@ def spoil(reply, part, number, value):
         content["metrics"] = MetricRecord({**content["metrics"], key: wrong[key]})
         return reply
     packed = content["arrays"]
-    if not packed:  # nothing travels, so that whatever comes is wrong
+    if not packed:  # no tensors are sent, so that any is wrong
         content["arrays"] = to_record({"x": torch.full((2,), 0.5)})
         return reply
     name = sorted(packed)[number % len(packed)]
@@ -133,7 +133,7 @@ def spoil(reply, part, number, value):
 
 
 class Server:
-    """A strategy in the middle of its first round, of an honest client and another."""
+    """A strategy in its first round, with one honest client and one other."""
 
     def __init__(self, method):
         self.nodes = Nodes(2, method=method)
@@ -141,10 +141,11 @@ class Server:
         self.strategy = strategy_of(self.nodes, config)
         self.strategy.registry.recruit(self.nodes)
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
-        self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))  # to each, each time
+        # Sent to each client in each round.
+        self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))
         self.round = None
         first, *_ = self.nodes.registered.values()
-        # What an honest client sends, made once.
+        # The honest client's reply is made once.
         self.honest = self.nodes.answer(first, self.message(first)).content
 
     def message(self, node, number=1):
@@ -164,7 +165,7 @@ class Server:
         return spoil(honest, *what) if what else honest
 
     def close(self, *what):
-        """The state after a round of these replies, and the ledger."""
+        """Return the state after a round of these replies, and the round log."""
         self.round = self.strategy.open_round(1)
         self.strategy.state.tensors = self.state
         clients = self.nodes.registered.values()
@@ -178,12 +179,12 @@ class Server:
 
 BATCH = 25
 REPLIES = st.lists(st.one_of(contents(), changed(), st.none()), min_size=BATCH, max_size=BATCH)
-seen: dict[str, int] = {}
+tested: dict[str, int] = {}
 
 
 @functools.cache
 def drawn_replies():
-    """What nodes send, drawn once for all methods: that takes longer than a server to refuse it."""
+    """Draw the hostile replies once for all methods, since drawing is slower than refusing."""
     drawn: list[Any] = []
 
     @settings(
@@ -192,36 +193,36 @@ def drawn_replies():
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(REPLIES)
-    def keep(replies):
+    def collect(replies):
         drawn.extend(replies)
 
-    keep()
+    collect()
     return drawn
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_hostile_reply_reaches_a_sum(method):
+def test_no_hostile_reply_affects_a_sum(method):
     server = Server(method)
     alone, _ = server.close(())
     for what in copy.deepcopy(drawn_replies()):
         state, round_log = server.close((), what)
-        # Without adapters nothing travels: what brings no tensors may be as good as the honest one.
+        # Without adapters, a reply without tensors may be as valid as the honest one.
         bare = isinstance(what, RecordDict) and not what.array_records.get("arrays")
-        counted = 2 if method == "none" and bare and not round_log.rejected else 1
-        assert len(round_log.clients) == counted == 2 - len(round_log.rejected), what
+        accepted = 2 if method == "none" and bare and not round_log.rejected else 1
+        assert len(round_log.clients) == accepted == 2 - len(round_log.rejected), what
         assert state.keys() == alone.keys()
         assert all(torch.equal(state[name], alone[name]) for name in alone), what
-        seen[method] = seen.get(method, 0) + 1
+        tested[method] = tested.get(method, 0) + 1
 
 
-def test_there_were_ten_thousand():
-    if set(seen) == set(METHODS):  # where the tests above ran, too
-        assert sum(seen.values()) >= 10_000
+def test_ten_thousand_replies_were_tested():
+    if set(tested) == set(METHODS):  # if the tests above ran, too
+        assert sum(tested.values()) >= 10_000
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_honest_is_used(method):
-    """With everything refused the test above would pass: this is what must not be."""
+def test_an_honest_reply_is_used(method):
+    """The test above would also pass if every reply were refused."""
     server = Server(method)
     _, round_log = server.close((), ())
     assert len(round_log.clients) == 2
@@ -239,21 +240,21 @@ def test_what_is_honest_is_used(method):
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(REPLIES)
-def test_no_hostile_reply_reaches_the_calibration(method, changes, replies):
-    made, _ = build(method, **changes)
-    sums = calibration_sums(made)
+def test_no_hostile_reply_affects_the_calibration(method, changes, replies):
+    method_, _ = build(method, **changes)
+    sums = calibration_sums(method_)
     node = registered_client()
     for what in replies:
         if not isinstance(what, RecordDict):
             continue
         message = Message(RecordDict(), node.node_id, "train")
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
-        with pytest.raises(ValueError):  # noqa: PT011 (any that says why)
+        with pytest.raises(ValueError):  # noqa: PT011 (any that has a reason)
             sums.add(read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0)
 
 
-def test_a_large_reply_leaves_nothing_behind():
-    """Twenty replies of 4 MB each: none is kept."""
+def test_the_memory_of_large_replies_is_released():
+    """Twenty replies of 4 MB each are released."""
     metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
     content = RecordDict(
         {"arrays": to_record({"H": torch.zeros(1_000_000)}), "metrics": MetricRecord(metrics)}

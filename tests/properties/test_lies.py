@@ -1,4 +1,4 @@
-"""Lies within the limits: a reply that is taken costs no round, and no honest reply is refused."""
+"""Lies within the limits: accepted replies never fail a round, and honest ones are accepted."""
 
 import math
 
@@ -12,7 +12,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.methods import build, train_client
 
 STEPS = [0.01, 1.0, 100.0]  # learning rate times local steps
-HONEST = 0.8  # of a step: how far honest clients were seen to move a number
+HONEST = 0.8  # of a step: the largest change of a number by honest clients, as measured
 
 
 def first_number(name, change, others):
@@ -28,14 +28,14 @@ def all_numbers(name, change, others):
 
 
 def cancelling_ranks(name, change, others):
-    """B's columns in turn u and -u, and A's rows alike: each rank is large, the product zero."""
+    """Make B's columns u and -u in turn, and A's rows alike: large ranks whose product is zero."""
     change[:] = 1.0
     if name == "B":
         change[1::2] = -1.0
 
 
 def opposite(name, change, others):
-    """What leaves next to nothing of the mean of all replies, and B as far off as may be."""
+    """Cancel almost all of the mean of replies, with B as far away as permitted."""
     if name == "B":
         change[0] = 1.0
     else:
@@ -43,15 +43,15 @@ def opposite(name, change, others):
 
 
 def last_rank(name, change, others):
-    """All in the last layer's last rank, which no smaller budget has."""
+    """Change only the last layer's last rank, which smaller budget fractions do not have."""
     change[-1] = 1.0
 
 
 LIES = [first_number, first_half, all_numbers, cancelling_ranks, opposite, last_rank]
 
 
-class Game:
-    """A run of a method with three honest clients of a small budget, and a liar of a whole one."""
+class Federation:
+    """A run with three honest clients of a small budget fraction, and a liar of a full one."""
 
     def __init__(self, name, step, **changes):
         self.method, self.adapters = build(name, rank=4 if name != "ravan" else 2, **changes)
@@ -59,7 +59,7 @@ class Game:
         self.state = self.method.initial_state(self.adapters)
 
     def fraction(self, fraction):
-        """A share with which a client can train the method, that one if possible."""
+        """Return that budget fraction if the method can be trained with it, else 1."""
         return fraction if self.method.can_train(fraction) else 1.0
 
     def start(self, upload, fraction):
@@ -68,115 +68,117 @@ class Game:
         )
 
     def honest(self, seed):
-        """A reply that moves as far as Adam moves, and its share."""
+        """Return a reply that moves as far as Adam moves, and its budget fraction."""
         upload, fraction = train_client(self.method, self.adapters, self.state, 0.25, seed), 0.25
         fraction = self.fraction(fraction)
         for name, start in self.start(upload, fraction).items():
-            away = upload[name] - start
-            largest = max(1e-9, float(away.abs().max()))
-            upload[name] = start + HONEST * self.step * away / largest
+            movement = upload[name] - start
+            largest = max(1e-9, float(movement.abs().max()))
+            upload[name] = start + HONEST * self.step * movement / largest
         return upload, fraction
 
-    def still(self, fraction):
-        """A reply that changes nothing."""
+    def unchanged(self, fraction):
+        """Return a reply without any change."""
         self.method.load(self.adapters, self.method.broadcast(self.state, fraction))
         self.method.choose(self.adapters, fraction, torch.Generator(), lambda: None)
         return self.method.upload(self.adapters)
 
     def lie(self, kind, others=(), fraction=1.0, only=None):
-        """The largest reply in the direction of that lie which is taken, and its share.
+        """Return the largest accepted reply in the direction of that lie, and its budget fraction.
 
-        With `only` it lies in the tensor of that number, and is honest in the others.
+        With `only` it lies in the tensor of that number alone.
         """
         fraction = self.fraction(fraction)
-        still = self.still(fraction)
-        start = self.start(still, fraction)
+        unchanged = self.unchanged(fraction)
+        start = self.start(unchanged, fraction)
         sent = [upload for upload, its in others if its == fraction]
-        whole = {}
-        for place, (name, change) in enumerate(changes_of(still, start).items()):
+        largest_change = {}
+        for place, (name, change) in enumerate(changes_of(unchanged, start).items()):
             direction = torch.zeros(change.numbers)
             if only is not None and place % 2 != only:
-                whole[name] = torch.zeros_like(start[name])
+                largest_change[name] = torch.zeros_like(start[name])
                 continue
             moved = [(upload[name] - start[name]).flatten() for upload in sent]
-            told = sum(moved) + start[name].flatten() * (1 + len(sent)) if sent else direction
-            kind(name, direction, told)
+            replies = sum(moved) + start[name].flatten() * (1 + len(sent)) if sent else direction
+            kind(name, direction, replies)
             most = 0.999 * self.limit.most(change) * math.sqrt(change.numbers)
             if kind is opposite and name != "B":
                 most = min(most, float(direction.norm()))
-            whole[name] = (direction * most / max(1e-9, float(direction.norm()))).view_as(
+            largest_change[name] = (direction * most / max(1e-9, float(direction.norm()))).view_as(
                 start[name]
             )
 
-        def told_by(part):
-            return still | {name: start[name] + part * change for name, change in whole.items()}
+        def scaled(part):
+            return unchanged | {
+                name: start[name] + part * change for name, change in largest_change.items()
+            }
 
-        return largest(told_by, lambda upload: self.taken(upload, fraction)), fraction
+        return largest(scaled, lambda upload: self.is_accepted(upload, fraction)), fraction
 
-    def taken(self, upload, fraction):
-        """Whether such a reply is taken, if it is alone."""
+    def is_accepted(self, upload, fraction):
+        """Return whether such a reply is accepted by itself."""
         try:
             Aggregate(self.method, self.state, self.limit).offer(upload, fraction)
         except ValueError:
             return False
         return True
 
-    def play(self, *offered):
-        """A round of these replies; ValueError if one is refused, or all of the round."""
-        pot = Aggregate(self.method, self.state, self.limit)
+    def run_round(self, *offered):
+        """Run a round of these replies; ValueError if a reply or the whole round is refused."""
+        sums = Aggregate(self.method, self.state, self.limit)
         for upload, fraction in offered:
-            pot.offer(upload, fraction)
-        self.state = pot.close()
+            sums.offer(upload, fraction)
+        self.state = sums.close()
 
 
-def largest(told_by, taken):
-    """The lie of the largest part of its whole that is taken, to a thousandth."""
-    if taken(told_by(1.0)):
-        return told_by(1.0)
+def largest(scaled, is_accepted):
+    """Return the lie scaled by the largest accepted factor, to a thousandth."""
+    if is_accepted(scaled(1.0)):
+        return scaled(1.0)
     low, high = 0.0, 1.0
-    assert taken(told_by(low))
+    assert is_accepted(scaled(low))
     for _ in range(10):
         middle = (low + high) / 2
-        low, high = (middle, high) if taken(told_by(middle)) else (low, middle)
-    return told_by(low)
+        low, high = (middle, high) if is_accepted(scaled(middle)) else (low, middle)
+    return scaled(low)
 
 
 @pytest.mark.parametrize("kind", LIES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_largest_lie_that_is_taken_costs_no_round(name, step, kind):
-    game = Game(name, step)
+def test_the_largest_accepted_lie_fails_no_round(name, step, kind):
+    federation = Federation(name, step)
     for number in range(4):
-        others = [game.honest(10 * number + seed) for seed in range(3)]
-        game.play(*others, game.lie(kind, others))
+        others = [federation.honest(10 * number + seed) for seed in range(3)]
+        federation.run_round(*others, federation.lie(kind, others))
 
 
 @pytest.mark.parametrize("kind", [last_rank, all_numbers], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", METHODS)
-def test_liars_of_all_budgets_together_cost_no_round(name, step, kind):
-    """Each the largest that is taken, and in the same direction."""
-    game = Game(name, step)
+def test_liars_of_all_budget_fractions_together_fail_no_round(name, step, kind):
+    """Each is the largest accepted reply, and all have the same direction."""
+    federation = Federation(name, step)
     for number in range(3):
-        others = [game.honest(10 * number + seed) for seed in range(2)]
-        liars = [game.lie(kind, fraction=fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
-        game.play(*others, *liars)
+        others = [federation.honest(10 * number + seed) for seed in range(2)]
+        liars = [federation.lie(kind, fraction=fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
+        federation.run_round(*others, *liars)
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", METHODS)
-def test_two_liars_whose_lies_meet_in_a_product_of_means_cost_no_round(name, step):
-    """One lies in B alone and one in A alone: no product of one reply's changes shows it."""
-    game = Game(name, step)
+def test_two_lies_that_meet_in_a_product_of_means_fail_no_round(name, step):
+    """One lies in B alone and one in A alone: no product of one reply's changes is large."""
+    federation = Federation(name, step)
     for number in range(4):
-        others = [game.honest(10 * number + seed) for seed in range(3)]
-        liars = [game.lie(all_numbers, only=tensor) for tensor in (0, 1)] if number else []
-        game.play(*others, *liars)
+        others = [federation.honest(10 * number + seed) for seed in range(3)]
+        liars = [federation.lie(all_numbers, only=tensor) for tensor in (0, 1)] if number else []
+        federation.run_round(*others, *liars)
 
 
 @pytest.mark.parametrize("step", [0.01, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_honest_replies_are_taken_from_the_first_a_on(name, step):
-    game = Game(name, step)
+def test_honest_replies_are_accepted_from_the_first_round_on(name, step):
+    federation = Federation(name, step)
     for number in range(3):
-        game.play(*(game.honest(10 * number + seed) for seed in range(3)))
+        federation.run_round(*(federation.honest(10 * number + seed) for seed in range(3)))

@@ -1,4 +1,4 @@
-"""The LoRA layer, and sums of products of small rank, against the plain way."""
+"""The LoRA layer, and low-rank sums of products, against plain computations."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def factors(out, inside, rank, seed=0):
 
 @pytest.mark.parametrize(("alpha", "rank"), [(4, 4), (16, 4), (3, 2)])
 @pytest.mark.parametrize(("out", "inside"), [(6, 5), (5, 6), (8, 8)])
-def test_the_layer_gives_the_logits_of_pefts(alpha, rank, out, inside):
+def test_the_layer_equals_pefts(alpha, rank, out, inside):
     torch.manual_seed(0)
     B, A = factors(out, inside, rank)
     network, plain = (
@@ -52,7 +52,7 @@ def test_the_layer_gives_the_logits_of_pefts(alpha, rank, out, inside):
     assert ours.base.weight.grad is None
 
 
-def test_factors_may_have_another_rank_and_must_fit():
+def test_factors_may_have_another_rank_but_no_other_shape():
     layer = LoRALinear(nn.Linear(5, 6), *factors(6, 5, 3))
     layer.set_factors(*factors(6, 5, 1, seed=1))
     B, A = factors(6, 5, 1, seed=1)
@@ -63,7 +63,7 @@ def test_factors_may_have_another_rank_and_must_fit():
 
 
 @given(SIDES, SIDES, st.lists(st.tuples(st.integers(1, 4), st.floats(0.1, 3)), max_size=12))
-def test_a_sum_of_products_is_the_sum_and_its_memory_is_bounded(out, inside, parts):
+def test_a_factored_sum_of_products_is_exact_and_its_size_bounded(out, inside, parts):
     total, plain = ProductSum(out, inside), torch.zeros(out, inside, dtype=torch.float64)
     for seed, (rank, weight) in enumerate(parts):
         B, A = factors(out, inside, rank, seed)
@@ -75,7 +75,7 @@ def test_a_sum_of_products_is_the_sum_and_its_memory_is_bounded(out, inside, par
 
 
 @given(SIDES, SIDES, st.lists(st.integers(1, 6), min_size=1, max_size=6))
-def test_singular_values_of_the_factors_are_those_of_the_matrix(out, inside, ranks):
+def test_the_svd_of_factors_equals_that_of_the_matrix(out, inside, ranks):
     total, matrix = ProductSum(out, inside), torch.zeros(out, inside, dtype=torch.float64)
     for seed, rank in enumerate(ranks):
         B, A = factors(out, inside, rank, seed)
@@ -93,7 +93,7 @@ def test_singular_values_of_the_factors_are_those_of_the_matrix(out, inside, ran
 @given(st.integers(0, 4), st.integers(0, 4))
 def test_rows_are_completed_to_orthonormal_ones(given_rows, more):
     _, _, Vh = svd(torch.randn(8, 8, dtype=torch.float64))
-    whole = complete_rows(Vh[:given_rows], given_rows + more, torch.Generator())
-    assert torch.equal(whole[:given_rows], Vh[:given_rows])
+    completed = complete_rows(Vh[:given_rows], given_rows + more, torch.Generator())
+    assert torch.equal(completed[:given_rows], Vh[:given_rows])
     eye = torch.eye(given_rows + more, dtype=torch.float64)
-    assert_close([whole @ whole.T], [eye], rtol=1e-9, atol=1e-9)
+    assert_close([completed @ completed.T], [eye], rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""The properties of the methods: what travels, what the server makes of it, and what it refuses."""
+"""Properties of all methods: messages, aggregation, and refusals."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
-    build_whole,
+    build_with_network,
     deltas,
     personal_state,
     some_state,
@@ -36,11 +36,11 @@ every_method = pytest.mark.parametrize("name", METHODS)
 @every_method
 @given(NETWORKS, st.integers(0, 99))
 def test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight(name, layers, seed):
-    method, adapters, network = build_whole(name, layers)
+    method, adapters, network = build_with_network(name, layers)
     pretrained = [_weight_of(network, layer) for layer in layers]
     train_client(method, adapters, some_state(method, adapters), 1.0, seed)
     for adapter in adapters:
-        if hasattr(adapter, "gate"):  # of FedALT: what is mixed by input is no matrix
+        if hasattr(adapter, "gate"):  # FedALT mixes by input, which is no matrix
             adapter.gate.data.zero_()
     computed = [_weight_of(network, layer) for layer in layers]
     expected = [w + d for w, d in zip(pretrained, method.delta_weights(adapters), strict=True)]
@@ -48,7 +48,7 @@ def test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight(name, laye
 
 
 def _weight_of(network, layer):
-    """The matrix that a layer multiplies with, by what it makes of unit vectors."""
+    """Compute the matrix of a layer from its outputs for unit vectors."""
     module = network.get_submodule(layer.name)
     with torch.no_grad():
         zero = module(torch.zeros(1, layer.in_features))
@@ -71,7 +71,7 @@ def test_the_order_of_replies_does_not_matter(name, clients, shuffler):
 
 
 @every_method
-def test_clients_that_change_nothing_change_nothing(name):
+def test_unchanged_clients_leave_the_state_unchanged(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     before = deltas(method, adapters, state)
@@ -86,7 +86,7 @@ def test_clients_that_change_nothing_change_nothing(name):
 
 @every_method
 @given(NETWORKS, st.integers(0, 99), st.sampled_from([1.0, 0.5]))
-def test_one_client_alone_gets_its_own_delta_weight(name, layers, seed, scale):
+def test_a_single_client_gets_its_own_delta_weight(name, layers, seed, scale):
     method, adapters = build(name, layers=layers, lora_scale=scale)
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, seed)
@@ -101,7 +101,7 @@ def test_one_client_alone_gets_its_own_delta_weight(name, layers, seed, scale):
 def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, seeds, scale):
     method, adapters = build(name, layers=layers, lora_scale=scale)
     state = some_state(method, adapters)
-    for _ in range(2):  # the second round begins where the first ended
+    for _ in range(2):  # the second round begins at the end of the first
         uploads, each = [], []
         for seed in seeds:
             uploads.append((train_client(method, adapters, state, 1.0, seed), 1.0))
@@ -113,7 +113,7 @@ def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, se
 
 @every_method
 @given(st.lists(st.tuples(SHARES, st.integers(1, 4)), min_size=1, max_size=4))
-def test_a_weight_counts_like_as_many_replies(name, clients):
+def test_a_weight_equals_repeated_replies(name, clients):
     if "weighting" in METHODS[name].ignores:
         clients = [(fraction, 1) for fraction, _ in clients]
     method, adapters = build(name)
@@ -129,7 +129,7 @@ def test_a_weight_counts_like_as_many_replies(name, clients):
 
 @every_method
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
-def test_what_travels_arrives_as_it_was_and_weighs_what_was_said(name, fraction):
+def test_messages_round_trip_with_the_computed_number_of_bytes(name, fraction):
     method, adapters = build(name)
     fraction = fraction if method.can_train(fraction) else 1.0
     state = some_state(method, adapters)
@@ -146,7 +146,7 @@ def test_what_travels_arrives_as_it_was_and_weighs_what_was_said(name, fraction)
 
 
 @every_method
-def test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing(name):
+def test_a_smaller_budget_fraction_trains_and_sends_less_or_nothing(name):
     method, adapters = build(name)
     if method.parts is None:
         assert [method.can_train(fraction) for fraction in (0.25, 0.99, 1.0)] == [
@@ -158,7 +158,8 @@ def test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing(name):
     sizes, sent = [], []
     for fraction in (0.5, 1.0):
         upload = train_client(method, adapters, method.initial_state(adapters), fraction, 0)
-        gates = sum(a.gate.numel() for a in adapters if hasattr(a, "gate"))  # no part of a head
+        # Gates are not part of a head.
+        gates = sum(a.gate.numel() for a in adapters if hasattr(a, "gate"))
         sizes.append(sum(p.numel() for p in method.parameters(adapters)) - gates)
         sent.append(sum(t.nbytes for t in upload.values()))
     assert method.can_train(0.01)
@@ -168,8 +169,8 @@ def test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing(name):
 
 
 @every_method
-def test_the_network_comes_back_to_the_bit(name):
-    method, adapters, network = build_whole(name)
+def test_the_network_is_restored_to_the_bit(name):
+    method, adapters, network = build_with_network(name)
     rest = {k: v.clone() for k, v in network.state_dict().items()}
     initial = method.initial_state(adapters)
     method.load(adapters, initial)
@@ -184,26 +185,26 @@ def test_the_network_comes_back_to_the_bit(name):
 
 
 @every_method
-def test_nothing_that_travels_is_shared_with_the_model(name):
+def test_messages_share_no_memory_with_the_model(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
-    kept = {k: v.clone() for k, v in state.items()}
+    copies = {k: v.clone() for k, v in state.items()}
     upload = train_client(method, adapters, state, 1.0, 3)
     sent = {k: v.clone() for k, v in upload.items()}
     with torch.no_grad():
         for parameter in method.parameters(adapters):
             parameter.fill_(7.0)
-    assert all(torch.equal(state[key], kept[key]) for key in state)
+    assert all(torch.equal(state[key], copies[key]) for key in state)
     assert all(torch.equal(upload[key], sent[key]) for key in upload)
 
 
 @every_method
 def test_lora_factors_are_the_delta_weight_or_the_weights_have_changed(name):
-    method, adapters, network = build_whole(name, lora_scale=0.5)
+    method, adapters, network = build_with_network(name, lora_scale=0.5)
     rest = pretrained_weights(network)
     expected = deltas(method, adapters, some_state(method, adapters))
     factors = [method.lora_factors(adapter) for adapter in adapters]
-    if METHODS[name].mixes:  # no product of two factors does
+    if METHODS[name].mixes:  # no product of two factors mixes inputs
         assert factors == [None] * len(adapters)
     elif all(map(torch.equal, rest, pretrained_weights(network))):
         assert_close([B @ A for B, A in factors], expected)
@@ -212,7 +213,7 @@ def test_lora_factors_are_the_delta_weight_or_the_weights_have_changed(name):
 
 
 def pretrained_weights(network):
-    """Those of the adapted layers, as they are now."""
+    """Return the current weights of the adapted layers."""
     modules = [network.get_submodule(layer.name) for layer in LAYERS]
     return [getattr(module, "base", module).weight.detach().clone() for module in modules]
 
@@ -220,7 +221,7 @@ def pretrained_weights(network):
 @every_method
 @given(st.integers(1, 40), NETWORKS)
 def test_the_rank_is_the_largest_within_the_budget(name, lora_rank, layers):
-    lora_rank += name in ("feddpa", "fedalt")  # which have two LoRAs, or gates
+    lora_rank += name in ("feddpa", "fedalt")  # they have two LoRAs, or gates
     if name == "full":
         method, adapters = build(name, lora_rank=lora_rank, layers=layers)
         trained = sum(p.numel() for p in method.parameters(adapters))
@@ -249,7 +250,7 @@ def test_a_rank_beyond_the_matrices_is_refused(name):
 
 
 @every_method
-def test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained(name):
+def test_fingerprints_depend_on_the_seed_but_not_on_trained_tensors(name):
     method, adapters = build(name)
     before = method.fingerprint(adapters)
     train_client(method, adapters, some_state(method, adapters), 0.5, 1)
@@ -258,8 +259,8 @@ def test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained(name):
     other, others = build(name, seed=1)
     pairs = zip(tensors_of(adapters), tensors_of(others), strict=True)
     same = all(torch.equal(one, two) for one, two in pairs)  # nothing is made from the seed
-    told = "override fingerprint: it tells apart what seeds make, and nothing else"
-    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same, told
+    message = "override fingerprint: it tells apart what seeds make, and nothing else"
+    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same, message
 
 
 def tensors_of(adapters):
@@ -279,22 +280,22 @@ BAD_TENSORS = {
 
 @every_method
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(name, case):
+def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(name, case):
     method, adapters = build(name)
     state = some_state(method, adapters)
     good = train_client(method, adapters, state, 1.0, 1)
     for key in (key for key, tensor in good.items() if tensor.is_floating_point()):
         changed = BAD_TENSORS[case](good[key])
         bad = {k: changed if k == key else v for k, v in good.items()}
-        pot = Aggregate(method, state, UpdateNormCheck(1e9))
+        sums = Aggregate(method, state, UpdateNormCheck(1e9))
         with pytest.raises(ValueError, match="expected"):
-            pot.offer({k: v for k, v in bad.items() if v is not None}, 1.0)
+            sums.offer({k: v for k, v in bad.items() if v is not None}, 1.0)
         with pytest.raises(ValueError, match="expected"):
-            pot.offer(good | {"x": torch.zeros(1)}, 1.0)
-        pot.offer(good, 1.0)
-        assert pot.count == 1
+            sums.offer(good | {"x": torch.zeros(1)}, 1.0)
+        sums.offer(good, 1.0)
+        assert sums.count == 1
         expected = aggregate(method, state, [(good, 1.0)])
-        assert all(torch.equal(v, expected[k]) for k, v in pot.close().items())
+        assert all(torch.equal(v, expected[k]) for k, v in sums.close().items())
 
 
 @every_method

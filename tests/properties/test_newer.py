@@ -1,4 +1,4 @@
-"""The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
+"""The methods of 2024 to 2026 against the equations of their papers, by float64 loops."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from tests.methods import (
     aggregate,
     assert_close,
     build,
-    build_whole,
+    build_with_network,
     deltas,
     some_state,
     train_client,
@@ -34,7 +34,7 @@ TIGHT = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def matrices(flat, rank, first):
-    """The float64 matrices of all layers in a flat tensor: `first` has them (side, rank)."""
+    """Return the float64 matrices of all layers in a flat tensor; `first`: shape (side, rank)."""
     flat, found = flat.double(), []
     for layer in LAYERS:
         side = layer.out_features if first else layer.in_features
@@ -45,17 +45,17 @@ def matrices(flat, rank, first):
 
 
 def loop_product(B, A):
-    """B A, number by number."""
-    made = torch.zeros(len(B), A.shape[1], dtype=torch.float64)
+    """Compute B A element by element."""
+    result = torch.zeros(len(B), A.shape[1], dtype=torch.float64)
     for i in range(len(B)):
         for j in range(A.shape[1]):
             for k in range(len(A)):
-                made[i, j] += B[i, k] * A[k, j]
-    return made
+                result[i, j] += B[i, k] * A[k, j]
+    return result
 
 
 def loop_mean(tensors, weights):
-    """sum_c w_c T_c / sum_c w_c"""
+    """Compute sum_c w_c T_c / sum_c w_c."""
     total = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor, weight in zip(tensors, weights, strict=True):
         total = total + weight * tensor
@@ -63,12 +63,12 @@ def loop_mean(tensors, weights):
 
 
 def weights_of(seeds):
-    """Some weights for replies, from 1 to 3."""
+    """Return a weight from 1 to 3 for each reply."""
     return [1.0 + seed % 3 for seed in seeds]
 
 
 def mixed_round(name, clients):
-    """A method of rank 4 in the middle of a run, the state, and replies of (share, seed) each."""
+    """Return a method of rank 4 during a run, the state, and replies by (fraction, seed)."""
     method, adapters = build(name, rank=4)
     state = some_state(method, adapters)
     fractions, seeds = zip(*clients, strict=True)
@@ -76,7 +76,7 @@ def mixed_round(name, clients):
 
 
 def replies(method, adapters, state, seeds, fractions=None):
-    """What clients with these seeds send, with their shares and weights."""
+    """Return the uploads of clients with these seeds, with their budget fractions and weights."""
     fractions = fractions or [1.0] * len(seeds)
     return [
         (train_client(method, adapters, state, fraction, seed), fraction, weight)
@@ -102,13 +102,13 @@ def test_fedsvd_decomposes_the_mean_of_b_times_the_a_that_clients_had(seeds):
         assert_close([loop_product(B_new, A_new)], [product], **TIGHT)
         assert_close([A_new @ A_new.T], [torch.eye(3)], **TIGHT)
         assert_close([B_new.T @ B_new], [(S[:3] ** 2).diag()], rtol=1e-3, atol=1e-3)
-        for rank in range(3):  # up to their sign, for values that are apart
+        for rank in range(3):  # up to their sign, for distinct singular values
             if S[rank] - S[rank + 1] > 0.1 and (rank == 0 or S[rank - 1] - S[rank] > 0.1):
                 assert abs(float(A_new[rank] @ Vh[rank])) > 1 - 1e-3
                 assert abs(float(B_new[:, rank] @ U[:, rank])) > (1 - 1e-3) * float(S[rank])
 
 
-def test_fedsvd_trains_and_sends_b_alone_and_gets_both():
+def test_fedsvd_trains_and_sends_b_alone_and_receives_both():
     method, adapters = build("fedsvd", rank=None, lora_rank=1)
     assert method.rank == 22 // 10  # as for FFA-LoRA
     state = some_state(method, adapters)
@@ -118,7 +118,7 @@ def test_fedsvd_trains_and_sends_b_alone_and_gets_both():
     assert [p.shape for p in method.parameters(adapters)] == [(6, 2), (4, 2)]
 
 
-def test_fedsvds_a_is_orthonormal_from_the_start_and_spans_what_it_spanned():
+def test_fedsvds_a_is_orthonormal_and_keeps_its_row_space():
     layer = Layer("wide", 6, 9)
     method, adapters = build("fedsvd", layers=(layer,), rank=4)
     state = method.initial_state(adapters)
@@ -132,7 +132,7 @@ def test_fedsvds_a_is_orthonormal_from_the_start_and_spans_what_it_spanned():
     assert not torch.allclose(now, first, atol=0.1)
 
 
-def test_fedsvd_keeps_what_was_when_all_clients_send_zero():
+def test_fedsvd_keeps_the_state_if_all_clients_send_zero():
     method, adapters = build("fedsvd")
     state = some_state(method, adapters)
     zero = {"B": torch.zeros_like(state["B"])}
@@ -146,7 +146,7 @@ def test_fedsvd_keeps_what_was_when_all_clients_send_zero():
 
 
 def lora_fair_means(sent, rank, layer):
-    """A layer's mean B, mean A and mean product, with the replies' weights."""
+    """Return a layer's mean B, mean A and mean product, by the replies' weights."""
     weights = [weight for *_, weight in sent]
     Bs = [matrices(upload["B"], rank, True)[layer] for upload, *_ in sent]
     As = [matrices(upload["A"], rank, False)[layer] for upload, *_ in sent]
@@ -155,22 +155,22 @@ def lora_fair_means(sent, rank, layer):
 
 
 def fair_cost(B, A, product, D):
-    """What the paper minimises: 1 - cos(product, (B + D) A) + lambda |D|^2."""
-    made = (B + D) @ A
-    cosine = (made * product).sum() / (made.norm() * product.norm())
+    """Compute the paper's objective: 1 - cos(product, (B + D) A) + lambda |D|^2."""
+    result = (B + D) @ A
+    cosine = (result * product).sum() / (result.norm() * product.norm())
     return 1 - cosine + 0.01 * (D * D).sum()
 
 
 def descend(B, A, product):
-    """D from zero by a thousand steps of gradient descent, as public code takes them.
+    """Minimise D from zero by a thousand steps of gradient descent, as the public code does.
 
     By M = (B + D) A, the cosine of M and P has the gradient (P - M <M, P> / |M|^2) / (|M| |P|).
     """
     D, unit = torch.zeros_like(B), product / product.norm()
     for _ in range(1000):
-        made = (B + D) @ A
-        size = made.norm()
-        towards = (unit - made * ((made * unit).sum() / size**2)) / size
+        result = (B + D) @ A
+        size = result.norm()
+        towards = (unit - result * ((result * unit).sum() / size**2)) / size
         D = D - 1e-2 * (0.02 * D - towards @ A.T)
     return D
 
@@ -181,7 +181,7 @@ def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(seeds, mov
     method, adapters = build("lora-fair")
     state = some_state(method, adapters)
     sent = replies(method, adapters, state, seeds)
-    for upload, *_ in sent:  # clients that move a little, as honest ones do, or a lot
+    for upload, *_ in sent:  # changes as small as honest ones, or large
         for name, tensor in upload.items():
             tensor.copy_(state[name] + movement * (tensor - state[name]))
     new = aggregate(method, state, sent)
@@ -190,23 +190,24 @@ def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(seeds, mov
         assert_close([matrices(new["A"], 2, False)[layer]], [A], **TIGHT)
         D = matrices(new["B"], 2, True)[layer] - B
         if D.norm() > 0.999 * (B - old).norm():
-            continue  # it was made smaller: see below
-        slow = descend(B, A, product)
-        assert fair_cost(B, A, product, D) <= fair_cost(B, A, product, slow) + 1e-6
+            continue  # the correction was reduced: see below
+        expected_D = descend(B, A, product)
+        assert fair_cost(B, A, product, D) <= fair_cost(B, A, product, expected_D) + 1e-6
         D.requires_grad_()
         fair_cost(B, A, product, D).backward()
         assert D.grad.norm() < 1e-4
 
 
 @given(SEEDS)
-def test_lora_fair_is_not_exact_and_never_points_farther_away_from_it_than_fedit(seeds):
+def test_lora_fair_is_inexact_and_never_farther_from_the_mean_than_fedit(seeds):
     method, adapters = build("lora-fair")
     state = some_state(method, adapters)
     sent = replies(method, adapters, state, seeds)
     for layer, got in enumerate(deltas(method, adapters, aggregate(method, state, sent))):
         B, A, product = lora_fair_means(sent, 2, layer)
         fair, fedit = (
-            float((made * product).sum() / (made.norm() * product.norm())) for made in (got, B @ A)
+            float((result * product).sum() / (result.norm() * product.norm()))
+            for result in (got, B @ A)
         )
         assert fair >= fedit - 1e-6
         if len(set(seeds)) > 1:
@@ -215,7 +216,7 @@ def test_lora_fair_is_not_exact_and_never_points_farther_away_from_it_than_fedit
 
 @given(SEEDS)
 def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
-    """The paper's penalty says so: of all of one direction, the nearest to B is the best."""
+    """The paper's penalty implies it: of all of one direction, the nearest to B is the best."""
     method, adapters = build("lora-fair")
     state = some_state(method, adapters)
     sent = replies(method, adapters, state, seeds)
@@ -226,8 +227,8 @@ def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_that_holds_also_where_clients_contradict_each_other(seed):
-    """Independent factors, and a penalty that is next to nothing beside the cosine."""
+def test_the_bound_holds_also_for_contradictory_clients(seed):
+    """Independent factors, and a penalty that is tiny beside the cosine."""
     random = torch.Generator().manual_seed(seed)
     B, A = (torch.randn(5, *shape, generator=random) for shape in ((7, 3), (3, 3)))
     B = 1e-3 * B.double()
@@ -240,15 +241,15 @@ def test_that_holds_also_where_clients_contradict_each_other(seed):
     assert corrected.norm() <= mean_B.norm() * (1 + 1e-9)
     product = (B @ A).mean(0)
     cosines = [
-        float((made @ mean_A * product).sum() / (made @ mean_A).norm() / product.norm())
-        for made in (corrected, mean_B)
+        float((result @ mean_A * product).sum() / (result @ mean_A).norm() / product.norm())
+        for result in (corrected, mean_B)
     ]
     assert cosines[0] >= cosines[1]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_lora_fair_corrects_nothing_where_there_is_no_cosine(sign):
-    """Replies that cancel each other: a mean of B, or one of A, too, that is zero."""
+def test_lora_fair_has_no_correction_without_a_cosine(sign):
+    """Replies that cancel each other: the mean of B, or also that of A, is zero."""
     method, adapters = build("lora-fair")
     state = some_state(method, adapters)
     sent = train_client(method, adapters, state, 1.0, 0)
@@ -259,7 +260,7 @@ def test_lora_fair_corrects_nothing_where_there_is_no_cosine(sign):
 
 
 def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
-    """A reply whose B and A are far off, each within its limit, cannot make more of B than that."""
+    """A reply whose B and A are far off, each within its limit, adds no more than that to B."""
     method, adapters = build("lora-fair")
     state = some_state(method, adapters)
     still = {name: tensor.clone() for name, tensor in state.items()}
@@ -276,7 +277,7 @@ CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5
 
 
 @given(CLIENTS)
-def test_raflora_averages_every_rank_over_those_that_hold_it(clients):
+def test_raflora_averages_every_rank_over_the_clients_that_have_it(clients):
     method, adapters, state, sent = mixed_round("raflora", clients)
     new = aggregate(method, state, sent)
     for layer, got in enumerate(deltas(method, adapters, new)):
@@ -290,15 +291,15 @@ def test_raflora_averages_every_rank_over_those_that_hold_it(clients):
                     A = matrices(upload["A"], own, False)[layer]
                     parts.append(torch.outer(B[:, rank], A[rank]))
                     weights.append(weight)
-            if not parts:  # nobody: it stays
+            if not parts:  # trained by no client: unchanged
                 B, A = (matrices(state[k], 4, k == "B")[layer] for k in ("B", "A"))
                 parts, weights = [torch.outer(B[:, rank], A[rank])], [1.0]
             total += loop_mean(parts, weights)
         assert_close([got], [best_of_rank(total, 4)], **TIGHT)
 
 
-def test_raflora_keeps_the_high_ranks_that_flexlora_lets_shrink():
-    """The paper's rank collapse: clients that send back what they were sent, most of them small."""
+def test_raflora_keeps_the_high_ranks_that_shrink_under_flexlora():
+    """The paper's rank collapse: clients return their broadcasts, most at small budgets."""
     left = {}
     for name in ("raflora", "flexlora"):
         method, adapters = build(name, rank=4)
@@ -316,7 +317,7 @@ def test_raflora_keeps_the_high_ranks_that_flexlora_lets_shrink():
     assert left["flexlora"] < 0.95
 
 
-def test_with_whole_budgets_raflora_is_flexlora():
+def test_with_full_budgets_raflora_equals_flexlora():
     states = []
     for name in ("raflora", "flexlora"):
         method, adapters = build(name)
@@ -326,20 +327,20 @@ def test_with_whole_budgets_raflora_is_flexlora():
         assert_close([one], [other], **TIGHT)
 
 
-def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart(monkeypatch):
-    """The whole product is zero; where others hold the first rank only, the second is not."""
+def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(monkeypatch):
+    """The whole product is zero; if others have the first rank only, the second rank is not."""
     method, adapters = build("raflora")
     state = some_state(method, adapters)
     bad = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for B, A in zip(*method.split(bad), strict=True):
         B[0], A[:, 0] = torch.tensor([300.0, -300.0]), 300.0
-    pot = Aggregate(method, state, UpdateNormCheck(2000.0))
-    seen: list[tuple[str, float]] = []
+    sums = Aggregate(method, state, UpdateNormCheck(2000.0))
+    norms: list[tuple[str, float]] = []
     monkeypatch.setattr(
-        pot.limit, "check_growth", lambda name, _, norm, *__: seen.append((name, norm))
+        sums.limit, "check_growth", lambda name, _, norm, *__: norms.append((name, norm))
     )
-    pot.offer(bad, 1.0)
-    ((name, norm),) = seen
+    sums.offer(bad, 1.0)
+    ((name, norm),) = norms
     assert name == "B"
     assert norm == pytest.approx(2**0.5 * 300.0**2)
 
@@ -348,9 +349,9 @@ def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart(monk
 
 
 @given(st.lists(CLIENTS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
-def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale):
-    """The paper's equation, over some rounds of clients of any rank: nothing is lost."""
-    method, adapters, network = build_whole("flora", rank=4, lora_scale=scale)
+def test_flora_adds_the_mean_product_to_the_weight_and_reinitialises(rounds, scale):
+    """The paper's equation, over several rounds of clients of any rank: the sum is exact."""
+    method, adapters, network = build_with_network("flora", rank=4, lora_scale=scale)
     W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
     state, begun = method.initial_state(adapters), []
     for clients in rounds:
@@ -374,7 +375,7 @@ def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale
     assert all(not torch.allclose(a, b) for a, b in itertools.pairwise(begun))
 
 
-def test_floras_clients_of_a_round_begin_alike_whatever_their_rank():
+def test_floras_clients_of_a_round_start_equal_for_any_rank():
     method, adapters = build("flora", rank=4)
     state = some_state(method, adapters)
     for fraction in (0.25, 0.5, 1.0):
@@ -387,7 +388,7 @@ def test_floras_clients_of_a_round_begin_alike_whatever_their_rank():
             assert torch.equal(A, first[: affordable(fraction, 4)])
 
 
-def test_a_flora_round_that_nobody_took_part_in_begins_again():
+def test_a_flora_round_without_replies_reinitialises():
     method, adapters = build("flora")
     state = some_state(method, adapters)
     assert state["rounds"].tolist() == [1]
@@ -412,7 +413,7 @@ def test_rounds_repeat_after_the_period(name):
 
 
 def loop_rotation(correlation, part):
-    """The rotation of a 2 x 2 Procrustes problem by its angle, and that part of the way."""
+    """Return the rotation of a 2 x 2 Procrustes problem by its angle, and that part of it."""
     (a, b), (c, d) = correlation.tolist()
     angle = math.atan2(c - b, a + d)
     cosine = 1 - part + part * math.cos(angle)
@@ -422,9 +423,9 @@ def loop_rotation(correlation, part):
 
 
 @given(SEEDS, st.integers(1, 4))
-def test_fedrot_lora_turns_the_factors_and_averages_them(seeds, number):
-    whole, adapters = build("fedrot-lora")
-    method = whole.in_round(number)
+def test_fedrot_lora_rotates_the_factors_and_averages_them(seeds, number):
+    base, adapters = build("fedrot-lora")
+    method = base.in_round(number)
     state = some_state(method, adapters)
     sent = replies(method, adapters, state, seeds)
     new = aggregate(method, state, sent)
@@ -443,8 +444,8 @@ def test_fedrot_lora_turns_the_factors_and_averages_them(seeds, number):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_fedrot_lora_loses_less_than_fedit_where_clients_are_turned_to_each_other(number):
-    """Clients whose products are the same, turned by known angles."""
+def test_fedrot_lora_has_less_error_than_fedit_for_rotated_clients(number):
+    """Clients with equal products, turned by known angles."""
     lost = {}
     for name in ("fedrot-lora", "fedit"):
         method, adapters = build(name)
@@ -464,7 +465,7 @@ def test_fedrot_lora_loses_less_than_fedit_where_clients_are_turned_to_each_othe
         assert plain > 0.3
 
 
-def test_a_rotation_is_one_also_where_a_reflection_fits_better():
+def test_a_rotation_is_used_also_where_a_reflection_fits_better():
     mirror = torch.diag(torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64))
     assert_close([nearest_rotation(mirror)], [torch.eye(3)])
     for seed in range(20):
@@ -474,7 +475,7 @@ def test_a_rotation_is_one_also_where_a_reflection_fits_better():
         assert torch.linalg.det(R) > 0
     assert_close([partial_rotation(torch.zeros(3, 3).double(), 0.5)], [torch.eye(3)])
     half = torch.zeros(3, 3, dtype=torch.float64)
-    half[0, 0] = 2.0  # the others are free: they stay
+    half[0, 0] = 2.0  # the others are free, and unchanged
     assert_close([partial_rotation(half, 0.5)], [torch.eye(3)])
 
 
@@ -482,7 +483,7 @@ def test_a_rotation_is_one_also_where_a_reflection_fits_better():
 
 
 @given(CLIENTS)
-def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
+def test_fed_plora_averages_every_module_over_the_clients_that_trained_it(clients):
     method, _, state, sent = mixed_round("fed-plora", clients)
     new = aggregate(method, state, sent)
     for layer, side in enumerate(LAYERS):
@@ -493,11 +494,11 @@ def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
                 parts, weights = [], []
                 for upload, fraction, weight in sent:
                     byte = int(upload["modules"][0])
-                    mine = [j for j in range(4) if byte >> j & 1]
-                    assert len(mine) == affordable(fraction, 4)
-                    if module in mine:
-                        own = matrices(upload[name], len(mine), name == "B")[layer]
-                        at = mine.index(module)
+                    trained = [j for j in range(4) if byte >> j & 1]
+                    assert len(trained) == affordable(fraction, 4)
+                    if module in trained:
+                        own = matrices(upload[name], len(trained), name == "B")[layer]
+                        at = trained.index(module)
                         parts.append(own[:, at] if name == "B" else own[at])
                         weights.append(weight)
                 before, after = (m[:, module] if name == "B" else m[module] for m in (old, got))
@@ -507,23 +508,23 @@ def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
 
 
 @given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 1.0]))
-def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, fraction):
-    method, adapters, network = build_whole("fed-plora", rank=4, lora_scale=0.5)
+def test_a_fed_plora_client_starts_at_the_servers_model_for_any_modules(seed, fraction):
+    method, adapters, network = build_with_network("fed-plora", rank=4, lora_scale=0.5)
     state = some_state(method, adapters)
     method.load(adapters, state)
     random = torch.Generator().manual_seed(seed)
     x = [torch.randn(3, layer.in_features, generator=random) for layer in LAYERS]
     modules = [network.get_submodule(layer.name) for layer in LAYERS]
-    whole = [module(one).detach() for module, one in zip(modules, x, strict=True)]
+    outputs = [module(one).detach() for module, one in zip(modules, x, strict=True)]
     expected = [delta.clone() for delta in method.delta_weights(adapters)]
     method.choose(adapters, fraction, random, lambda: None)
-    assert_close([module(one) for module, one in zip(modules, x, strict=True)], whole)
+    assert_close([module(one) for module, one in zip(modules, x, strict=True)], outputs)
     assert_close(method.delta_weights(adapters), expected)
     numbers = sum(p.numel() for p in method.parameters(adapters))
     assert numbers * 4 == method.trainable_parameters() * affordable(fraction, 4)
 
 
-def test_fed_ploras_modules_are_drawn_anew_and_all_have_their_turn():
+def test_fed_ploras_modules_are_resampled_and_all_occur():
     method, adapters = build("fed-plora", rank=4)
     state = some_state(method, adapters)
     drawn, again = (
@@ -534,7 +535,7 @@ def test_fed_ploras_modules_are_drawn_anew_and_all_have_their_turn():
     assert drawn == again
 
 
-def test_with_whole_budgets_fed_plora_is_fedit():
+def test_with_full_budgets_fed_plora_equals_fedit():
     states = []
     for name in ("fed-plora", "fedit"):
         method, adapters = build(name)
@@ -545,7 +546,7 @@ def test_with_whole_budgets_fed_plora_is_fedit():
 
 
 @pytest.mark.parametrize("modules", [[0b0001], [0b0111], [0b110000], [0b10010001]])
-def test_a_reply_with_other_modules_than_its_budget_pays_for_is_refused(modules):
+def test_a_reply_with_other_modules_than_its_budget_affords_is_refused(modules):
     method, adapters = build("fed-plora", rank=4)
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 0.5, 1)
@@ -559,10 +560,10 @@ def test_a_reply_with_other_modules_than_its_budget_pays_for_is_refused(modules)
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
 def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
-    whole, adapters = build("rolora", lora_scale=scale)
-    state = whole.initial_state(adapters)
+    base, adapters = build("rolora", lora_scale=scale)
+    state = base.initial_state(adapters)
     for number, seeds in enumerate(rounds, start=1):
-        method = whole.in_round(number)
+        method = base.in_round(number)
         turn, other = ("B", "A") if number % 2 else ("A", "B")
         sent, each = [], []
         for seed, weight in zip(seeds, weights_of(seeds), strict=True):
@@ -574,7 +575,7 @@ def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
         mean = loop_mean([upload[turn].double() for upload, *_ in sent], weights_of(seeds))
         assert_close([new[turn]], [mean], **TIGHT)
         state = new
-        for got, layer in zip(deltas(whole, adapters, state), zip(*each, strict=True), strict=True):
+        for got, layer in zip(deltas(base, adapters, state), zip(*each, strict=True), strict=True):
             assert_close([got], [loop_mean(list(layer), weights_of(seeds))], **TIGHT)
 
 
@@ -595,32 +596,32 @@ def test_rolora_trains_as_many_parameters_as_fedit_in_two_rounds():
 
 
 @pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
-def test_a_robust_rolora_round_leaves_the_other_factor_alone(robust):
-    whole, adapters = build("rolora")
-    state = some_state(whole, adapters)
+def test_a_robust_rolora_round_leaves_the_other_factor_unchanged(robust):
+    base, adapters = build("rolora")
+    state = some_state(base, adapters)
     for number, turn, other in ((1, "B", "A"), (2, "A", "B")):
-        method = whole.in_round(number)
-        pot = Aggregate(method, state, UpdateNormCheck(1e9), robust)
+        method = base.in_round(number)
+        sums = Aggregate(method, state, UpdateNormCheck(1e9), robust)
         for seed in range(5):
-            pot.offer(train_client(method, adapters, state, 1.0, seed), 1.0)
-        new = pot.close()
+            sums.offer(train_client(method, adapters, state, 1.0, seed), 1.0)
+        new = sums.close()
         assert torch.equal(new[other], state[other])
         assert not torch.equal(new[turn], state[turn])
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
-    """Its memory of the last turn stays, as if the rounds between had not been."""
-    whole, adapters = build("rolora")
+def test_the_server_optimiser_moves_the_current_factor_alone(kind):
+    """Its moments of the last turn are kept, as if there were no rounds between."""
+    base, adapters = build("rolora")
     config = read_config(
         {"method": "rolora", "server-optimizer": f"{kind}:0.5",
          "limits": "max-update-norm=1e9"}
     )  # fmt: skip
-    start = some_state(whole, adapters)
+    start = some_state(base, adapters)
     server = ServerState(config, [], start, {})
     moved: dict[str, list[torch.Tensor]] = {"B": [], "A": []}
     for number in range(1, 5):
-        method = whole.in_round(number)
+        method = base.in_round(number)
         turn, other = ("B", "A") if number % 2 else ("A", "B")
         before, sums = server.tensors, server.open_sums(method)
         for seed in range(3):

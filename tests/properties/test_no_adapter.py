@@ -1,4 +1,4 @@
-"""Without adapters the classifier alone is trained, or nothing at all."""
+"""Without adapters the method is a linear probe, or trains nothing at all."""
 
 import json
 
@@ -10,7 +10,7 @@ from ravan_flwr import simulate
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.specs import Scalar
-from tests.methods import build, build_whole
+from tests.methods import build, build_with_network
 
 SHORT: dict[str, Scalar] = {
     "method": "none", "num-rounds": 2, "local-steps": 5, "batch-size": 16, "report": False,
@@ -23,7 +23,7 @@ def run(tmp_path, **settings):
 
 
 def test_it_has_nothing_to_train_and_sends_nothing():
-    method, adapters, network = build_whole("none")
+    method, adapters, network = build_with_network("none")
     method.load(adapters, {})
     assert method.parameters(adapters) == []
     assert not any(parameter.requires_grad for parameter in network.parameters())
@@ -32,16 +32,16 @@ def test_it_has_nothing_to_train_and_sends_nothing():
         method.check({"B": torch.zeros(3)}, 1.0)
 
 
-def test_a_rank_that_is_given_changes_nothing():
+def test_a_given_rank_has_no_effect():
     assert build("none", rank=4)[0].trainable_parameters() == 0
 
 
-def test_the_classifier_alone_is_trained(tmp_path):
+def test_only_the_classifier_is_trained(tmp_path):
     found = run(tmp_path, classifier="trained")
     assert found.summary["adapter-parameters"] == 0
     assert found.summary["trainable-parameters"] == 970  # 96 x 10 and 10
     replies = [json.loads(x) for x in (found.run_dir / "rounds.jsonl").read_text().splitlines()]
-    assert {client["bytes-up"] for one in replies for client in one["clients"]} == {3880}
+    assert {client["bytes-up"] for reply in replies for client in reply["clients"]} == {3880}
     with result_of(found.run_dir) as loaded:
         state = loaded.model.initial_state()
         assert list(state) == [CLASSIFIER]
@@ -49,7 +49,7 @@ def test_the_classifier_alone_is_trained(tmp_path):
         assert not torch.equal(now, state[CLASSIFIER])
 
 
-def test_with_a_frozen_classifier_a_run_measures_the_network_as_it_is(tmp_path):
+def test_with_a_frozen_classifier_a_run_evaluates_without_training(tmp_path):
     one = run(tmp_path, classifier="frozen")
     other = run(tmp_path, classifier="frozen", **{"learning-rate": 1.0, "num-rounds": 1})
     assert one.summary["metrics"]["final"] == other.summary["metrics"]["final"]
@@ -57,8 +57,8 @@ def test_with_a_frozen_classifier_a_run_measures_the_network_as_it_is(tmp_path):
     assert (one.summary["steps"], one.summary["trainable-parameters"]) == (0, 0)
 
 
-def test_it_comes_near_a_logistic_regression_on_the_same_features(tmp_path):
-    """scikit-learn's, on what the pretrained network makes of all training examples."""
+def test_it_approaches_a_logistic_regression_on_the_same_features(tmp_path):
+    """scikit-learn's, on the pretrained network's features of all training examples."""
     found = run(
         tmp_path, classifier="trained", partition="iid",
         **{"num-rounds": 4, "local-steps": 30, "learning-rate": 3e-2, "eval-every": 4},

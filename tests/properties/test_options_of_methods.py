@@ -1,6 +1,6 @@
-"""Every method under every option that acts on sums: it works, or it is refused by name.
+"""Every method with every option that acts on sums is supported, or refused by name.
 
-Small budgets, and clients side by side, are tried in whole runs (test_simulation.py,
+Small budgets, and parallel clients, are tested in whole runs (test_simulation.py,
 test_side_by_side.py); quantised backbones in test_quantize.py.
 """
 
@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS, MethodInfo
 from tests.hand_made import Nodes, run
 
-# key -> (values to try, what the row of a method says of it, the reason in a refusal)
+# key -> (values to try, the method's flag, the reason in a refusal)
 OPTIONS = {
     "weighting": (["median", "trimmed-mean"], "averages", "does not compute its next state"),
     "server-optimizer": (
@@ -35,19 +35,19 @@ CASES = [
 ]
 
 
-def test_a_row_says_nothing_else_that_an_option_could_hang_on():
-    """A new mark of a row wants a line here, or a reason why not."""
-    marks = {field.name for field in dataclasses.fields(MethodInfo) if field.type in (bool, "bool")}
-    of_options = {mark for _, mark, _ in OPTIONS.values()}
+def test_every_flag_of_a_method_is_tested():
+    """A new flag of a method needs a line here, or a reason."""
+    flags = {field.name for field in dataclasses.fields(MethodInfo) if field.type in (bool, "bool")}
+    of_options = {flag for _, flag, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
     others = {"personalised", "all_clients", "pools", "has_heads", "sums_changes", "by_example"}
     others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py, test_fedalt.py
     others |= {"sparse_down", "sparse_up"}  # messages: test_sparsity.py
-    assert marks - of_options == others
+    assert flags - of_options == others
 
 
 @pytest.mark.parametrize(("name", "key", "value"), CASES)
-def test_an_option_is_read_or_refused_with_the_methods_name(name, key, value):
+def test_an_option_is_accepted_or_refused_with_the_methods_name(name, key, value):
     _, mark, reason = OPTIONS[key]
     settings = {"method": name, key: value}
     if getattr(METHODS[name], mark):
@@ -64,7 +64,7 @@ AVERAGED = [name for name, row in METHODS.items() if row.averages and name != "n
 @pytest.mark.parametrize("name", AVERAGED)
 @pytest.mark.parametrize("weighting", ["uniform", *OPTIONS["weighting"][0]])
 @pytest.mark.parametrize("optimizer", ["none", *OPTIONS["server-optimizer"][0]])
-def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, weighting, optimizer):
+def test_compatible_options_give_rounds_that_change_the_state(name, weighting, optimizer):
     nodes = Nodes(method=name)
     start = nodes.method.initial_state(nodes.adapters)
     notes, *_ = run(
@@ -78,5 +78,6 @@ def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, weigh
         zip([start, *notes.states], notes.states, strict=False)
     ):
         assert before.keys() == after.keys()
-        sends = bool(nodes.method.in_round(place + 1).upload_shapes(1.0))  # FedDPA: every other
+        # FedDPA sends in every other round.
+        sends = bool(nodes.method.in_round(place + 1).upload_shapes(1.0))
         assert any(not torch.equal(before[key], after[key]) for key in after) == sends

@@ -1,4 +1,4 @@
-"""The properties of RAVAN as a tuner of PEFT, for several architectures."""
+"""Properties of RAVAN as a PEFT tuner, for several architectures."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ ARCHITECTURES: dict[str, Any] = {
         transformers.LlamaConfig(**SIDES, **TEXT, num_key_value_heads=1),
         "all-linear", ["lm_head"], TOKENS,
     ),
-    "gpt2": (  # whose layers are Conv1D
+    "gpt2": (  # its layers are Conv1D
         transformers.GPT2LMHeadModel,
         transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, **TEXT),
         ["c_attn", "c_proj"], None, TOKENS,
@@ -67,10 +67,10 @@ def kind(request):
 
 
 def build(kind):
-    """A network with random weights, the same each time, of which dropout changes nothing."""
-    made, config, *_ = ARCHITECTURES[kind]
+    """Return a network with fixed random weights, without dropout."""
+    model_class, config, *_ = ARCHITECTURES[kind]
     torch.manual_seed(0)
-    network = made(copy.deepcopy(config)).eval()
+    network = model_class(copy.deepcopy(config)).eval()
     for name, parameter in network.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
@@ -78,13 +78,13 @@ def build(kind):
 
 
 def config_of(kind, **changes):
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "r": 3,
         "num_heads": 4,
         "init": "normal",
         "target_modules": ARCHITECTURES[kind][2],
     }
-    return RavanConfig(**given | changes)
+    return RavanConfig(**arguments | changes)
 
 
 def adapted(kind, **changes):
@@ -96,7 +96,7 @@ def layers_of(model):
 
 
 def shake(model, seed=1):
-    """Give everything that is trained values of some size."""
+    """Give all trained parameters large random values."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -120,7 +120,7 @@ def test_a_new_adapter_changes_nothing(kind):
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_every_layer_adds_the_loop_over_its_heads(kind, saved):
-    """With bases from the app's own function, by the layer's name in the network."""
+    """The bases are those of the app's own function, by the layer's name in the network."""
     model = shake(adapted(kind, base_seed=7, save_bases=saved))
     for name, layer in layers_of(model).items():
         base = layer.base_layer
@@ -141,8 +141,8 @@ def test_every_layer_adds_the_loop_over_its_heads(kind, saved):
 
 
 @pytest.mark.parametrize("tokens", [1, 4096])
-def test_a_layer_computes_what_the_apps_layer_does_to_the_bit(tokens):
-    """In the form that is chosen: factored for one token, merged for many."""
+def test_a_layer_equals_the_apps_layer_to_the_bit(tokens):
+    """Both choose the same form: factored for one token, merged for many."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(24, 16))
     B, A = make_bases(
@@ -185,7 +185,7 @@ def test_only_heads_scales_and_modules_to_save_have_gradients(kind):
     assert with_gradient == trained(model) == expected | saved
 
 
-def test_scales_are_constant_on_demand(kind):
+def test_scales_may_be_constant(kind):
     model = adapted(kind, trainable_scales=False)
     assert {name.split(".")[-2] for name in trained(model)} == {"ravan_H"}
     model.add_adapter("other", config_of(kind))
@@ -197,7 +197,7 @@ def test_scales_are_constant_on_demand(kind):
 
 
 @pytest.mark.parametrize(("bias", "ends"), [("all", "bias"), ("ravan_only", "base_layer.bias")])
-def test_biases_are_trained_on_demand_and_get_their_gradients(bias, ends):
+def test_biases_may_be_trained(bias, ends):
     model = shake(adapted("bert", bias=bias))
     biases = {name for name in trained(model) if "ravan" not in name}
     assert biases == {n for n, _ in model.named_parameters() if n.endswith(ends)}
@@ -228,13 +228,13 @@ def test_merged_equals_unmerged_and_unmerging_restores_every_bit(kind):
 def test_merge_and_unload_gives_a_network_without_adapters(kind):
     model = shake(adapted(kind))
     before = logits(model, kind)
-    whole = model.merge_and_unload()
-    assert type(whole) is ARCHITECTURES[kind][0]
-    assert not layers_of(whole)
-    assert {n for n, _ in whole.named_parameters()} == {
+    merged = model.merge_and_unload()
+    assert type(merged) is ARCHITECTURES[kind][0]
+    assert not layers_of(merged)
+    assert {n for n, _ in merged.named_parameters()} == {
         n for n, _ in build(kind).named_parameters()
     }
-    torch.testing.assert_close(logits(whole, kind), before, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(logits(merged, kind), before, rtol=1e-4, atol=1e-3)
     back = shake(adapted(kind)).unload()
     assert torch.equal(logits(back, kind), logits(build(kind), kind))
 
@@ -271,7 +271,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_fresh_process_loads_what_was_saved_and_computes_the_same(kind, saved, tmp_path, python):
+def test_a_new_process_loads_a_saved_adapter_and_computes_the_same(kind, saved, tmp_path, python):
     modules = ARCHITECTURES[kind][3]
     model = shake(adapted(kind, save_bases=saved, modules_to_save=modules))
     model.save_pretrained(tmp_path / "adapter")
@@ -303,7 +303,7 @@ def test_two_adapters_switch(kind, tmp_path, low_memory):
         assert torch.equal(logits(both, kind), logits(build(kind), kind))
     assert torch.equal(logits(both, kind), logits(second, kind))
 
-    # Both at a time add up, in either way.
+    # Both together are the sum, in either form.
     tuner: Any = both.base_model
     tuner.set_adapter(["first", "second"])
     together = logits(both, kind)
@@ -320,7 +320,7 @@ def test_two_adapters_switch(kind, tmp_path, low_memory):
         assert layer._all_available_adapter_names() == ["first"]
 
 
-def test_an_adapter_that_adapts_other_layers_is_added(tmp_path):
+def test_an_adapter_of_other_layers_is_added(tmp_path):
     model = shake(adapted("bert", target_modules=["query"]))
     before = logits(model, "bert")
     model.add_adapter("key", config_of("bert", target_modules=["key"]))
@@ -331,7 +331,7 @@ def test_an_adapter_that_adapts_other_layers_is_added(tmp_path):
 
 
 def test_which_layers_are_adapted():
-    """By PEFT's own options."""
+    """The options are PEFT's own."""
 
     def names(**changes):
         config = RavanConfig(r=2, **changes)
@@ -354,7 +354,7 @@ def test_which_layers_are_adapted():
 
 
 @pytest.mark.parametrize("init", ["gram-schmidt", "normal", "constant", "shared-subspace"])
-def test_a_configuration_survives_its_file(init, tmp_path):
+def test_a_configuration_round_trips_through_its_file(init, tmp_path):
     model = adapted("bert", init=init, base_seed=3, trainable_scales=False)
     model.save_pretrained(tmp_path)
     loaded = PeftConfig.from_pretrained(tmp_path)
@@ -448,30 +448,30 @@ def test_a_compiled_model_computes_the_same():
 
 
 def test_hooks_of_a_frozen_layer_are_called():
-    """As accelerate's, which fetch a weight that lies elsewhere."""
+    """For example accelerate's hooks, which fetch offloaded weights."""
     model = shake(adapted("bert"))
     (layer, *_) = layers_of(model).values()
-    seen = []
+    calls = []
     x = torch.randn(4096, 16)
     expected = layer(x)
-    handle = layer.base_layer.register_forward_hook(lambda *_: seen.append(1))
+    handle = layer.base_layer.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
-    assert seen
+    assert calls
     handle.remove()
     layer(x)
-    assert len(seen) == 1  # merged, the layer's weight is enough
+    assert len(calls) == 1  # merged, the layer's weight is enough
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
-def test_what_is_no_regular_expression_is_said(name):
+def test_an_invalid_regular_expression_is_reported(name):
     with pytest.raises(ValueError, match=rf"{name} = '\*\.query': got no regular expression"):
         replace(RavanConfig(), **cast(Any, {name: "*.query"}))
 
 
-def test_a_target_that_matches_nothing_is_named():
+def test_a_target_without_a_match_is_reported():
     with pytest.raises(ValueError, match=r"Target modules {'q_proj'} not found in the base model"):
         get_peft_model(build("bert"), RavanConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
@@ -490,7 +490,7 @@ def test_a_target_that_matches_nothing_is_named():
         ),
     ],
 )
-def test_a_layer_that_is_too_small_is_named(changes, message):
+def test_a_too_small_layer_is_reported(changes, message):
     with pytest.raises(ValueError, match=message):
         adapted("bert", **changes)
 
@@ -514,12 +514,12 @@ def test_a_layer_that_is_too_small_is_named(changes, message):
         ),
     ],
 )
-def test_a_setting_that_cannot_be_is_told(changes, message):
+def test_an_invalid_setting_is_reported(changes, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
         RavanConfig(**changes)
 
 
-def test_a_layer_of_another_kind_is_told():
+def test_an_unsupported_layer_is_reported():
     with pytest.raises(
         ValueError, match="embeddings: got a Embedding, expected a Linear or a Conv1D"
     ):
@@ -535,13 +535,13 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), OTHERS)
-def test_an_adapter_of_a_larger_model_is_refused(changes, told, tmp_path):
+@pytest.mark.parametrize(("changes", "message"), OTHERS)
+def test_an_adapter_of_a_larger_model_is_refused(changes, message, tmp_path):
     shake(adapted("bert")).save_pretrained(tmp_path)
-    made, config, *_ = ARCHITECTURES["bert"]
-    other = made(type(config)(**config.to_dict() | changes))
+    model_class, config, *_ = ARCHITECTURES["bert"]
+    other = model_class(type(config)(**config.to_dict() | changes))
     with pytest.raises(
-        ValueError, match=f"got a BertForSequence.* {told}.*, expected 4 layers of 1"
+        ValueError, match=f"got a BertForSequence.* {message}.*, expected 4 layers of 1"
     ):
         PeftModel.from_pretrained(other, tmp_path)
 
@@ -554,27 +554,27 @@ def test_an_adapter_of_a_model_with_other_names_is_refused(tmp_path):
         PeftModel.from_pretrained(other, tmp_path)
 
 
-def test_bases_that_another_torch_makes_otherwise_are_refused(tmp_path):
+def test_bases_that_differ_under_another_torch_are_refused(tmp_path):
     model = shake(adapted("bert", save_bases=True))
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
-    told = json.loads(path.read_text())
-    told["base_layers"]["sums"][0] += 0.1
-    path.write_text(json.dumps(told))
-    loaded = PeftModel.from_pretrained(build("bert"), tmp_path).eval()  # it has its bases with it
+    config = json.loads(path.read_text())
+    config["base_layers"]["sums"][0] += 0.1
+    path.write_text(json.dumps(config))
+    loaded = PeftModel.from_pretrained(build("bert"), tmp_path).eval()  # the saved bases are used
     assert torch.equal(logits(loaded, "bert"), logits(model, "bert"))
-    path.write_text(json.dumps(told | {"save_bases": False}))
+    path.write_text(json.dumps(config | {"save_bases": False}))
     with pytest.raises(ValueError, match="torch .* makes bases that sum up to .*save_bases=True"):
         PeftModel.from_pretrained(build("bert"), tmp_path)
 
 
-def test_an_unknown_adapter_is_told():
+def test_an_unknown_adapter_is_reported():
     (layer, *_) = layers_of(adapted("bert")).values()
     with pytest.raises(ValueError, match="adapter 'x': expected one of default"):
         layer.get_delta_weight("x")
 
 
-def test_an_import_without_peft_says_what_to_install():
+def test_an_import_without_peft_names_the_missing_extra():
     code = (
         "import sys; sys.modules['peft'] = None\n"
         "import ravan_flwr\n"

@@ -1,4 +1,4 @@
-"""Personal parameters stay with their client, and equal what the paper's loop makes."""
+"""Personal parameters stay with their client, and equal those of the papers' loops."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ PERSONAL = [name for name, listed in METHODS.items() if listed.personalised]
 every_personal = pytest.mark.parametrize("name", PERSONAL)
 
 
-def test_a_method_says_that_it_is_personalised_where_something_stays():
+def test_methods_with_personal_parameters_are_marked_as_personalised():
     for name in METHODS:
         method, _ = build(name)
         assert (method.personal is not None) == METHODS[name].personalised
 
 
 @every_personal
-def test_what_stays_and_what_travels_are_all_that_is_trained(name):
+def test_upload_and_personal_parameters_are_all_trained_parameters(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 3)
@@ -38,33 +38,33 @@ def test_what_stays_and_what_travels_are_all_that_is_trained(name):
     assert not upload.keys() & own.keys()
     assert {k: tuple(v.shape) for k, v in own.items()} == method.personal.shapes
     if METHODS[name].has_heads:
-        return  # FedALT's products travel and stay: test_fedalt.py
-    measured = {"mean-input"}  # what no gradient trains
-    sizes = [t.numel() for k, t in (upload | own).items() if k not in measured]
+        return  # FedALT's products are sent and kept: test_fedalt.py
+    untrained = {"mean-input"}  # not trained by a gradient
+    sizes = [t.numel() for k, t in (upload | own).items() if k not in untrained]
     assert sum(sizes) == method.trainable_parameters()
 
 
 @every_personal
-def test_a_part_comes_back_to_the_bit_and_shares_nothing(name):
+def test_personal_parameters_are_restored_to_the_bit_and_share_no_memory(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     train_client(method, adapters, state, 1.0, 3)
     own = personal_state(method, adapters)
-    kept = {key: tensor.clone() for key, tensor in own.items()}
+    copies = {key: tensor.clone() for key, tensor in own.items()}
     before = deltas(method, adapters, state, own)
     with torch.no_grad():
         for parameter in method.parameters(adapters):
             parameter.fill_(7.0)
-    assert all(torch.equal(own[key], kept[key]) for key in own)
+    assert all(torch.equal(own[key], copies[key]) for key in own)
     assert all(map(torch.equal, deltas(method, adapters, state, own), before))
     again = personal_state(method, adapters)
-    if name != "fedalt":  # which has settled by then what the server's mean has of it
-        assert all(torch.equal(again[key], kept[key]) for key in own)
+    if name != "fedalt":  # FedALT has by then subtracted its contribution to the server's mean
+        assert all(torch.equal(again[key], copies[key]) for key in own)
     assert all(map(torch.equal, deltas(method, adapters, state, again), before))
 
 
 @every_personal
-def test_a_client_sees_nothing_of_anothers_part(name):
+def test_a_client_does_not_depend_on_anothers_personal_parameters(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     alone = train_client(method, adapters, state, 1.0, 3), personal_state(method, adapters)
@@ -77,7 +77,7 @@ def test_a_client_sees_nothing_of_anothers_part(name):
 
 
 @every_personal
-def test_a_client_without_a_part_begins_as_all_do(name):
+def test_a_new_client_starts_from_the_common_state(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     before = deltas(method, adapters, state)
@@ -87,13 +87,13 @@ def test_a_client_without_a_part_begins_as_all_do(name):
 
 
 @given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True))
-def test_fedsa_lora_is_the_papers_loop(seeds):
+def test_fedsa_lora_equals_the_papers_loop(seeds):
     """In float64, client by client and layer by layer: A <- mean A_c, and B_c stays."""
     method, adapters = build("fedsa-lora")
     state = method.initial_state(adapters)
     own: dict[int, dict[str, torch.Tensor]] = {}
-    slow_A = [adapter.A.detach().double() for adapter in adapters]
-    slow_B = {
+    loop_A = [adapter.A.detach().double() for adapter in adapters]
+    loop_B = {
         seed: [torch.zeros(layer.out_features, 2, dtype=torch.float64) for layer in LAYERS]
         for seed in seeds
     }
@@ -104,7 +104,7 @@ def test_fedsa_lora_is_the_papers_loop(seeds):
             moves = 100 * number + seed
             uploads.append((train_client(method, adapters, state, 1.0, moves, own.get(seed)), 1.0))
             own[seed] = personal_state(method, adapters)
-            # The same movement as in `train_client`: of each layer's parameters in their order.
+            # The same random updates as in `train_client`, in the order of layers and parameters.
             random = generator(moves, "client")
             new_A[seed] = []
             for place, adapter in enumerate(adapters):
@@ -113,20 +113,20 @@ def test_fedsa_lora_is_the_papers_loop(seeds):
                         continue
                     move = torch.randn(factor.shape, generator=random).double()
                     if factor is adapter.B:
-                        slow_B[seed][place] = slow_B[seed][place] + move
+                        loop_B[seed][place] = loop_B[seed][place] + move
                     else:
-                        new_A[seed].append(slow_A[place] + move)
-        slow_A = [
+                        new_A[seed].append(loop_A[place] + move)
+        loop_A = [
             sum(new_A[seed][place] for seed in seeds) / len(seeds) for place in range(len(LAYERS))
         ]
         state = aggregate(method, state, uploads)
         for seed in seeds:
-            products = [B @ A for B, A in zip(slow_B[seed], slow_A, strict=True)]
+            products = [B @ A for B, A in zip(loop_B[seed], loop_A, strict=True)]
             assert_close(deltas(method, adapters, state, own[seed]), products)
 
 
-def test_local_is_fedit_of_one_client():
-    """Alone, FedIT's client goes on from its own mean: that is what `local` does."""
+def test_local_equals_fedit_of_one_client():
+    """FedIT with one client continues from its own mean, as `local` does."""
     method, adapters = build("local")
     fedit, others = build("fedit")
     own, state = None, fedit.initial_state(others)
@@ -137,7 +137,7 @@ def test_local_is_fedit_of_one_client():
         assert all(torch.equal(own[key], state[key]) for key in state)
 
 
-def test_centralised_is_fedit_of_one_client():
+def test_centralised_equals_fedit_of_one_client():
     found = []
     for name in ("centralised", "fedit"):
         method, adapters = build(name)
@@ -151,7 +151,7 @@ def test_centralised_is_fedit_of_one_client():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"method": "fedsa-lora", "evaluate-on": "server"}, "evaluate-on = 'server': got method"),
         ({"method": "local", "evaluate-on": "server"}, "each client has a model of its own"),
@@ -161,13 +161,13 @@ def test_centralised_is_fedit_of_one_client():
         ({"method": "centralised", "local-epochs": 1.0}, "local-epochs = 1.0: got method"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
         read_config(settings)
 
 
 @every_personal
-def test_an_upload_with_what_should_stay_is_refused(name):
+def test_an_upload_with_personal_parameters_is_refused(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 3)

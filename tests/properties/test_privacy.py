@@ -1,8 +1,8 @@
-"""Client-level privacy: what one client can change, how much noise, what is accounted for.
+"""Client-level privacy: the influence of one client, the noise, and the account.
 
-The audit plants a client whose change is as large as can be, and lets an enemy who knows everything
-else tell from what is released whether it took part: no better than the account allows, where the
-mechanism is right, and much better where it is broken.
+The audit inserts a client with the largest possible change. An adversary with all other knowledge
+decides from the release whether the client took part: no better than the account permits for a
+correct mechanism, and much better for a broken one.
 """
 
 import math
@@ -39,7 +39,7 @@ NOISELESS = 1e-30
 
 
 def uploads_of(method, adapters, state, fractions=SHARES):
-    """What clients send, the classifier included; they move far."""
+    """Return the clients' uploads after large updates, with the classifier."""
     found = []
     able = (fraction if method.can_train(fraction) else 1.0 for fraction in fractions)
     for number, fraction in enumerate(able):
@@ -57,7 +57,7 @@ def sums_of(method, state, uploads, norm):
 
 
 def next_state(method, state, uploads, norm, noise):
-    """The state that these uploads make, for a cohort that has all of them for sure."""
+    """Return the next state from these uploads, for a cohort that contains all of them."""
     fractions = Counter(fraction for _, fraction in uploads)
     expected = expected_clients(method, state, fractions, 1.0)
     return sums_of(method, state, uploads, norm).release(noise, expected)
@@ -70,15 +70,15 @@ def test_no_client_changes_the_sum_by_more_than_the_clip_norm(name, norm, change
     method, adapters = build(name, **changes if METHODS[name].has_heads else {})
     state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
     uploads = uploads_of(method, adapters, state)
-    whole = sums_of(method, state, uploads, norm).sum
+    complete = sums_of(method, state, uploads, norm).sum
     for one in range(len(uploads)):
         without = sums_of(method, state, uploads[:one] + uploads[one + 1 :], norm).sum
-        moved = math.hypot(*(float((whole[k] - without[k]).norm()) for k in whole))
+        moved = math.hypot(*(float((complete[k] - without[k]).norm()) for k in complete))
         assert 0 < moved <= norm * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_without_noise_and_clipping_it_is_the_plain_mean(name):
+def test_without_noise_and_clipping_the_result_is_the_plain_mean(name):
     method, adapters = build(name)
     state = some_state(method, adapters)
     uploads = [
@@ -91,7 +91,7 @@ def test_without_noise_and_clipping_it_is_the_plain_mean(name):
         torch.testing.assert_close(got[key], expected[key])
 
 
-def test_without_noise_and_with_small_budgets_it_is_the_mean_of_all_clients():
+def test_without_noise_small_budgets_give_the_mean_of_all_clients():
     method, adapters = build("ravan", head_mean="all")
     state = some_state(method, adapters)
     uploads = [
@@ -103,7 +103,7 @@ def test_without_noise_and_with_small_budgets_it_is_the_mean_of_all_clients():
 
 
 @pytest.mark.parametrize("scoring", ["random", "weight"])
-def test_heads_are_trained_as_often_as_is_expected(scoring):
+def test_heads_are_trained_as_often_as_expected(scoring):
     method, adapters = build("ravan", scoring=scoring)
     state = some_state(method, adapters)
     if scoring == "weight":
@@ -120,7 +120,7 @@ def test_heads_are_trained_as_often_as_is_expected(scoring):
 
 
 @pytest.mark.parametrize("head_mean", ["trained", "all"])
-def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise(head_mean):
+def test_heads_without_clients_are_unchanged_and_all_others_get_noise(head_mean):
     method, adapters = build("ravan", scoring="weight", head_mean=head_mean)
     state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
     uploads = uploads_of(method, adapters, state, (0.4,))
@@ -146,7 +146,7 @@ def test_a_change_that_is_not_finite_is_refused():
 # Noise.
 
 
-def test_noise_is_normal_and_of_the_promised_size():
+def test_noise_is_normal_with_the_configured_deviation():
     drawn = gaussian([200, 300], 2.5).flatten()
     assert drawn.dtype == torch.float64
     assert float(drawn.std()) == pytest.approx(2.5, rel=0.02)
@@ -156,7 +156,7 @@ def test_noise_is_normal_and_of_the_promised_size():
 
 
 @pytest.mark.parametrize(("cohort", "scale"), [(None, 1.0), (500, 0.1)])
-def test_what_is_released_has_the_noise_of_the_multiplier(cohort, scale):
+def test_a_release_has_the_noise_of_the_multiplier(cohort, scale):
     state = {"H": torch.zeros(20_000)}
     sums = ClippedSum(state, 0.25)
     sums.add({"H": torch.full([20_000], torch.nan)})
@@ -164,7 +164,7 @@ def test_what_is_released_has_the_noise_of_the_multiplier(cohort, scale):
     assert float(new["H"].std()) == pytest.approx(scale * 2.0 * 0.25 / 50, rel=0.03)
 
 
-def test_a_plan_knows_the_norm_of_the_noise():
+def test_a_plan_computes_the_norm_of_the_noise():
     state = {"H": torch.zeros(4, 5, 30, 30), "b": torch.zeros(2000)}
     expected = {"H": torch.rand(4, 5, 1, 1).double() + 0.5, "b": torch.full([1], 3.0).double()}
     new = ClippedSum(state, 0.7).release(Noise(1.5, 3), expected)
@@ -172,7 +172,7 @@ def test_a_plan_knows_the_norm_of_the_noise():
     assert norm == pytest.approx(noise_norm(state, expected, 1.5 * 0.7), rel=0.05)
 
 
-def test_noise_is_fresh_whatever_the_seed():
+def test_noise_does_not_depend_on_the_seed():
     state, drawn = {"H": torch.zeros(4)}, []
     for _ in range(3):
         torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_noise_is_fresh_whatever_the_seed():
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(3) for j in range(i))
 
 
-def test_a_cohort_is_drawn_with_its_rate():
+def test_a_cohort_is_sampled_with_its_rate():
     assert subsample(100, 1.0).tolist() == list(range(100))
     assert not len(subsample(100, 0.0))
     assert len(subsample(4000, 0.15)) == pytest.approx(600, abs=120)
@@ -198,14 +198,14 @@ def test_bits_and_changes_together_are_one_mechanism_of_the_multiplier(clients, 
     assert multiplier <= noise.of_changes <= 1.2 * multiplier
 
 
-def test_the_clip_norm_moves_towards_the_median_change():
+def test_the_adaptive_clip_norm_moves_towards_the_median_change():
     norm, state = 0.1, {"H": torch.zeros(4)}
     for number in range(60):
         sums = ClippedSum(state, norm)
         for size in (1.0, 2.0, 3.0, 4.0) * 25:
             sums.add({"H": torch.tensor([size, 0.0, 0.0, 0.0])})
         norm = sums.next_norm(Noise(0.5, 100, adaptive=True))
-        # Until half of the changes are within it, as many as can be are not.
+        # Below all changes, the norm grows at its full rate.
         if norm < 1.0:
             most = 0.1 * math.exp(0.1 * (number + 1))  # by 10.5 % a round
             assert 0.7 * most <= norm <= most * (1 + 1e-9)
@@ -217,7 +217,7 @@ def test_the_clip_norm_moves_towards_the_median_change():
 
 
 @pytest.mark.parametrize(("z", "q", "n"), [(1.0, 0.15, 10), (0.7, 0.05, 200), (5.0, 1.0, 20)])
-def test_the_account_is_what_the_library_says(z, q, n):
+def test_the_account_equals_the_librarys(z, q, n):
     event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
     direct = dp_accounting.pld.PLDAccountant().compose(event, n).get_epsilon(1e-5)
     renyi = rdp.RdpAccountant().compose(event, n).get_epsilon(1e-5)
@@ -227,7 +227,7 @@ def test_the_account_is_what_the_library_says(z, q, n):
     assert got <= renyi
 
 
-def test_sampling_is_worth_what_the_literature_says():
+def test_amplification_by_sampling_agrees_with_the_literature():
     """Abadi et al. (2016): q = 0.01, noise 4, 10,000 steps, delta 1e-5 is epsilon 1.26 or less."""
     assert 0.8 < epsilon_of(4.0, 0.01, 1e-5, 10_000) <= 1.26
     assert epsilon_of(1.0, 0.15, 1e-5, 0) == 0.0
@@ -262,7 +262,7 @@ def unclipped(clients):
     sums = ClippedSum(OLD, 1e6)
     for client in clients:
         sums.add(client)
-    sums.norm = 1.0  # of the noise
+    sums.norm = 1.0  # the norm that the noise is for
     return sums.release(Noise(Z, 4), {"H": torch.tensor([[3.0], [1.0]])})
 
 
@@ -271,20 +271,20 @@ def with_realised_counts(clients):
     return released(clients, counts=counts)
 
 
-def seen(new):
-    """What the enemy looks at: where the canary alone would move something."""
+def statistic(new):
+    """Return the adversary's statistic: a value that the canary alone changes."""
     return float(new["H"][1, 0])
 
 
 def lower_bound(
     mechanism: Mechanism,
-    of: Callable[[State], float] = seen,
+    statistic_of: Callable[[State], float] = statistic,
     others: list[State] = OTHERS,
     canary: State = CANARY,
 ) -> float:
-    """The largest epsilon that one release certainly has, by thresholds found on other trials."""
+    """Return a lower bound of one release's epsilon, by thresholds found on separate trials."""
     with_it, without = (
-        torch.tensor([of(mechanism(clients)) for _ in range(2 * TRIALS)])
+        torch.tensor([statistic_of(mechanism(clients)) for _ in range(2 * TRIALS)])
         for clients in ([*others, canary], others)
     )
     best = 0.0
@@ -295,30 +295,30 @@ def lower_bound(
         scores[threshold] = hits / (false + 3)
     threshold = max(scores, key=lambda key: scores[key])
     hits, false = (int((x[TRIALS:] > threshold).sum()) for x in (with_it, without))
-    least = beta.ppf(0.001, hits, TRIALS - hits + 1) if hits else 0.0
-    most = beta.ppf(0.999, false + 1, TRIALS - false) if false < TRIALS else 1.0
-    if least > DELTA:
-        best = max(0.0, math.log((least - DELTA) / most))
+    lowest_rate = beta.ppf(0.001, hits, TRIALS - hits + 1) if hits else 0.0
+    highest_rate = beta.ppf(0.999, false + 1, TRIALS - false) if false < TRIALS else 1.0
+    if lowest_rate > DELTA:
+        best = max(0.0, math.log((lowest_rate - DELTA) / highest_rate))
     return best
 
 
 CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
 
 
-def test_an_enemy_learns_no_more_than_is_accounted_for():
+def test_an_adversary_learns_no_more_than_the_account_permits():
     assert 1.0 < CLAIMED < 2.0
     assert lower_bound(released) < CLAIMED
 
 
 @pytest.mark.parametrize("broken", [unclipped, with_realised_counts])
-def test_a_broken_mechanism_is_caught(broken):
+def test_a_broken_mechanism_is_detected(broken):
     assert lower_bound(broken) > CLAIMED
 
 
-def test_noise_from_the_seed_is_caught(monkeypatch):
+def test_seeded_noise_is_detected(monkeypatch):
     def seeded(shape, scale):
         return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
 
     monkeypatch.setattr(mechanism, "gaussian", seeded)
     noise = released([])
-    assert lower_bound(released, lambda new: seen(new) - seen(noise)) > CLAIMED
+    assert lower_bound(released, lambda new: statistic(new) - statistic(noise)) > CLAIMED

@@ -1,8 +1,8 @@
-"""Properties of a private step: how much noise, of whom, and what an enemy learns of one example.
+"""Private steps: the noise, the clipped examples, and an adversary's knowledge of one example.
 
-The audit plants an example whose gradient is as large as can be, and lets an enemy who knows all
-else tell from the step's gradient whether it was there: no better than the account allows, where
-the mechanism is right, and much better where it is broken.
+The audit inserts an example with the largest possible gradient. An adversary with all other
+knowledge decides from the step's gradient whether it was there: no better than the account permits
+for a correct mechanism, and much better for a broken one.
 """
 
 import math
@@ -37,17 +37,17 @@ def empty(noise):
 
 def test_each_example_is_clipped_over_all_parameters_together():
     gradients = gradients_of(6)
-    gradients[0][2] = gradients[1][2] = 1e-4  # which is within the norm
+    gradients[0][2] = gradients[1][2] = 1e-4  # within the norm
     for one in range(6):
         clipped = empty(StepNoise(1.0, 0.5))
-        mine = [each[one : one + 1] for each in gradients]
-        clipped.add(mine)
+        expected = [each[one : one + 1] for each in gradients]
+        clipped.add(expected)
         norm = float(joint_norms([total[None] for total in clipped.sums]))
         assert norm <= 0.5
-        assert norm == pytest.approx(min(0.5, float(joint_norms(mine))), rel=1e-6)
+        assert norm == pytest.approx(min(0.5, float(joint_norms(expected))), rel=1e-6)
 
 
-def test_an_example_without_a_gradient_is_no_trouble():
+def test_an_example_without_a_gradient_adds_nothing():
     clipped = empty(StepNoise(1.0, 0.5))
     clipped.add([torch.zeros_like(each) for each in gradients_of(2)])
     assert not any(total.any() for total in clipped.sums)
@@ -78,7 +78,7 @@ def test_a_step_has_the_noise_of_the_multiplier_by_the_expected_examples():
     )
 
 
-def test_it_is_divided_by_those_expected_however_many_were_drawn():
+def test_the_sum_is_divided_by_the_expected_number_of_examples():
     gradients = [torch.ones(7, *shape) for shape in SHAPES]
     for rows in (0, 1, 7):
         clipped = empty(StepNoise(1e-12, 1e6))
@@ -88,7 +88,7 @@ def test_it_is_divided_by_those_expected_however_many_were_drawn():
         assert not any(total.any() for total in clipped.sums)
 
 
-def test_noise_is_fresh_whatever_the_seed():
+def test_noise_does_not_depend_on_the_seed():
     drawn_noise = []
     for _ in range(3):
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_noise_is_fresh_whatever_the_seed():
     assert not any(torch.equal(drawn_noise[i], drawn_noise[j]) for i in range(3) for j in range(i))
 
 
-def test_examples_are_drawn_one_by_one_with_the_rate():
+def test_examples_are_drawn_independently_with_the_rate():
     assert subsample(50, 1.0).tolist() == list(range(50))
     assert not len(subsample(50, 0.0))
     times = torch.zeros(40)
@@ -107,11 +107,11 @@ def test_examples_are_drawn_one_by_one_with_the_rate():
         sizes.append(float(len(rows)))
     assert float(times.mean()) == pytest.approx(200, rel=0.05)
     assert 130 < float(times.min()) <= float(times.max()) < 280
-    # Independent draws: the variance of a binomial distribution.
+    # Independent draws have the variance of a binomial distribution.
     assert float(torch.tensor(sizes).var()) == pytest.approx(40 * 0.2 * 0.8, rel=0.2)
 
 
-def test_the_account_of_several_kinds_is_what_the_library_says():
+def test_the_account_of_several_kinds_equals_the_librarys():
     kinds = (Releases(1.2, 0.4, 30), Releases(2.0, 0.5, 10), Releases(1.0, 0.1, 0))
     account = dp_accounting.pld.PLDAccountant()
     for one in kinds[:2]:
@@ -121,7 +121,7 @@ def test_the_account_of_several_kinds_is_what_the_library_says():
     assert epsilon_of_all(kinds[:1], 1e-5) == epsilon_of(1.2, 0.4, 1e-5, 30)
 
 
-# The audit: one step on all examples, so that an enemy's only doubt is the noise.
+# The audit: one step on all examples, so that the noise is an adversary's only uncertainty.
 
 Z, DELTA, NUMBERS = 3.0, 1e-5, 300
 CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
@@ -138,7 +138,7 @@ OTHERS, CANARY = [along(0, 0.9)] * 3, along(1, 30.0)
 
 def step(examples, norm=1.0, expected=4.0, noise=1.0):
     clipped = ClippedExamples([torch.zeros(NUMBERS)], StepNoise(Z, norm))
-    clipped.add([torch.cat([one["gradient"] for one in examples])])
+    clipped.add([torch.cat([example["gradient"] for example in examples])])
     clipped.noise = StepNoise(Z, noise)
     return {"gradient": clipped.release(expected)[0]}
 
@@ -147,38 +147,38 @@ def unclipped(examples):
     return step(examples, norm=1e6)
 
 
-def divided_by_those_drawn(examples):
+def divided_by_drawn(examples):
     return step(examples, expected=float(len(examples)))
 
 
-def seen(new):
-    """What the enemy looks at: where the canary alone would move something."""
+def statistic(new):
+    """Return the adversary's statistic: a value that the canary alone changes."""
     return float(new["gradient"][1])
 
 
 def steadiness(new):
-    """Or how little noise there is, of which a larger batch would have less."""
+    """Return another statistic: a larger batch would have less noise."""
     return -float(new["gradient"].norm())
 
 
-@pytest.mark.parametrize("look", [seen, steadiness])
-def test_an_enemy_learns_no_more_than_is_accounted_for(look):
+@pytest.mark.parametrize("look", [statistic, steadiness])
+def test_an_adversary_learns_no_more_than_the_account_permits(look):
     assert 1.0 < CLAIMED < 2.0
     assert lower_bound(step, look, OTHERS, CANARY) < CLAIMED
 
 
 @pytest.mark.parametrize(
-    ("broken", "look"), [(unclipped, seen), (divided_by_those_drawn, steadiness)]
+    ("broken", "look"), [(unclipped, statistic), (divided_by_drawn, steadiness)]
 )
-def test_a_broken_step_is_caught(broken, look):
+def test_a_broken_step_is_detected(broken, look):
     assert lower_bound(broken, look, OTHERS, CANARY) > CLAIMED
 
 
-def test_noise_from_the_seed_is_caught(monkeypatch):
+def test_seeded_noise_is_detected(monkeypatch):
     def seeded(shape, scale):
         return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
 
     monkeypatch.setattr(example_gradients, "gaussian", seeded)
     noise = step(OTHERS)
-    found = lower_bound(step, lambda new: seen(new) - seen(noise), OTHERS, CANARY)
+    found = lower_bound(step, lambda new: statistic(new) - statistic(noise), OTHERS, CANARY)
     assert found > CLAIMED

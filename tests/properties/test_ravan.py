@@ -24,7 +24,7 @@ SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
     st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
     st.sampled_from(["layer", "global"]),
 )
-def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clients, selection):
+def test_ravan_averages_each_heads_delta_weights_over_its_trainers(clients, selection):
     method, adapters = build(selection=selection)
     state = some_state(method, adapters)
     uploads, plain = [], []
@@ -50,7 +50,7 @@ def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clien
                         torch.ones(1),
                     )
                     deltas_of_head.append(delta)
-            if not deltas_of_head:  # nobody trained it: it stays, to the bit
+            if not deltas_of_head:  # trained by no client: unchanged, to the bit
                 assert torch.equal(new["H"][layer, head], state["H"][layer, head])
                 continue
             own = multihead_delta(
@@ -68,7 +68,7 @@ def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clien
     st.sampled_from(["layer", "global"]),
 )
 def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selection):
-    """Also with mixed budgets: who did not train a head has the one that it was sent."""
+    """Also with mixed budgets: a client that did not train a head keeps the broadcast one."""
     method, adapters = build(selection=selection, head_mean="all")
     state = some_state(method, adapters)
     uploads, models = [], []
@@ -86,7 +86,7 @@ def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selec
     torch.testing.assert_close(new.double(), sum(models) / len(models), rtol=1e-6, atol=1e-6)
 
 
-def test_with_whole_budgets_both_means_are_the_same_bits():
+def test_with_full_budgets_both_head_means_are_equal_to_the_bit():
     found = []
     for head_mean in ("trained", "all"):
         method, adapters = build(head_mean=head_mean)
@@ -136,12 +136,12 @@ def test_only_the_chosen_heads_are_given_to_the_optimiser():
     assert sum(p.numel() for p in method.parameters(adapters)) == len(LAYERS) * (4 + 1)
 
 
-def test_a_budget_too_small_for_the_heads_says_so():
+def test_a_too_small_budget_for_the_heads_is_refused():
     with pytest.raises(ValueError, match=r"heads = 100: the budget of .* lower heads or set rank"):
         build(rank=None, heads=100, lora_rank=1)
 
 
-def test_ravans_budgets_are_those_of_the_paper():
+def test_ravans_ranks_and_budgets_equal_the_papers():
     """ViT-B/16: 24 matrices of 768 x 768; ranks 110, and 156 for twice the budget."""
     layers = [Layer(str(i), 768, 768) for i in range(24)]
     for lora_rank, rank, parameters in ((32, 110, 1_161_696), (64, 156, 2_336_352)):
@@ -150,8 +150,8 @@ def test_ravans_budgets_are_those_of_the_paper():
         assert (method.rank, method.trainable_parameters()) == (rank, parameters)
 
 
-def test_the_bits_on_the_wire_are_those_written_here():
-    """The first (layer, head) in the lowest bit of the first byte; what is over is zero."""
+def test_the_bits_of_heads_have_a_fixed_order():
+    """The first (layer, head) is the lowest bit of the first byte; padding is zero."""
     chosen = torch.tensor([True, False, False, False, False, False, False, True, False, True, True])
     assert pack_bits(chosen).tolist() == [0b10000001, 0b00000110]
     assert pack_bits(chosen).dtype == torch.uint8
@@ -166,13 +166,13 @@ def test_the_bits_on_the_wire_are_those_written_here():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_bits_are_packed_and_unpacked(bits):
+def test_bits_round_trip(bits):
     packed = pack_bits(torch.tensor(bits))
     assert len(packed) == -(-len(bits) // 8)
     assert unpack_bits(packed)[: len(bits)].tolist() == bits
 
 
-def test_fingerprints_tell_bases_apart_and_ignore_what_is_trained():
+def test_fingerprints_depend_on_bases_but_not_on_trained_tensors():
     method, adapters = build()
     before = method.fingerprint(adapters)
     train_client(method, adapters, some_state(method, adapters), 0.5, 1)
@@ -212,21 +212,21 @@ BAD_UPLOADS = {
 
 
 @pytest.mark.parametrize("case", BAD_UPLOADS)
-def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(case):
+def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(case):
     damage, message = BAD_UPLOADS[case]
     method, adapters = build()
     state = some_state(method, adapters)
     good = train_client(method, adapters, state, 0.7, 1)
-    pot = Aggregate(method, state, UpdateNormCheck(1e9))
+    sums = Aggregate(method, state, UpdateNormCheck(1e9))
     with pytest.raises(ValueError, match=message):
-        pot.offer(damage(good), 0.7)
-    pot.offer(good, 0.7)
+        sums.offer(damage(good), 0.7)
+    sums.offer(good, 0.7)
     expected = aggregate(method, state, [(good, 0.7)])
-    assert pot.count == 1
-    assert torch.equal(pot.close()["H"], expected["H"])
+    assert sums.count == 1
+    assert torch.equal(sums.close()["H"], expected["H"])
 
 
-def test_a_client_may_not_send_more_than_its_share():
+def test_a_client_may_not_send_more_than_its_budget_fraction():
     method, adapters = build()
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
@@ -234,11 +234,11 @@ def test_a_client_may_not_send_more_than_its_share():
         Aggregate(method, state, UpdateNormCheck(1e9)).offer(upload, 0.5)
 
 
-def test_heads_that_do_not_fit_are_told_once(caplog):
+def test_heads_beyond_the_matrices_are_logged_once(caplog):
     with caplog.at_level("INFO"):
         build(init="gram-schmidt", heads=4)  # 8 directions in matrices of 4 to 7 sides
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [
         "gram-schmidt: 4 heads of rank 2 are more than 4 dimensions hold; bases are orthonormal "
         "in blocks of as many heads as fit"
     ]

@@ -1,4 +1,4 @@
-"""Robust sums against slow loops, and what they are for: some false replies do not matter."""
+"""Robust sums equal plain loops, and some false replies have little effect."""
 
 import statistics
 
@@ -20,38 +20,38 @@ HOW = KEYS["weighting"].choices[2:]
 ABLE = [name for name, listed in METHODS.items() if listed.averages]
 
 
-def slow(values, old, how):
-    """Of one coordinate; None is a client that did not train it."""
-    there = sorted(value for value in values if value is not None)
-    if len(there) < 3:
+def robust_by_loop(values, old, how):
+    """Aggregate one coordinate; None is a client that did not train it."""
+    present = sorted(value for value in values if value is not None)
+    if len(present) < 3:
         return old
     if how == "median":
-        return statistics.median(there)
-    cut = max(1, int(0.2 * len(there)))
-    return statistics.mean(there[cut : len(there) - cut])
+        return statistics.median(present)
+    cut = max(1, int(0.2 * len(present)))
+    return statistics.mean(present[cut : len(present) - cut])
 
 
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=12))
-def test_the_middle_is_that_of_a_slow_loop(rows):
+def test_robust_sums_equal_a_plain_loop(rows):
     replies = [torch.tensor([float("nan") if v is None else float(v) for v in r]) for r in rows]
     old = torch.tensor([7.0, 8.0, 9.0])
     for how in HOW:
-        expected = [slow([row[i] for row in rows], float(old[i]), how) for i in range(3)]
+        expected = [robust_by_loop([row[i] for row in rows], float(old[i]), how) for i in range(3)]
         torch.testing.assert_close(
             median_or_trimmed_mean(old, replies, how), torch.tensor(expected, dtype=torch.float32)
         )
 
 
-def fold(method, state, uploads, robust):
-    pot = Aggregate(method, state, UpdateNormCheck(1e9), robust=robust)
+def accumulate(method, state, uploads, robust):
+    sums = Aggregate(method, state, UpdateNormCheck(1e9), robust=robust)
     for upload, fraction in uploads:
-        pot.offer(upload, fraction)
-    return pot.close()
+        sums.offer(upload, fraction)
+    return sums.close()
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("weighting", HOW)
 @pytest.mark.parametrize("name", ABLE)
-def test_a_false_reply_of_five_does_not_matter(name, how):
+def test_one_false_reply_of_five_has_little_effect(name, weighting):
     method, adapters = build(name)
     state = some_state(method, adapters)
     state[CLASSIFIER] = torch.zeros(4)
@@ -61,9 +61,10 @@ def test_a_false_reply_of_five_does_not_matter(name, how):
         for key, value in honest.items()
     }
     plain, robust = (
-        fold(method, state, [(honest, 1.0)] * 4 + [(false, 1.0)], kind) for kind in ("none", how)
+        accumulate(method, state, [(honest, 1.0)] * 4 + [(false, 1.0)], kind)
+        for kind in ("none", weighting)
     )
-    alone = fold(method, state, [(honest, 1.0)], "none")
+    alone = accumulate(method, state, [(honest, 1.0)], "none")
     averaged = [key for key in plain if key not in method.frozen_tensors]
     assert all((plain[key] - alone[key]).abs().max() > 1e4 for key in averaged)
     for key, tensor in alone.items():
@@ -76,20 +77,20 @@ def test_identical_replies_and_their_order_change_nothing(name, how):
     method, adapters = build(name)
     state = some_state(method, adapters)
     uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(5)]
-    forth, back = (fold(method, state, order, how) for order in (uploads, uploads[::-1]))
+    forth, back = (accumulate(method, state, order, how) for order in (uploads, uploads[::-1]))
     assert all(torch.equal(forth[key], back[key]) for key in forth)
-    same = fold(method, state, uploads[:1] * 4, how)
-    alone = fold(method, state, uploads[:1], "none")
+    same = accumulate(method, state, uploads[:1] * 4, how)
+    alone = accumulate(method, state, uploads[:1], "none")
     for key, tensor in alone.items():
         torch.testing.assert_close(same[key], tensor)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_head_counts_over_those_that_trained_it(how):
+def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
     method, adapters = build("ravan")
     state = some_state(method, adapters)
     uploads = [(train_client(method, adapters, state, 1 / 3, seed), 1 / 3) for seed in range(6)]
-    got = fold(method, state, uploads, how)["H"].flatten(0, 1)
+    got = accumulate(method, state, uploads, how)["H"].flatten(0, 1)
     old = state["H"].flatten(0, 1)
     trained: dict[int, list[torch.Tensor]] = {}
     for upload, _ in uploads:
@@ -100,24 +101,27 @@ def test_a_head_counts_over_those_that_trained_it(how):
     for head in range(len(old)):
         values = [tensor.flatten().tolist() for tensor in trained.get(head, [])]
         for i, number in enumerate(got[head].flatten().tolist()):
-            expected = slow([row[i] for row in values], float(old[head].flatten()[i]), how)
+            expected = robust_by_loop(
+                [row[i] for row in values], float(old[head].flatten()[i]), how
+            )
             assert number == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(ABLE)))
-def test_methods_that_are_no_mean_are_refused(name):
-    told = f"weighting = 'median': got method '{name}', which does not compute its next state"
-    with pytest.raises(ValueError, match=told):
+def test_methods_other_than_means_are_refused(name):
+    message = f"weighting = 'median': got method '{name}', which does not compute its next state"
+    with pytest.raises(ValueError, match=message):
         read_config({"method": name, "weighting": "median"})
 
 
-def test_heads_that_others_left_are_refused():
+def test_the_mean_over_all_clients_is_refused():
     with pytest.raises(ValueError, match="weighting = 'median': got head-mean = 'all', expected"):
         read_config({"weighting": "median", "head-mean": "all"})
-    read_config({"weighting": "median", "head-mean": "all", "method": "fedit"})  # has no heads
+    # Fedit has no heads.
+    read_config({"weighting": "median", "head-mean": "all", "method": "fedit"})
 
 
-def test_of_two_replies_none_decides():
+def test_two_replies_do_not_change_the_state():
     """A node that claims more heads than the others is alone, or nearly, on some of them."""
     method, adapters = build("ravan")
     state = some_state(method, adapters)
@@ -132,15 +136,15 @@ def test_of_two_replies_none_decides():
             row[heads] += 1
     assert (count < 3).any()
     for how in HOW:
-        got = fold(method, state, small + lies[:1], how)["H"]
+        got = accumulate(method, state, small + lies[:1], how)["H"]
         assert torch.equal(got[count < 3], state["H"][count < 3])
         assert (got - state["H"]).abs().max() < 100
         assert not torch.equal(got, state["H"]) or not (count >= 3).any()
-        alone = fold(method, state, lies, how)["H"]
+        alone = accumulate(method, state, lies, how)["H"]
         assert torch.equal(alone, state["H"])
 
 
-def test_robust_wants_three_clients_a_round():
+def test_robust_weighting_needs_three_clients_a_round():
     with pytest.raises(
         ValueError, match="weighting = 'median': got clients-per-round = 2, expected"
     ):

@@ -1,4 +1,4 @@
-"""The server optimiser against Flower's FedAvgM, and FedAdam's formula written out."""
+"""The server optimiser equals Flower's FedAvgM and FedAdam's formula."""
 
 import math
 import uuid
@@ -27,20 +27,20 @@ def run(optimizer, start, rounds):
     moments: Tensors = {}
     state, states = start, []
     for mean in rounds:
-        kept = {k: v.clone() for k, v in state.items()}
+        copies = {k: v.clone() for k, v in state.items()}
         new, moments = optimizer.step(state, mean, moments)
-        assert all(torch.equal(state[k], kept[k]) for k in state)  # the old state is left alone
+        assert all(torch.equal(state[k], copies[k]) for k in state)  # the old state is unchanged
         state = new
         states.append(state)
     return states
 
 
-def test_none_takes_the_mean_as_it_is():
+def test_without_an_optimiser_the_state_is_the_mean():
     start, *rounds = means()
     assert run(ServerOptimizer("none", 1.0, 0.9), start, rounds) == rounds
 
 
-def test_momentum_without_memory_and_at_rate_one_is_the_mean():
+def test_momentum_zero_with_rate_one_is_the_mean():
     start, *rounds = means()
     for got, mean in zip(
         run(ServerOptimizer("momentum", 1.0, 0.0), start, rounds), rounds, strict=True
@@ -49,7 +49,7 @@ def test_momentum_without_memory_and_at_rate_one_is_the_mean():
 
 
 @pytest.mark.parametrize(("rate", "beta"), [(1.0, 0.9), (0.3, 0.5)])
-def test_momentum_is_flowers_fedavgm(rate, beta):
+def test_momentum_equals_flowers_fedavgm(rate, beta):
     InProcessGrid({}, 1)  # messages need a task's identity
     start, *rounds = means()
     theirs = FedAvgM(server_learning_rate=rate, server_momentum=beta)
@@ -57,18 +57,18 @@ def test_momentum_is_flowers_fedavgm(rate, beta):
     for mean, ours in zip(
         rounds, run(ServerOptimizer("momentum", rate, beta), start, rounds), strict=True
     ):
-        asked = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
-        asked.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        request = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
+        request.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         content = RecordDict(
             {"arrays": ArrayRecord(mean), "metrics": MetricRecord({"num-examples": 1})}
         )
-        arrays, _ = theirs.aggregate_train(1, [Message(content, reply_to=asked)])
+        arrays, _ = theirs.aggregate_train(1, [Message(content, reply_to=request)])
         assert arrays is not None
         for name, array in arrays.items():
             np.testing.assert_allclose(ours[name].numpy(), array.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_adam_is_the_formula():
+def test_adam_equals_its_formula():
     start, *rounds = means()
     state = {k: v.double() for k, v in start.items()}
     m = {k: torch.zeros_like(v) for k, v in state.items()}

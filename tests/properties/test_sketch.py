@@ -1,4 +1,4 @@
-"""Data-aware bases: sketches add up, and give the leading subspaces of the sum."""
+"""Data-aware bases: sketches are additive, and give the leading subspaces of the sum."""
 
 import copy
 from types import SimpleNamespace
@@ -18,15 +18,15 @@ LAYER = Layer("layer", 30, 20)
 
 
 def sketch_of(sketcher, G):
-    """Of a gradient that is at hand: x and gy with gy^T x = G."""
+    """Return the sketch of a given gradient, by x and gy with gy^T x = G."""
     sketch = GradientSketch(sketcher, torch.device("cpu"))
     sketch.add(G.float(), torch.eye(len(G)))
     return sketch.flat()
 
 
 @pytest.mark.parametrize("heads", [1, 3, 7, 16])
-def test_heads_that_do_not_all_fit_get_bases_too(heads):
-    """Layers of sides 6 and 5, say, hold two heads of rank 2 and a half."""
+def test_heads_beyond_the_matrix_have_bases(heads):
+    """Layers of sides 6 and 5 have room for two heads of rank 2 and a half."""
     method, adapters = build("ravan", init="data-aware", heads=heads, rank=2)
     sums = calibration_sums(method)
     up, down = method.calibration.bytes_up, method.calibration.bytes_down
@@ -40,7 +40,7 @@ def test_heads_that_do_not_all_fit_get_bases_too(heads):
             torch.testing.assert_close(eye / eye[0, 0], torch.eye(2), rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_hook_sees_is_the_gradient_of_the_weight():
+def test_the_hooks_sketch_is_of_the_weights_gradient():
     torch.manual_seed(0)
     B, A = make_bases(
         "normal", heads=2, rank=2, out_features=30, in_features=20, seed=0, layer="l"
@@ -48,12 +48,12 @@ def test_what_a_hook_sees_is_the_gradient_of_the_weight():
     layer = MultiHeadLinear(nn.Linear(20, 30), B, A)
     nn.init.normal_(layer.H)
     x = torch.randn(3, 5, 20)
-    seen = []
-    with watch_gradients(layer, lambda x, gy: seen.append(gy.T @ x)):
+    recorded = []
+    with watch_gradients(layer, lambda x, gy: recorded.append(gy.T @ x)):
         layer(x).square().sum().backward()
     weight = (layer.base.weight + layer.delta_weight()).detach().requires_grad_()
     (torch.nn.functional.linear(x, weight, layer.base.bias)).square().sum().backward()
-    torch.testing.assert_close(seen[0], weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(recorded[0], weight.grad, rtol=1e-4, atol=1e-4)
     assert layer.subset is None
     assert layer.H.grad is None
 
@@ -82,7 +82,7 @@ def test_the_leading_subspaces_of_a_low_rank_gradient_are_found(dimensions):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5))
-def test_the_rest_of_the_heads_is_an_orthonormal_complement(heads, rank, more):
+def test_remaining_heads_are_an_orthonormal_complement(heads, rank, more):
     side = heads * rank + more
     given_ = min(side, max(1, heads // 2) * rank)
     leading = torch.linalg.qr(torch.randn(side, given_, generator=generator(1)).double()).Q
@@ -137,7 +137,7 @@ def test_fixed_tensors_are_orthonormal_bases_on_every_node():
         torch.testing.assert_close(columns.T @ columns, torch.eye(4), atol=1e-5, rtol=0)
 
 
-def test_a_calibration_upload_is_checked():
+def test_an_invalid_calibration_upload_is_refused():
     _, _, sums, (upload,) = calibrated([1])
     before = copy.deepcopy(sums).close()
     for bad, message in (
@@ -151,5 +151,5 @@ def test_a_calibration_upload_is_checked():
     assert all(torch.equal(after[0][name], before[0][name]) for name in ("B", "A"))
 
 
-def test_other_inits_hold_no_calibration_round():
+def test_other_inits_have_no_calibration_round():
     assert build()[0].calibration is None

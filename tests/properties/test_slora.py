@@ -1,4 +1,4 @@
-"""SLoRA's sparse first round, with numpy's decomposition as the oracle, and FedIT after it."""
+"""SLoRA's sparse first round, against numpy's decomposition, and FedIT after it."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.methods import (
     FakeTraining,
     aggregate,
     build,
-    build_whole,
+    build_with_network,
     calibration_sums,
     deltas,
     train_client,
@@ -35,7 +35,7 @@ def change_of(seed, layer):
 
 
 def first_round(seeds, **changes):
-    """The method after its first round, and the places of each matrix that were trained."""
+    """Return the method after its first round, and the trained places of each matrix."""
     method, adapters = build("slora", **changes)
     sums = calibration_sums(method)
     for seed in seeds:
@@ -51,7 +51,7 @@ def first_round(seeds, **changes):
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=3), st.sampled_from([1.0, 0.5]))
-def test_the_lora_begins_as_the_best_approximation_of_the_mean_sparse_change(seeds, scale):
+def test_the_lora_starts_at_the_best_approximation_of_the_mean_sparse_change(seeds, scale):
     method, adapters, state, places = first_round(seeds, lora_scale=scale)
     for layer, chosen, delta in zip(LAYERS, places, deltas(method, adapters, state), strict=True):
         dense = np.zeros((layer.out_features, layer.in_features))
@@ -65,18 +65,18 @@ def test_the_lora_begins_as_the_best_approximation_of_the_mean_sparse_change(see
         torch.testing.assert_close(adapter.A @ adapter.A.T, torch.eye(2), atol=1e-6, rtol=0)
 
 
-def test_as_many_numbers_are_trained_as_the_lora_has():
+def test_the_first_round_trains_as_many_parameters_as_the_lora():
     method, _, _, places = first_round([0], rank=1)
     for layer, chosen in zip(LAYERS, places, strict=True):
         assert len(chosen) == layer.out_features + layer.in_features
     assert method.calibration.bytes_up == 4 * method.trainable_parameters()
     other = [set(p.tolist()) for p in build("slora", rank=1, seed=1)[0].calibration.positions()]
     assert other != places
-    whole = build("slora", rank=4)[0].calibration  # more than a matrix of 4 x 7 has
-    assert whole.bytes_up == 4 * (6 * 5 + 4 * 7)
+    all_places = build("slora", rank=4)[0].calibration  # more than a matrix of 4 x 7 has
+    assert all_places.bytes_up == 4 * (6 * 5 + 4 * 7)
 
 
-def test_afterwards_it_is_fedit():
+def test_after_the_first_round_it_equals_fedit():
     method, adapters, state, _ = first_round([0, 1])
     fedit, others = build("fedit")
     found = []
@@ -86,7 +86,7 @@ def test_afterwards_it_is_fedit():
     assert all(torch.equal(found[0][key], found[1][key]) for key in ("B", "A"))
 
 
-def test_a_change_of_nothing_begins_nothing():
+def test_a_zero_change_is_refused():
     method, _ = build("slora")
     sums = calibration_sums(method)
     sums.add({"change": torch.zeros(sum(method.calibration.sizes))}, 1.0)
@@ -95,23 +95,23 @@ def test_a_change_of_nothing_begins_nothing():
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         ({"change": torch.zeros(3)}, "change is .* expected"),
         ({"change": torch.full((44,), torch.nan)}, "not finite"),
         ({"B": torch.zeros(1)}, "got tensors .*expected"),
     ],
 )
-def test_a_bad_first_upload_is_refused(bad, told):
+def test_an_invalid_first_upload_is_refused(bad, message):
     method, _ = build("slora", rank=2)
     assert sum(method.calibration.sizes) == 44
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         calibration_sums(method).add(bad, 1.0)
 
 
-def test_training_moves_the_drawn_places_alone_and_the_weights_come_back():
-    """With real gradients of a real loss: Adam moves nothing else."""
-    method, adapters, network = build_whole("slora", rank=1)
+def test_training_changes_the_sampled_places_alone_and_restores_weights():
+    """Real gradients of a real loss are used: Adam moves nothing else."""
+    method, adapters, network = build_with_network("slora", rank=1)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     moved: list[torch.Tensor] = []
 
@@ -136,7 +136,7 @@ def test_training_moves_the_drawn_places_alone_and_the_weights_come_back():
     assert not any(p.requires_grad for name, p in network.named_parameters() if "base" in name)
 
 
-def test_runs_begin_with_a_sparse_round_and_go_on_from_it(tmp_path):
+def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
     skewed = SMALL | {"budgets": "skewed-right"}
     run = simulate(skewed | {"output-dir": str(tmp_path / "whole")}, 20)
     assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
@@ -163,6 +163,6 @@ def test_runs_begin_with_a_sparse_round_and_go_on_from_it(tmp_path):
         {"backbone-dtype": "4bit"},
     ],
 )
-def test_what_cannot_hold_the_first_round_is_refused_by_name(option):
+def test_options_incompatible_with_the_first_round_are_refused_by_name(option):
     with pytest.raises(ValueError, match="slora"):
         read_config({"method": "slora", **option})

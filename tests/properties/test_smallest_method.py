@@ -1,4 +1,4 @@
-"""The method in the docstring of methods/base.py has the properties as it stands there."""
+"""The method in the docstring of methods/base.py has the properties of all methods."""
 
 import sys
 import textwrap
@@ -11,33 +11,36 @@ from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.methods import METHODS, MethodInfo, base
 from ravan_flwr.methods.tensors import check_tensor, flatten, probe
 from ravan_flwr.seeding import generator
-from tests.properties import test_methods as laws
+from tests.properties import test_methods as properties
 
 NAME = "smallest"
-LAWS = [
-    (laws.test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight, {}),
-    (laws.test_the_order_of_replies_does_not_matter, {}),
-    (laws.test_clients_that_change_nothing_change_nothing, {}),
-    (laws.test_one_client_alone_gets_its_own_delta_weight, {}),
-    (laws.test_the_aggregates_delta_weight_is_the_mean_of_the_clients, {}),
-    (laws.test_a_weight_counts_like_as_many_replies, {}),
-    (laws.test_what_travels_arrives_as_it_was_and_weighs_what_was_said, {"fraction": 1.0}),
-    (laws.test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing, {}),
-    (laws.test_the_network_comes_back_to_the_bit, {}),
-    (laws.test_nothing_that_travels_is_shared_with_the_model, {}),
-    (laws.test_lora_factors_are_the_delta_weight_or_the_weights_have_changed, {}),
-    (laws.test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained, {}),
-    (laws.test_the_classifier_is_averaged_over_all_clients, {}),
-    (laws.test_a_round_without_replies_keeps_the_state, {}),
+PROPERTIES = [
+    (properties.test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight, {}),
+    (properties.test_the_order_of_replies_does_not_matter, {}),
+    (properties.test_unchanged_clients_leave_the_state_unchanged, {}),
+    (properties.test_a_single_client_gets_its_own_delta_weight, {}),
+    (properties.test_the_aggregates_delta_weight_is_the_mean_of_the_clients, {}),
+    (properties.test_a_weight_equals_repeated_replies, {}),
+    (properties.test_messages_round_trip_with_the_computed_number_of_bytes, {"fraction": 1.0}),
+    (properties.test_a_smaller_budget_fraction_trains_and_sends_less_or_nothing, {}),
+    (properties.test_the_network_is_restored_to_the_bit, {}),
+    (properties.test_messages_share_no_memory_with_the_model, {}),
+    (properties.test_lora_factors_are_the_delta_weight_or_the_weights_have_changed, {}),
+    (properties.test_fingerprints_depend_on_the_seed_but_not_on_trained_tensors, {}),
+    (properties.test_the_classifier_is_averaged_over_all_clients, {}),
+    (properties.test_a_round_without_replies_keeps_the_state, {}),
     *(
-        (laws.test_a_bad_upload_is_rejected_and_leaves_the_sums_alone, {"case": case})
-        for case in laws.BAD_TENSORS
+        (
+            properties.test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged,
+            {"case": case},
+        )
+        for case in properties.BAD_TENSORS
     ),
 ]
 
 
 def example():
-    """The code between the docstring's words: from the class to the next line that is not in it."""
+    """Return the code in the docstring: from the class to the next line at the left margin."""
     lines = (base.__doc__ or "").splitlines()
     start = lines.index("    class Smallest(Method[LoRALinear]):")
     length = next(i for i, line in enumerate(lines[start:]) if line and not line.startswith(" "))
@@ -57,6 +60,8 @@ def smallest(monkeypatch):
     monkeypatch.setitem(METHODS, NAME, MethodInfo())
 
 
-@pytest.mark.parametrize(("law", "more"), LAWS, ids=lambda value: getattr(value, "__name__", None))
-def test_it_keeps_the_laws(law, more):
-    law(name=NAME, **more)
+@pytest.mark.parametrize(
+    ("check", "more"), PROPERTIES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_the_documented_method_has_all_properties(check, more):
+    check(name=NAME, **more)

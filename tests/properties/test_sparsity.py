@@ -31,16 +31,16 @@ def with_classifier(method, state):
 
 
 def trained_from(method, adapters, sent, fraction, seed):
-    """What a client trains of a broadcast, with the classifier."""
-    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
-    whole = method.broadcast
-    method.broadcast = lambda state, fraction: state  # it is one already
+    """Return a client's trained tensors of a broadcast, with the classifier."""
+    state_from = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
+    original = method.broadcast
+    method.broadcast = lambda state, fraction: state  # the state is a broadcast already
     try:
         upload = train_client(
-            method, adapters, own, fraction, seed, personal_state(method, adapters)
+            method, adapters, state_from, fraction, seed, personal_state(method, adapters)
         )
     finally:
-        method.broadcast = whole
+        method.broadcast = original
     if CLASSIFIER in sent:
         upload[CLASSIFIER] = sent[CLASSIFIER] + torch.linspace(0, seed, 8)
     return upload
@@ -48,7 +48,7 @@ def trained_from(method, adapters, sent, fraction, seed):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("name", ABLE)
-def test_an_upload_is_the_servers_state_and_the_largest_changes(name, fraction):
+def test_an_upload_is_the_servers_state_plus_the_largest_changes(name, fraction):
     method, adapters = build(name)
     fraction = fraction if method.can_train(fraction) else 1.0
     state = with_classifier(method, some_state(method, adapters))
@@ -69,7 +69,7 @@ def test_an_upload_is_the_servers_state_and_the_largest_changes(name, fraction):
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_next_state_is_flascs():
+def test_the_next_state_equals_flascs():
     # P <- P + mean_c top(P_c - top(P)), where client c has trained all of P_c.
     method, adapters = build("fedit")
     state = with_classifier(method, some_state(method, adapters))
@@ -89,15 +89,15 @@ def test_the_next_state_is_flascs():
         torch.testing.assert_close(tensor, state[name] + total[name] / 3, rtol=1e-6, atol=1e-6)
 
 
-def test_every_head_sends_a_quarter_of_its_numbers():
+def test_every_head_sends_a_quarter_of_its_values():
     change = {"H": torch.randn(5, 4, 4, generator=generator(0, "H"))}
-    change["H"][0] *= 1e-6  # a head that hardly changed counts as any other
+    change["H"][0] *= 1e-6  # a head with a small change counts as any other
     arrived = densify(sparsify(change, UP, {"H"}), UP)["H"]
     assert (arrived != 0).flatten(1).sum(1).tolist() == [4] * 5
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_a_number_that_is_not_finite_reaches_no_sum(name):
+def test_a_non_finite_value_affects_no_sum(name):
     method, adapters = build(name)
     state = with_classifier(method, some_state(method, adapters))
     sent = method.broadcast({k: t for k, t in state.items() if k != CLASSIFIER}, 1.0) | {
@@ -108,8 +108,8 @@ def test_a_number_that_is_not_finite_reaches_no_sum(name):
     floats = [key for key, tensor in change.items() if tensor.is_floating_point()]
     sums = Aggregate(method, state, UpdateNormCheck(None, 1e6))
     for key in floats:
-        spoilt = change | {key: torch.full_like(change[key], torch.nan)}
-        arrived = densify(sparsify(spoilt, UP, change.keys()), UP, most=10**6)
+        corrupted = change | {key: torch.full_like(change[key], torch.nan)}
+        arrived = densify(sparsify(corrupted, UP, change.keys()), UP, most=10**6)
         with pytest.raises(ValueError, match="not finite"):
             sums.offer(moved(method, arrived, 1.0, state), 1.0)
     assert bool(floats) == (name != "local")
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(what):
+def test_incompatible_settings_are_refused_before_any_load(what):
     settings, complaint = REFUSED[what]
     with pytest.raises(ValueError, match=complaint):
         read_config(settings)
@@ -149,6 +149,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(what):
         {"aggregation": "async", "sparsity": "1/4:1/4", "wire": "int8"},
     ],
 )
-def test_what_goes_together_is_taken(settings):
+def test_compatible_settings_are_accepted(settings):
     down, up = settings["sparsity"].split(":")
     assert read_config(settings).densities == (Fraction(down), Fraction(up))

@@ -1,4 +1,4 @@
-"""Runs on real examples, small: handwritten digits, and docstrings of the standard library."""
+"""Small runs on real examples: handwritten digits, and docstrings of the standard library."""
 
 import importlib
 import inspect
@@ -30,15 +30,15 @@ LABELS = ("negative", "positive")
 
 
 def digit_images(side, mode):
-    """Handwritten digits as images of one size, and their labels."""
+    """Return handwritten digits as images of one size, and their labels."""
     bunch = load_digits()
     shades = (bunch.images / 16 * 255).round().astype(np.uint8)
-    images = [Image.fromarray(one).resize((side, side)).convert(mode) for one in shades[:240]]
+    images = [Image.fromarray(shade).resize((side, side)).convert(mode) for shade in shades[:240]]
     return images, bunch.target[:240].astype(str).tolist()
 
 
 def save_digits(folder, side, mode):
-    """A folder for each split, and in it one for each label, below the subset of SVHN."""
+    """Save digits as the subset of SVHN: a folder for each split, in it one for each label."""
     images, labels = digit_images(side, mode)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         split = "test" if number % 4 == 0 else "train"
@@ -49,18 +49,18 @@ def save_digits(folder, side, mode):
 
 
 def docstrings():
-    """First paragraphs of functions' docstrings, and whether they say that something returns."""
+    """Return first paragraphs of docstrings, labelled by whether they contain "return"."""
     found = {}
     for name in MODULES:
-        for _, one in inspect.getmembers(importlib.import_module(name), inspect.isroutine):
-            text = (inspect.getdoc(one) or "").split("\n\n")[0]
+        for _, function in inspect.getmembers(importlib.import_module(name), inspect.isroutine):
+            text = (inspect.getdoc(function) or "").split("\n\n")[0]
             if len(text) > 10:
                 found[text] = LABELS["return" in text.lower()]
     return sorted(found.items())
 
 
 def save_docstrings(folder):
-    """JSON lines with the columns of SST-2, whose labels these are as well."""
+    """Save JSON lines with the columns and labels of SST-2."""
     for split, start in (("train", 1), ("validation", 0), ("test", 0)):
         rows = [row for n, row in enumerate(docstrings()) if (n % 4 == 0) == (start == 0)]
         lines = [json.dumps({"sentence": text, "label": label}) for text, label in rows]
@@ -71,15 +71,15 @@ def save_docstrings(folder):
 
 
 def save_bert(folder):
-    """A BERT of two small layers, whose tokenizer knows the docstrings' words."""
+    """Save a BERT of two small layers, with the docstrings' words as its vocabulary."""
     counts = Counter(re.findall(r"\w+", " ".join(text for text, _ in docstrings()).lower()))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(w for w, _ in counts.most_common(600))]
-    read = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
-    read.normalizer = normalizers.Lowercase()
-    read.pre_tokenizer = pre_tokenizers.Whitespace()
-    read.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=read, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
         sep_token="[SEP]", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     ).save_pretrained(folder)  # fmt: skip
     torch.manual_seed(0)
@@ -92,29 +92,29 @@ def save_bert(folder):
 
 
 def run_of_digits(folder: Path):
-    """A run of the default preset, whose backbone takes 8 x 8 pixels of one channel."""
+    """Run the default preset, whose backbone takes 8 x 8 pixels of one channel."""
     return simulate(QUICK | {"num-rounds": 2, "output-dir": str(folder / "runs")}, 2)
 
 
 def run_of_images(folder: Path, *, processor: bool):
-    """A run of a model of three channels, which has an image processor or none."""
+    """Run a model with three channels, with or without an image processor."""
     model = save_model("vit", folder / "model")
     if not processor:
         (model / "preprocessor_config.json").unlink()
     data = save_digits(folder / "data", 16, "RGB")
-    given: dict[str, Scalar] = {
+    settings: dict[str, Scalar] = {
         "preset": "svhn-vit-b16", "model": str(model), "data": str(data), "learning-rate": 1e-2,
         "classifier": "trained", "output-dir": str(folder / "runs"),
     }  # fmt: skip
-    return simulate(QUICK | given, 2)
+    return simulate(QUICK | settings, 2)
 
 
 def run_of_texts(folder: Path, **changes: Scalar):
-    """A run of a small BERT on docstrings, most of which are longer than it reads."""
-    given: dict[str, Scalar] = {
+    """Run a small BERT on docstrings, most of which are longer than `max-length`."""
+    settings: dict[str, Scalar] = {
         "preset": "glue-llama", "glue-task": "sst2", "model": str(save_bert(folder / "model")),
         "data": str(save_docstrings(folder / "data")), "learning-rate": 1e-2, "max-length": 12,
         "classifier": "trained", "output-dir": str(folder / "runs"), "num-rounds": 3,
         "local-steps": 40,
     }  # fmt: skip
-    return simulate(QUICK | given | changes, 2)
+    return simulate(QUICK | settings | changes, 2)

@@ -1,4 +1,4 @@
-"""Every part of a round on a device that is not the CPU: a tensor left behind is an error here."""
+"""Every part of a round on the pretend accelerator, where a tensor left on the CPU is an error."""
 
 import json
 from typing import Any
@@ -25,11 +25,13 @@ from tests.pretend import PretendTensor, register
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """The device that `auto` finds."""
+    """Make `auto` choose the pretend accelerator."""
     device = register()
     monkeypatch.setattr("ravan_flwr.training.model_and_data.pick_device", lambda _: device)
-    monkeypatch.setattr("ravan_flwr.adapters.stored.autocasts", lambda _: False)  # it casts nothing
-    # A module's parameters stay the objects that they are, as they do on the way to a GPU.
+    monkeypatch.setattr(
+        "ravan_flwr.adapters.stored.autocasts", lambda _: False
+    )  # the device casts nothing
+    # A module's parameters stay the same objects when it moves, as on the way to a GPU.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     get_model_and_data.cache_clear()
@@ -38,59 +40,65 @@ def accelerator(monkeypatch):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def a_round(settings, fraction, steps):
-    """Two clients' calibration, if there is one, and two rounds of theirs; what came of them."""
+def run_rounds(settings, fraction, steps):
+    """Run two clients' calibration, if any, and two rounds; return device, changes and metrics."""
     loaded = ModelAndData(read_config({"seed": 5, "lora-rank": 4} | settings))
     model, task, clients = loaded.model, loaded.task, [loaded.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
     if model.method.calibration is not None:
         calibration = calibration_sums(model.method)
         for number, examples in enumerate(clients):
-            done = calibrate_locally(model, task, examples, state, steps, ClientRound(5, 0, number))
-            calibration.add(done.upload, 1.0)
+            result = calibrate_locally(
+                model, task, examples, state, steps, ClientRound(5, 0, number)
+            )
+            calibration.add(result.upload, 1.0)
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
         state = first = state | changed
     fraction = fraction if model.method.can_train(fraction) else 1.0
-    own: dict[int, Any] = {}  # what stays with each client
-    for number in (1, 2):  # in the second, the state is one of the middle of a run
+    personal: dict[int, Any] = {}  # client -> personal parameters
+    for number in (1, 2):  # the second round starts from a trained state
         method = model.method.in_round(number)
-        pot = Aggregate(method, state, UpdateNormCheck(1e9))
+        total = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
             sent = outgoing(method, state, fraction)
-            done = train_locally(
+            result = train_locally(
                 model, task, examples, sent, fraction, steps, ClientRound(5, number, client),
-                own.get(client),
+                personal.get(client),
             )  # fmt: skip
-            own |= {client: done.personal} if done.personal else {}
-            pot.offer(done.upload, fraction)
-        state = pot.close()
-    with model.holding(state, own.get(0)):
+            personal |= {client: result.personal} if result.personal else {}
+            total.offer(result.upload, fraction)
+        state = total.close()
+    with model.holding(state, personal.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
-        few = {name: held.select(held.rows[:32]) for name, held in loaded.test_sets.items()}
-        measured = loaded.evaluate(sets=few)
-    kept = [tensor for part in own.values() for tensor in part.values()]
-    assert {tensor.device.type for tensor in (*state.values(), *kept)} == {"cpu"}
-    moved = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
-    return model.device, deltas + moved, measured
+        few_examples = {
+            name: encoded.select(encoded.rows[:32]) for name, encoded in loaded.test_sets.items()
+        }
+        measured = loaded.evaluate(sets=few_examples)
+    personal_tensors = [tensor for part in personal.values() for tensor in part.values()]
+    assert {tensor.device.type for tensor in (*state.values(), *personal_tensors)} == {"cpu"}
+    change = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
+    return model.device, deltas + change, measured
 
 
 def compare(settings, fraction, steps):
-    """The accelerator's round with that of the CPU, whose kernels it uses."""
-    device, moved, measured = a_round(settings, fraction, steps)
+    """Compare rounds on the accelerator with rounds on the CPU, whose kernels it uses."""
+    device, changes, measured = run_rounds(settings, fraction, steps)
     assert device.type == "pretend"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ravan_flwr.training.model_and_data.pick_device", torch.device)
-        device, expected, measured_there = a_round(settings | {"device": "cpu"}, fraction, steps)
+        device, expected, measured_on_cpu = run_rounds(
+            settings | {"device": "cpu"}, fraction, steps
+        )
         assert device.type == "cpu"
-    # Adam makes a step of any gradient, so that where it is nearly zero its rounding shows.
-    for got, right in zip(moved, expected, strict=True):
-        assert right.norm() > 0
-        assert (got - right).norm() <= 0.02 * right.norm()
-    assert measured == pytest.approx(measured_there, rel=1e-2)
+    # Adam's step does not shrink with the gradient, so rounding of small gradients is visible.
+    for actual, reference in zip(changes, expected, strict=True):
+        assert reference.norm() > 0
+        assert (actual - reference).norm() <= 0.02 * reference.norm()
+    assert measured == pytest.approx(measured_on_cpu, rel=1e-2)
 
 
-# `none` has nothing to move.
+# `none` changes nothing.
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
 def test_every_method_on_an_accelerator(method, accelerator):
     compare({"method": method}, 0.5, LocalSteps(2, 8, 0.01, "float32"))
@@ -120,53 +128,57 @@ def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch)
 
 
 def test_bases_from_data_on_an_accelerator(accelerator):
-    """Not compared: of directions that a gradient hardly has, rounding decides."""
+    """Without a comparison: rounding decides about directions with nearly no gradient."""
     settings = {"init": "data-aware", "heads": 2}
-    device, moved, _ = a_round(settings, 0.5, LocalSteps(2, 8, 0.01, "float32"))
+    device, moved, _ = run_rounds(settings, 0.5, LocalSteps(2, 8, 0.01, "float32"))
     assert device.type == "pretend"
     assert all(tensor.norm() > 0 for tensor in moved)
 
 
 def float16_client(settings, scale, precision="float16"):
-    """A client's stepper with the loss scale at which float16 begins; nothing is cast here."""
+    """Return a client's training with this initial loss scale; nothing is cast here."""
     loaded = ModelAndData(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
     model = loaded.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
     steps = LocalSteps(3, 8, 0.01, precision)
     examples, state = loaded.partition(0, 4).train, model.initial_state()
 
-    def work(do, *more):
-        return do(model, loaded.task, examples, state, *more)
+    def work(function, *arguments):
+        return function(model, loaded.task, examples, state, *arguments)
 
     return model, work, steps
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
-def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, accelerator, monkeypatch):
+def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, accelerator, monkeypatch):
     """With the larger scale gradients are infinite at first."""
-    found = {}
+    sketches = {}
     for precision in ("float32", "float16"):
-        how = {"init": "data-aware"}, scale, precision
-        model, work, steps = float16_client(*how)
-        found[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
-    assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)  # as it was halved
-    assert found["float32"].norm() > 0
-    torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
+        arguments = {"init": "data-aware"}, scale, precision
+        model, work, steps = float16_client(*arguments)
+        sketches[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
+    assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)  # the larger scale was halved
+    assert sketches["float32"].norm() > 0
+    torch.testing.assert_close(sketches["float16"], sketches["float32"], rtol=1e-4, atol=1e-7)
 
-    seen = {}
+    scores_by_precision = {}
     monkeypatch.setattr(
         "ravan_flwr.methods.ravan.best_heads",
-        lambda scores, number, *_: seen.update({precision: scores}) or [[0]] * len(scores),
+        lambda scores, number, *_: (
+            scores_by_precision.update({precision: scores}) or [[0]] * len(scores)
+        ),
     )
     for precision in ("float32", "float16"):
-        how = {"scoring": "gradient"}, scale, precision
-        model, work, steps = float16_client(*how)
+        arguments = {"scoring": "gradient"}, scale, precision
+        model, work, steps = float16_client(*arguments)
         work(train_locally, 0.5, steps, ClientRound(5, 1, 0))
     assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)
-    torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        scores_by_precision["float16"], scores_by_precision["float32"], rtol=1e-4, atol=1e-9
+    )
 
 
-def test_gradients_that_no_loss_scale_makes_finite_are_an_error(accelerator, monkeypatch):
+def test_gradients_that_stay_infinite_at_every_loss_scale_are_an_error(accelerator, monkeypatch):
     model, work, steps = float16_client({"init": "data-aware"}, 8.0)
     with torch.no_grad():
         model.classifier[0].fill_(torch.inf)
@@ -175,22 +187,24 @@ def test_gradients_that_no_loss_scale_makes_finite_are_an_error(accelerator, mon
         work(calibrate_locally, steps, ClientRound(5, 0, 0))
 
 
-def test_the_loss_scale_of_float16_stays_and_skipped_steps_are_counted(accelerator):
+def test_the_loss_scale_of_float16_persists_and_skipped_steps_are_counted(accelerator):
     model, work, steps = float16_client({}, 2.0**127)
     first = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
     assert first.skipped in (1, 2)  # of three: each halves the scale
     assert model.scaler.get_scale() == 2.0 ** (127 - first.skipped)
-    whole = LocalSteps(3, 8, 0.01, "float32")
-    expected = work(train_locally, 1.0, whole, ClientRound(5, 1, 0)).upload["H"]
+    in_float32 = LocalSteps(3, 8, 0.01, "float32")
+    expected = work(train_locally, 1.0, in_float32, ClientRound(5, 1, 0)).upload["H"]
     second = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
     assert not second.skipped
     torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
 
 
 def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, tmp_path):
-    made = torch.amp.GradScaler
+    make_scaler = torch.amp.GradScaler
     monkeypatch.setattr(
-        torch.amp, "GradScaler", lambda *of, **how: made(*of, **{"init_scale": 2.0**127} | how)
+        torch.amp,
+        "GradScaler",
+        lambda *of, **how: make_scaler(*of, **{"init_scale": 2.0**127} | how),
     )
     settings: dict[str, Any] = {
         "num-rounds": 1, "local-steps": 3, "batch-size": 8, "lora-rank": 4, "report": False,
@@ -198,8 +212,8 @@ def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, 
     }  # fmt: skip
     run = simulate(settings, 2)
     (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    told = [client.get("skipped-steps", 0) for client in json.loads(line)["clients"]]
-    assert 0 < sum(told) < 6
+    skipped = [client.get("skipped-steps", 0) for client in json.loads(line)["clients"]]
+    assert 0 < sum(skipped) < 6
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,7 @@ def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, 
     ],
 )  # fmt: skip
 def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, tmp_path):
-    """The server's part and the clients', and the result's way home."""
+    """Server, clients and the exported result."""
     settings = {
         "preset": preset, "model": str(save_model(model, tmp_path / "model")), "method": method,
         "data": str(save_data(preset, tmp_path / "data", task, test=8)), "lora-rank": 2,
@@ -229,40 +243,42 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
         assert Spectra.of(run.run_dir).values
 
 
-def test_an_example_in_company_is_compared_on_a_device_without_float64(accelerator):
+def test_independence_of_examples_is_checked_on_a_device_without_float64(accelerator):
     alone = [torch.randn(1, 3, 4).to(accelerator)]
     check_independent(alone, [torch.cat([alone[0], alone[0]])])  # does not raise
     with pytest.raises(ValueError, match="depends on the other examples"):
         check_independent(alone, [torch.cat([2 * alone[0], alone[0]])])
 
 
-# The accelerator refuses what CUDA refuses.
+# The accelerator rejects what CUDA rejects.
 
 
-def test_tensors_of_two_devices_do_not_meet(accelerator):
-    here, there = torch.randn(3, 4), torch.randn(3, 4).to(accelerator)
-    assert isinstance(there, PretendTensor)
-    for meet in (
-        lambda: here + there,
-        lambda: there @ here.T,
-        lambda: torch.cat([here, there]),
-        lambda: torch.where(there > 0, there, here),
-        lambda: there.index_select(0, torch.tensor([1])),
-        lambda: torch.nn.functional.linear(there, here),
-        lambda: there.add_(here),
-        lambda: here[torch.tensor([1]).to(accelerator)],
+def test_operations_on_tensors_of_two_devices_are_errors(accelerator):
+    on_cpu, on_device = torch.randn(3, 4), torch.randn(3, 4).to(accelerator)
+    assert isinstance(on_device, PretendTensor)
+    for operation in (
+        lambda: on_cpu + on_device,
+        lambda: on_device @ on_cpu.T,
+        lambda: torch.cat([on_cpu, on_device]),
+        lambda: torch.where(on_device > 0, on_device, on_cpu),
+        lambda: on_device.index_select(0, torch.tensor([1])),
+        lambda: torch.nn.functional.linear(on_device, on_cpu),
+        lambda: on_device.add_(on_cpu),
+        lambda: on_cpu[torch.tensor([1]).to(accelerator)],
         lambda: torch.randn(2, generator=torch.Generator(), device=accelerator),
     ):
         with pytest.raises(RuntimeError, match="same device|generator"):
-            meet()
+            operation()
     with pytest.raises((TypeError, RuntimeError), match="numpy"):
-        there.numpy()
-    # These CUDA takes.
-    torch.testing.assert_close((there * torch.tensor(2.0)).cpu(), here * 0 + 2 * there.cpu())
-    torch.testing.assert_close(there[torch.tensor([1])].cpu(), there.cpu()[[1]])
-    there.copy_(here)
-    assert torch.equal(there.cpu(), here)
-    assert there.tolist() == here.tolist()
+        on_device.numpy()
+    # CUDA accepts these.
+    torch.testing.assert_close(
+        (on_device * torch.tensor(2.0)).cpu(), on_cpu * 0 + 2 * on_device.cpu()
+    )
+    torch.testing.assert_close(on_device[torch.tensor([1])].cpu(), on_device.cpu()[[1]])
+    on_device.copy_(on_cpu)
+    assert torch.equal(on_device.cpu(), on_cpu)
+    assert on_device.tolist() == on_cpu.tolist()
 
 
 def test_gradients_are_on_the_device_of_their_parameters(accelerator):
@@ -277,8 +293,8 @@ def test_gradients_are_on_the_device_of_their_parameters(accelerator):
         layer(torch.ones(3, 4))
 
 
-def test_a_base_that_was_left_behind_is_found(accelerator):
-    """What the tests above would be blind to, if the accelerator were."""
+def test_a_base_left_on_the_cpu_is_an_error(accelerator):
+    """The tests above find such an error only if the accelerator does."""
     B, A = torch.randn(2, 6, 2), torch.randn(2, 2, 4)
     layer = MultiHeadLinear(torch.nn.Linear(4, 6).to(accelerator), B, A, "factored")
     x = torch.randn(3, 4).to(accelerator)

@@ -1,4 +1,4 @@
-"""Any model of transformers: found by its architecture, adapted, trained, exported."""
+"""Models of transformers, by architecture: adapted, trained, exported."""
 
 import copy
 import itertools
@@ -30,16 +30,16 @@ from ravan_flwr.training.network import build_network
 from ravan_flwr.training.private_steps import check_examples_independent
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
-# How many matrices each small model's query and value projections are.
+# The number of each small model's query and value projections, if it is not 4.
 MATRICES = {"t5": 8, "phi3": 2}
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """architecture -> a run of its small model on small data of a task that it serves."""
+    """Return a function: architecture -> settings of a run with a small model and data."""
     folder = tmp_path_factory.mktemp("models")
 
-    def of(kind):
+    def settings_of(kind):
         preset, task = ("svhn-vit-b16", "") if kind in OF_IMAGES else ("glue-llama", "mnli")
         preset = "newsgroups-t5" if kind == "t5" else preset
         task = "" if kind == "t5" else task
@@ -47,16 +47,16 @@ def settings(tmp_path_factory):
             save_model(kind, folder / kind)
         if not (folder / preset).is_dir():
             save_data(preset, folder / preset, task)
-        made: dict[str, Scalar] = {
+        settings: dict[str, Scalar] = {
             "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
             "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-every": 1,
             "partition": "iid", "report": False, "tracking": "none", "learning-rate": 1e-2,
             **({"glue-task": task} if task else {}),
             **({"max-length": 16} if kind not in OF_IMAGES else {}),
         }  # fmt: skip
-        return made
+        return settings
 
-    return of
+    return settings_of
 
 
 def batch_of(loaded, number=8):
@@ -69,14 +69,14 @@ def loss_of(network, loaded):
         return loaded.task.loss(network.eval(), batch_of(loaded))
 
 
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
-# Those with a model for each client have the layers of fedit (tests/runs/test_personal.py).
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # methods that change pretrained weights
+# Personalised methods have the layers of fedit (tests/runs/test_personal.py).
 OF_ADAPTERS = [
     name
     for name, listed in METHODS.items()
     if name not in METHODS_OF_WEIGHTS and not listed.personalised
 ]
-# Every architecture with an adapter, the methods in turn; some with what changes its weights.
+# Every architecture with an adapter, the methods in turn; some with methods that change weights.
 PAIRS = [
     *zip(MODELS, itertools.cycle(OF_ADAPTERS), strict=False),
     ("swin", "full"), ("llama", "full"), ("t5", "full"), ("phi3", "fedex-lora"),
@@ -84,7 +84,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
-def test_a_model_trains_and_comes_home(kind, method, settings, tmp_path):
+def test_an_architecture_trains_and_its_exports_give_the_runs_loss(
+    kind, method, settings, tmp_path
+):
     run = simulate(settings(kind) | {"method": method, "output-dir": str(tmp_path)}, 3)
     records = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
     assert not any(record["rejected"] for record in records)
@@ -94,22 +96,22 @@ def test_a_model_trains_and_comes_home(kind, method, settings, tmp_path):
         deltas = loaded.model.method.delta_weights(loaded.model.adapters)
         assert all(delta.abs().max() > 0 for delta in deltas)
         merged = merged_network(loaded)
-        ours, theirs = loss_of(loaded.model.network, loaded), loss_of(merged, loaded)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        expected, actual = loss_of(loaded.model.network, loaded), loss_of(merged, loaded)
+        torch.testing.assert_close(expected, actual, rtol=1e-4, atol=1e-4)
         if method in METHODS_OF_WEIGHTS:
             return
         base: Any = copy.deepcopy(
             build_network(loaded.config.model, loaded.task, seed=99).network
         )  # another classifier
         reloaded: Any = peft.PeftModel.from_pretrained(base, run.run_dir / "adapter")
-        # As it is called in training: PEFT's wrapper has no other methods of its own.
-        theirs = loss_of(reloaded.base_model.model, loaded)
-        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+        # The base model, as in training: PEFT's wrapper lacks its other methods.
+        actual = loss_of(reloaded.base_model.model, loaded)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
-    """Also where windows, a decoder or several linear layers of a classifier are in between."""
+def test_gradients_by_example_equal_those_of_single_examples(kind, settings):
+    """Also with windows, a decoder, or several linear layers in the classifier."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": "fedit"}
     trained = {} if kind == "t5" else {"classifier": "trained"}
     loaded = ModelAndData(read_config(given | trained))
@@ -129,33 +131,33 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
 
         together = gradients([0, 1, 2])
         for row in range(3):
-            for whole, alone in zip(together, gradients([row]), strict=True):
-                torch.testing.assert_close(whole[row], alone[0], rtol=1e-3, atol=1e-5)
+            for batched, single in zip(together, gradients([row]), strict=True):
+                torch.testing.assert_close(batched[row], single[0], rtol=1e-3, atol=1e-5)
             network.zero_grad()
             loaded.task.loss(
                 network, loaded.task.collate(examples.take(np.array([row])))
             ).backward()
-            for parameter, whole in zip(parameters, together, strict=True):
+            for parameter, batched in zip(parameters, together, strict=True):
                 plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.testing.assert_close(whole[row], plain, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(batched[row], plain, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["ravan", "fedit"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_made_up_examples_show_whether_a_model_mixes_examples(kind, method, settings):
-    """Before training, near the state at rest, whose zeros would hide gradients."""
+def test_a_model_that_mixes_examples_is_found_by_random_examples(kind, method, settings):
+    """The check runs before training, near the initial state, whose zeros would hide gradients."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": method}
     loaded = ModelAndData(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
     check_mixing_is_found(loaded)
 
 
 def check_mixing_is_found(loaded):
-    """Of a model as it is nothing is found; of one whose first layer mixes a batch it is."""
+    """Check that mixing of a batch is found exactly if a hook on the first layer causes it."""
     check_examples_independent(loaded.model, loaded.task)
     assert loaded.model.examples_are_independent
     loaded.model.examples_are_independent = False
-    reads = getattr(loaded.model.network, "encoder", loaded.model.network)  # T5's
-    hook = reads.get_input_embeddings().register_forward_hook(_mixed)
+    encoder = getattr(loaded.model.network, "encoder", loaded.model.network)  # T5's
+    hook = encoder.get_input_embeddings().register_forward_hook(_mixed)
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
         check_examples_independent(loaded.model, loaded.task)
     hook.remove()
@@ -163,30 +165,32 @@ def check_mixing_is_found(loaded):
 
 
 def _mixed(_, __, output):
-    if isinstance(output, tuple):  # of Swin, with its height and width
+    if isinstance(output, tuple):  # Swin returns its height and width as well
         return (output[0] - output[0].mean(0, keepdim=True), *output[1:])
     return output - output.mean(0, keepdim=True)
 
 
-def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):
-    """Its reader is beside it, and its classifier is kept, not drawn anew."""
+def test_a_merged_export_can_be_the_model_of_another_run(settings, tmp_path):
+    """It has its tokenizer, and its classifier is loaded, not initialised."""
     given = settings("bert") | {"classifier": "trained", "method": "fedit"}
     run = simulate(given | {"output-dir": str(tmp_path)}, 3)
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     with result_of(run.run_dir) as loaded:
         expected = loss_of(loaded.model.network, loaded)
-    again = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
-    torch.testing.assert_close(loss_of(again.model.network, again), expected, rtol=1e-5, atol=1e-5)
-    # For other labels it is drawn anew, of another size or not.
+    reloaded = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    torch.testing.assert_close(
+        loss_of(reloaded.model.network, reloaded), expected, rtol=1e-5, atol=1e-5
+    )
+    # With other labels the classifier is initialised, also with the same size.
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     config["id2label"]["0"] = "other"
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
-    other = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
-    assert loss_of(other.model.network, other) != pytest.approx(float(expected), abs=1e-4)
+    relabelled = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    assert loss_of(relabelled.model.network, relabelled) != pytest.approx(float(expected), abs=1e-4)
 
 
-def test_an_export_is_of_the_models_own_precision(settings, tmp_path):
-    """The delta-weight is added in float32, and the sum rounded to what the checkpoint has."""
+def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
+    """The delta-weight is added in float32, and the sum is rounded to the checkpoint's dtype."""
     folder = save_model("llama", tmp_path / "model", dtype="bfloat16")
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     network.save_pretrained(folder)
@@ -203,7 +207,9 @@ def test_an_export_is_of_the_models_own_precision(settings, tmp_path):
     assert f'AutoModelForSequenceClassification.from_pretrained("{folder}", num_labels=3)' in card
 
 
-def test_the_classifier_is_what_pretraining_lacks_and_a_function_of_the_seed(settings):
+def test_the_classifier_is_the_layers_without_pretrained_weights_and_a_function_of_the_seed(
+    settings,
+):
     def built(kind, seed):
         config = read_config(settings(kind) | {"seed": seed})
         return build_network(config.model, make_task(config), seed)
@@ -215,16 +221,16 @@ def test_the_classifier_is_what_pretraining_lacks_and_a_function_of_the_seed(set
         "vit": {"classifier"},
         "t5": set(),
     }.items():
-        one, two, other = built(kind, 1), built(kind, 1), built(kind, 2)
-        by_id = {id(p): name.rpartition(".")[0] for name, p in one.network.named_parameters()}
-        assert {by_id[id(p)] for p in one.classifier} == names
-        for a, b, c in zip(one.classifier, two.classifier, other.classifier, strict=True):
+        first, second, other = built(kind, 1), built(kind, 1), built(kind, 2)
+        by_id = {id(p): name.rpartition(".")[0] for name, p in first.network.named_parameters()}
+        assert {by_id[id(p)] for p in first.classifier} == names
+        for a, b, c in zip(first.classifier, second.classifier, other.classifier, strict=True):
             assert torch.equal(a, b)
             assert a.ndim == 1 or not torch.equal(a, c)
 
 
 def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
-    """BERT has dropout: two runs are the same to the bit, whatever else drew before."""
+    """BERT has dropout: two runs are equal to the bit, after other random draws."""
     finals: list[float] = []
     for name in ("one", "two"):
         torch.manual_seed(len(name) + len(finals))
@@ -233,7 +239,7 @@ def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
     assert finals[0] == finals[1]
 
 
-def test_targets_of_ones_own(settings):
+def test_targets_can_be_set(settings):
     config = read_config(settings("llama") | {"targets": "self_attn.o_proj, mlp.up_proj"})
     names = [layer.name for layer in ModelAndData(config).model.layers]
     ends = "self_attn.o_proj", "mlp.up_proj"
@@ -249,7 +255,7 @@ def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp
 
 
 def changed(settings, tmp_path, kind="vit", **files):
-    """The model's folder with other files; None for one that is gone."""
+    """Return a config with a copy of the model's folder with other files; None removes a file."""
     folder = tmp_path / "model"
     shutil.copytree(settings(kind)["model"], folder)
     for name, content in files.items():
@@ -258,7 +264,7 @@ def changed(settings, tmp_path, kind="vit", **files):
     return read_config(settings(kind) | {"model": str(folder)})
 
 
-def test_models_that_do_not_fit(settings, tmp_path):
+def test_models_that_do_not_fit_are_errors(settings, tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json, expected config.json and weights"):
         _ = ModelAndData(changed(settings, tmp_path / "a", config__json=None)).model
     with pytest.raises(ValueError, match=r"has no model.safetensors, expected config.json and"):
@@ -274,14 +280,14 @@ def test_models_that_do_not_fit(settings, tmp_path):
         _ = ModelAndData(read_config(settings("t5") | {"classifier": "trained"})).model
 
 
-def test_a_model_without_a_tokenizer(settings, tmp_path):
+def test_a_model_without_a_tokenizer_is_an_error(settings, tmp_path):
     with pytest.raises(ValueError, match="it has no tokenizer, expected tokenizer.json"):
         _ = ModelAndData(
             changed(settings, tmp_path, "bert", tokenizer__json=None, tokenizer_config__json=None)
         ).model
 
 
-def test_a_presets_shape_is_that_of_its_model(settings):
+def test_a_presets_shape_must_be_that_of_its_model(settings):
     config = read_config(settings("vit"))
     spec = type(config.model)(
         "hub", config.model.name, shape=(("model_type", "vit"), ("hidden_size", 768))
@@ -290,8 +296,8 @@ def test_a_presets_shape_is_that_of_its_model(settings):
         build_network(spec, make_task(config), 0)
 
 
-def test_padding_does_not_matter(settings):
-    """A batch's loss is the mean of its texts', each by itself."""
+def test_padding_does_not_change_the_loss(settings):
+    """A batch's loss is the mean of the losses of its single texts."""
     for kind in ("bert", "llama", "t5"):
         loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
         (first, *_) = loaded.test_sets.values()
@@ -308,58 +314,60 @@ def test_padding_does_not_matter(settings):
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
-def test_an_evaluation_by_length_measures_what_one_in_order_does(kind, settings, monkeypatch):
+def test_an_evaluation_by_length_equals_one_in_order(kind, settings, monkeypatch):
     loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
     (test, *_) = loaded.test_sets.values()
     masks = test.take(np.arange(len(test)))["attention_mask"]
     counts = np.asarray(loaded.task.lengths(test))
     assert counts.tolist() == masks.sum(1).tolist()
     assert len(set(counts)) > 1
-    some = loaded.task.lengths(test.select(np.array([3, 1])))
-    assert np.array_equal(np.asarray(some), counts[[3, 1]])
+    selected = loaded.task.lengths(test.select(np.array([3, 1])))
+    assert np.array_equal(np.asarray(selected), counts[[3, 1]])
     by_length = evaluate_all(loaded.model, loaded.task, {"test": test}, 8)
     monkeypatch.setattr(type(loaded.task), "lengths", lambda *_: None)
     in_order = evaluate_all(loaded.model, loaded.task, {"test": test}, 8)
     assert by_length == pytest.approx(in_order, rel=1e-5, abs=1e-7)
 
 
-def test_lengths_of_texts_that_stay_in_their_file_are_the_same(settings, monkeypatch):
-    found = []
-    for most in (2**28, 0):
-        monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", most)
+def test_lengths_of_texts_read_from_a_file_are_the_same(settings, monkeypatch):
+    lengths = []
+    for limit in (2**28, 0):
+        monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", limit)
         monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
         loaded = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
         train = loaded.partition(1, 3).train
-        assert isinstance(train.table, dict) == (most > 0)
-        found.append(np.asarray(loaded.task.lengths(train)).tolist())
-    assert found[0] == found[1]
+        assert isinstance(train.table, dict) == (limit > 0)
+        lengths.append(np.asarray(loaded.task.lengths(train)).tolist())
+    assert lengths[0] == lengths[1]
 
 
 def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
-    """And other batches than at random; where it is off, nothing has changed."""
+    """The losses differ from those of random batches."""
     runs = {}
-    for number, how in enumerate(("random", "length", "length")):
-        given = settings("bert") | {"max-length": 48, "batching": how, "local-steps": 4}
+    for number, batching in enumerate(("random", "length", "length")):
+        given = settings("bert") | {"max-length": 48, "batching": batching, "local-steps": 4}
         run = simulate(given | {"output-dir": str(tmp_path / str(number))}, 3)
         (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
         runs[number] = json.loads(line)["train-loss"]
     assert runs[1] == runs[2] != runs[0]
 
 
-def test_images_are_those_of_the_models_own_processor(settings):
+def test_pixel_values_are_those_of_the_models_own_processor(settings):
     loaded = ModelAndData(read_config(settings("vit")))
-    reader, test = loaded.task.reader, loaded.splits["test"]
-    opened = test.cast_column("image", datasets.Image())["image"][:8]  # by `datasets` itself
+    processor, test = loaded.task.reader, loaded.splits["test"]
+    opened = test.cast_column("image", datasets.Image())["image"][:8]  # decoded by `datasets`
     images = [image.convert("RGB") for image in opened]
-    expected = reader(images=images, return_tensors="pt")
-    got = {}
+    expected = processor(images=images, return_tensors="pt")
+    inputs = {}
     network = loaded.model.network.eval()
     handle = network.register_forward_pre_hook(
-        lambda _, args, kwargs: got.update(kwargs), with_kwargs=True
+        lambda _, args, kwargs: inputs.update(kwargs), with_kwargs=True
     )
     loaded.task.loss(network, batch_of(loaded))
     handle.remove()
-    torch.testing.assert_close(got["pixel_values"], expected["pixel_values"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        inputs["pixel_values"], expected["pixel_values"], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
@@ -377,8 +385,8 @@ def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch)
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
 def test_gradient_checkpointing_changes_nothing_but_memory(kind, settings, tmp_path):
     losses = []
-    for how in (False, True):
-        folder = str(tmp_path / str(how))
-        given = settings(kind) | {"gradient-checkpointing": how, "output-dir": folder}
+    for enabled in (False, True):
+        folder = str(tmp_path / str(enabled))
+        given = settings(kind) | {"gradient-checkpointing": enabled, "output-dir": folder}
         losses.append(simulate(given, 2).summary["metrics"]["final"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

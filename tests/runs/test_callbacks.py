@@ -1,4 +1,4 @@
-"""What watches a run: which hooks are called, when, and with what."""
+"""Callbacks: which hooks are called, when, and with what arguments."""
 
 import json
 from typing import Any, cast
@@ -17,11 +17,11 @@ SHORT: dict[str, Scalar] = {
 }  # fmt: skip
 
 
-class Watching(Callback):
-    """Notes what is called, and what is on disk then."""
+class Recorder(Callback):
+    """Records its calls, and checks the files on disk at each."""
 
     def __init__(self, runs):
-        self.runs, self.called, self.states, self.done = runs, [], {}, []
+        self.runs, self.calls, self.states, self.statuses = runs, [], {}, []
 
     @property
     def directory(self):
@@ -29,30 +29,30 @@ class Watching(Callback):
         return directory
 
     def on_run_begin(self):
-        self.called.append("begin")
+        self.calls.append("begin")
         assert (self.directory / "config.json").is_file()
         assert not (self.directory / "rounds.jsonl").exists()
 
     def on_round_end(self, record, state):
-        self.called.append(record["round"])
+        self.calls.append(record["round"])
         last = (self.directory / "rounds.jsonl").read_text().splitlines()[-1]
         assert json.loads(last) == record
-        kept = load_checkpoint(self.directory / "checkpoints").state
-        assert all(torch.equal(kept[name], tensor) for name, tensor in state.items())
+        saved = load_checkpoint(self.directory / "checkpoints").state
+        assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
         self.states[record["round"]] = dict(state)
 
     def on_status(self, status):
-        self.done.append((status["doing"], status["round"]))
+        self.statuses.append((status["doing"], status["round"]))
         assert json.loads((self.directory / "status.json").read_text()) == status
 
     def on_run_end(self):
-        self.called.append("end")
+        self.calls.append("end")
         assert (self.directory / "summary.json").is_file()
         assert (self.directory / "adapter" / "adapter_config.json").is_file()
 
 
-class Least:
-    """An object with one hook, derived from nothing."""
+class Minimal:
+    """An object with one hook, without a base class."""
 
     def __init__(self):
         self.rounds = []
@@ -61,27 +61,27 @@ class Least:
         self.rounds.append((record["round"], sorted(state)))
 
 
-def test_callbacks_are_called_when_all_is_on_disk(tmp_path):
-    watching, least = Watching(tmp_path), Least()
-    run = simulate({**SHORT, "output-dir": str(tmp_path)}, 4, callbacks=[watching, least])
-    assert watching.called == ["begin", 1, 2, "end"]
-    assert least.rounds == [(1, ["H", "classifier"]), (2, ["H", "classifier"])]
-    assert not torch.equal(watching.states[1]["H"], watching.states[2]["H"])
+def test_callbacks_are_called_after_the_files_are_written(tmp_path):
+    recorder, minimal = Recorder(tmp_path), Minimal()
+    run = simulate({**SHORT, "output-dir": str(tmp_path)}, 4, callbacks=[recorder, minimal])
+    assert recorder.calls == ["begin", 1, 2, "end"]
+    assert minimal.rounds == [(1, ["H", "classifier"]), (2, ["H", "classifier"])]
+    assert not torch.equal(recorder.states[1]["H"], recorder.states[2]["H"])
     steps = [("training", 1), ("saving", 1), ("training", 2), ("saving", 2)]
-    assert [step for step in dict.fromkeys(watching.done) if step in steps] == steps
+    assert [step for step in dict.fromkeys(recorder.statuses) if step in steps] == steps
     assert run.summary["rounds"] == 2
 
 
 def test_a_calibration_is_round_0_for_a_callback(tmp_path):
-    watching = Watching(tmp_path)
+    recorder = Recorder(tmp_path)
     config: dict[str, Scalar] = {
         **SHORT,
         "init": "data-aware",
         "output-dir": str(tmp_path),
         "num-rounds": 1,
     }
-    simulate(config, 3, callbacks=[watching])
-    assert watching.called == ["begin", 0, 1, "end"]
+    simulate(config, 3, callbacks=[recorder])
+    assert recorder.calls == ["begin", 0, 1, "end"]
 
 
 def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
@@ -116,9 +116,9 @@ def test_a_class_is_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [3, print, object()])
-def test_what_has_no_hook_is_refused_before_anything_is_written(wrong, tmp_path):
-    told = r"callbacks\[1\] = .*: got an object without a hook, expected one of on_run_begin, "
-    with pytest.raises(ValueError, match=told):
+def test_an_object_without_a_hook_is_refused_before_anything_is_written(wrong, tmp_path):
+    message = r"callbacks\[1\] = .*: got an object without a hook, expected one of on_run_begin, "
+    with pytest.raises(ValueError, match=message):
         simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Callback(), wrong])
     assert not list(tmp_path.iterdir())
 
@@ -133,5 +133,5 @@ def test_callbacks_are_called_in_their_order():
         def on_run_end(self):
             order.append(self.name)
 
-    Callbacks([Named("a"), Least(), Callbacks([Named("b")]), Named("c")]).on_run_end()
+    Callbacks([Named("a"), Minimal(), Callbacks([Named("b")]), Named("c")]).on_run_end()
     assert order == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""The lines on a card, run as they stand, answer as the run itself does."""
+"""The code on a model card runs unchanged and gives the run's predictions."""
 
 import json
 import re
@@ -22,15 +22,15 @@ def run(request, tmp_path_factory):
     return request.param, RUNS[request.param](tmp_path_factory.mktemp(request.param)).run_dir
 
 
-def answers_of(run, data, folder):
-    """What `predict` says: label and probability of each row."""
+def predictions_of(run, data, folder):
+    """Return label and probability of each row, by `predict`."""
     predict(run, data, folder / "answers.jsonl")
     rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     return [(row["label"], row["probability"]) for row in rows]
 
 
 def inputs_of(kind, folder):
-    """A file to predict from, and each of its examples as its card's code would have it."""
+    """Return a file to predict from, and its examples as the card's code takes them."""
     if kind == "texts":
         texts = [text for text, _ in docstrings()][::35]
         lines = [json.dumps({"sentence": text}) for text in texts]
@@ -44,10 +44,10 @@ def inputs_of(kind, folder):
 
 
 @pytest.mark.parametrize("form", ["merged", "peft", "ravan"])
-def test_the_lines_of_a_card_answer_as_the_run_does(form, run, tmp_path, monkeypatch):
+def test_a_cards_code_gives_the_runs_predictions(form, run, tmp_path, monkeypatch):
     kind, directory = run
     data, examples = inputs_of(kind, tmp_path)
-    expected = answers_of(directory, data, tmp_path)
+    expected = predictions_of(directory, data, tmp_path)
     assert len({label for label, _ in expected}) > 1
     export_run(directory, form, tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
@@ -69,11 +69,11 @@ def test_the_lines_of_a_card_answer_as_the_run_does(form, run, tmp_path, monkeyp
         assert best["score"] == pytest.approx(probability, abs=2e-5)
 
 
-def test_an_adapter_of_the_run_itself_has_what_reads_examples(run):
+def test_the_runs_adapter_has_its_tokenizer_or_image_processor(run):
     kind, directory = run
-    there = {path.name for path in (directory / "adapter").iterdir()}
-    assert "labels.json" in there
-    assert ({"tokenizer.json"} if kind == "texts" else {"preprocessor_config.json"}) <= there
+    files = {path.name for path in (directory / "adapter").iterdir()}
+    assert "labels.json" in files
+    assert ({"tokenizer.json"} if kind == "texts" else {"preprocessor_config.json"}) <= files
     if kind == "texts":
-        told = json.loads((directory / "adapter" / "tokenizer_config.json").read_text())
-        assert told["model_max_length"] == 12
+        config = json.loads((directory / "adapter" / "tokenizer_config.json").read_text())
+        assert config["model_max_length"] == 12

@@ -1,4 +1,4 @@
-"""A run on the devices' own folders: no word of a text leaves a device."""
+"""A run on the devices' own folders: no text leaves a device."""
 
 import json
 
@@ -9,13 +9,13 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.specs import Scalar
 from testing.tiny import WORDS, newsgroups, save_model
 
-# `datasets` leaves the closing of CSV files to the garbage collector.
+# `datasets` does not close CSV files before garbage collection.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @LEFT_OPEN
-def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
-    """Every reply of a run: tensors of the method's shapes, and no word of a text."""
+def test_no_text_of_a_folder_leaves_the_node(tmp_path, monkeypatch):
+    """Every reply has the method's tensors, and no word of a text."""
     folders = []
     for client in range(2):
         folders.append(tmp_path / f"device{client}")
@@ -24,8 +24,8 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
     replies = []
 
     class Devices(InProcessGrid):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             for context, folder in zip(self._contexts.values(), folders, strict=True):
                 context.node_config["data-path"] = str(folder)
 
@@ -34,7 +34,7 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
             return replies[-1]
 
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Devices)
-    # A simulation's server reads the clients' shared data; that of devices has none.
+    # A simulation's server reads the shared data, which do not exist here.
     monkeypatch.setattr("ravan_flwr.server_app.check_simulation", lambda *_: None)
     run_config: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
@@ -46,9 +46,9 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
     (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
     assert [client["examples"] for client in record["clients"]] == [16, 16]
     assert set(record["metrics"]) == {"loss", "accuracy"}
-    assert len(replies) == 6  # two questions, two trainings, two evaluations
+    assert len(replies) == 6  # two queries, two trainings, two evaluations
     for reply in replies:
         arrays = {name: set(part) for name, part in reply.content.array_records.items()}
         assert arrays in ({}, {"arrays": {"H", "heads"}})
-        told = f"{reply.content.config_records} {reply.content.metric_records}"
-        assert not any(word in told for word in WORDS)
+        values = f"{reply.content.config_records} {reply.content.metric_records}"
+        assert not any(word in values for word in WORDS)

@@ -1,4 +1,4 @@
-"""A run of each method, short and with small steps: it is as planned, and every round counts."""
+"""A short run of each method with small steps matches its plan, and every round has an effect."""
 
 import json
 import re
@@ -28,31 +28,31 @@ def records_of(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_its_plan_is_what_it_does(run):
+def test_a_run_matches_its_plan(run):
     method = run.summary["method"]
     settings = TINY | {"method": method}
-    told = describe(read_config(settings))
-    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
-    assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in told
-    # At most: bytes of a run with the preset's 20 clients, of which this one has four.
-    found = re.search(r"the run .*: at most ([\d,]+) bytes up, ([\d,]+) down", told)
+    plan = describe(read_config(settings))
+    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in plan
+    assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in plan
+    # Upper limits: the plan is for the preset's 20 clients, this run has four.
+    found = re.search(r"the run .*: at most ([\d,]+) bytes up, ([\d,]+) down", plan)
     assert found is not None
-    most = [int(number.replace(",", "")) for number in found.groups()]
-    assert run.summary["bytes-up"] <= most[0]
-    assert run.summary["bytes-down"] <= most[1]
+    limits = [int(number.replace(",", "")) for number in found.groups()]
+    assert run.summary["bytes-up"] <= limits[0]
+    assert run.summary["bytes-down"] <= limits[1]
     for client in records_of(run)[-1]["clients"]:
-        assert f"{client['bytes-up']:,}" in told
-        # At most: what these send grows to this.
-        assert f"{client['bytes-down']:,}" in told or method in ("fedex-lora", "flora")
-        in_turn = method in ("rolora", "feddpa")
-        at_rest = run.summary["adapter-parameters"] // 2 if in_turn else 0
+        assert f"{client['bytes-up']:,}" in plan
+        # An upper limit for two methods, whose messages grow to it.
+        assert f"{client['bytes-down']:,}" in plan or method in ("fedex-lora", "flora")
+        alternates = method in ("rolora", "feddpa")
+        not_trained = run.summary["adapter-parameters"] // 2 if alternates else 0
         assert step_memory(read_config(settings), 1.0).trained == 16 * (
-            run.summary["trainable-parameters"] - at_rest
+            run.summary["trainable-parameters"] - not_trained
         )
 
 
-def test_honest_rounds_have_an_effect_however_small_their_steps(run):
-    """FlexLoRA's A has rows of norm one after a round, and smaller ones before it."""
+def test_honest_rounds_with_small_steps_have_an_effect(run):
+    """FlexLoRA's A has rows of norm one after a round, and smaller rows before it."""
     assert run.summary["without-effect"] == []
     assert run.summary["rejected"] == 0
     losses = [record["metrics"]["loss"] for record in records_of(run)[-2:]]

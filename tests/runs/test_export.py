@@ -1,4 +1,4 @@
-"""What a run is exported to computes what the run's model does, in PEFT and in transformers."""
+"""Exports compute the same as the run's model, in PEFT and in transformers."""
 
 import json
 import re
@@ -25,8 +25,8 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
     "lora-scale": 0.5,
 }  # fmt: skip
-METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # whose heads themselves are exported as well
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
+METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # also exported as heads
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # methods that change pretrained weights
 
 
 @pytest.fixture(scope="module", params=[n for n, m in METHODS.items() if not m.mixes])
@@ -36,7 +36,7 @@ def run(request, tmp_path_factory):
 
 
 def client_of(run):
-    """Whose model is exported: there is one for each client, or one for all."""
+    """Return the client whose model is exported; None if all have one."""
     return 0 if METHODS[run.summary["method"]].personalised else None
 
 
@@ -46,7 +46,7 @@ def client_words(run):
 
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
-    """By form, the folder to which the command has exported the run."""
+    """Return form -> folder of the run's export."""
     folder = tmp_path_factory.mktemp("exported")
     method = run.summary["method"]
     forms = ["merged"]
@@ -64,7 +64,10 @@ def logits_of(network, examples):
         return network.eval()(pixel_values=examples["pixel_values"]).logits
 
 
-RESULTS = {True: ("merged", "merged"), False: ("adapter", "peft")}  # a run's own: folder, form
+RESULTS = {
+    True: ("merged", "merged"),
+    False: ("adapter", "peft"),
+}  # changes weights -> (folder of the run's result, form)
 
 
 def model_files(folder):
@@ -77,24 +80,26 @@ def test_the_exports_give_the_logits_of_the_run(run, exported):
     with result_of(run.run_dir, client_of(run)) as loaded:
         (encoded,) = loaded.test_sets.values()
         examples = encoded.take(encoded.rows[:32])
-        ours = logits_of(loaded.model.network, examples)
+        expected = logits_of(loaded.model.network, examples)
         means = loaded.evaluate()
     if client_of(run) is None:
         assert means == pytest.approx(run.summary["metrics"]["final"])
 
     merged = AutoModelForImageClassification.from_pretrained(exported["merged"])
-    torch.testing.assert_close(logits_of(merged, examples), ours, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(merged, examples), expected, rtol=1e-4, atol=1e-4)
     assert merged.config.id2label[7] == "7"
 
     folder, form = RESULTS[method in METHODS_OF_WEIGHTS]
-    natural = run.run_dir / folder
-    assert natural.is_dir() == (client_of(run) is None)
-    if natural.is_dir():  # to the byte, so that it computes the same
-        assert model_files(natural) == model_files(exported[form])
+    own_result = run.run_dir / folder
+    assert own_result.is_dir() == (client_of(run) is None)
+    if own_result.is_dir():  # equal to the byte, so that it computes the same
+        assert model_files(own_result) == model_files(exported[form])
     for form in exported.keys() - {"merged"}:  # with another classifier
         backbone = build_network(loaded.config.model, loaded.task, seed=99).network
-        theirs = peft.PeftModel.from_pretrained(backbone, exported[form])
-        torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
+        loaded_model = peft.PeftModel.from_pretrained(backbone, exported[form])
+        torch.testing.assert_close(
+            logits_of(loaded_model, examples), expected, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("method", sorted(METHODS_OF_WEIGHTS))
@@ -113,30 +118,34 @@ INITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", INITS, ids=lambda given: given.get("init", "default"))
-def test_an_exported_adapter_has_the_runs_own_bases_and_goes_on_training(given, tmp_path):
-    """Made from the seed where the run's are, saved where they are not."""
-    settings: dict[str, Scalar] = {"output-dir": str(tmp_path / "runs"), "seed": 5, **given}
+@pytest.mark.parametrize("options", INITS, ids=lambda options: options.get("init", "default"))
+def test_an_exported_adapter_has_the_runs_bases_and_can_be_trained(options, tmp_path):
+    """Bases are made from the seed as the run's, or saved where they do not follow from it."""
+    settings: dict[str, Scalar] = {"output-dir": str(tmp_path / "runs"), "seed": 5, **options}
     run = simulate(SHORT | settings, 3)
     export_run(run.run_dir, "ravan", tmp_path / "adapter")
     config = RavanConfig.from_pretrained(tmp_path / "adapter")
-    assert config.save_bases == (given.get("init") in ("data-aware", "first-round"))
-    assert config.trainable_scales == ("scaling" not in given)
+    assert config.save_bases == (options.get("init") in ("data-aware", "first-round"))
+    assert config.trainable_scales == ("scaling" not in options)
     assert config.base_seed == 5
     with result_of(run.run_dir) as loaded:
         (encoded,) = loaded.test_sets.values()
         examples = encoded.take(encoded.rows[:32])
-        ours = logits_of(loaded.model.network, examples)
+        expected = logits_of(loaded.model.network, examples)
         backbone = build_network(loaded.config.model, loaded.task, seed=99).network
-        theirs = peft.PeftModel.from_pretrained(backbone, tmp_path / "adapter", is_trainable=True)
-        torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-5, atol=1e-5)
-        layers = [module for module in theirs.modules() if isinstance(module, RavanLinear)]
+        loaded_model = peft.PeftModel.from_pretrained(
+            backbone, tmp_path / "adapter", is_trainable=True
+        )
+        torch.testing.assert_close(
+            logits_of(loaded_model, examples), expected, rtol=1e-5, atol=1e-5
+        )
+        layers = [module for module in loaded_model.modules() if isinstance(module, RavanLinear)]
         for layer, adapter in zip(layers, loaded.model.adapters, strict=True):
             assert torch.equal(layer.ravan_B["default"], adapter.B)
             assert torch.equal(layer.ravan_A["default"], adapter.A)
     before = [layer.ravan_H["default"].detach().clone() for layer in layers]
-    optimizer = torch.optim.Adam([p for p in theirs.parameters() if p.requires_grad], lr=0.01)
-    theirs.train()(pixel_values=examples["pixel_values"]).logits.square().mean().backward()
+    optimizer = torch.optim.Adam([p for p in loaded_model.parameters() if p.requires_grad], lr=0.01)
+    loaded_model.train()(pixel_values=examples["pixel_values"]).logits.square().mean().backward()
     optimizer.step()
     for layer, old in zip(layers, before, strict=True):
         assert not torch.equal(layer.ravan_H["default"], old)
@@ -146,13 +155,13 @@ def test_a_method_without_heads_is_not_exported_as_ravan(tmp_path, capsys):
     run = simulate(SHORT | {"method": "ffa-lora", "num-rounds": 1, "output-dir": str(tmp_path)}, 2)
     with pytest.raises(SystemExit):
         main(["export", str(run.run_dir), "--as", "ravan", str(tmp_path / "x")])
-    told = capsys.readouterr().err
-    assert "method 'ffa-lora' trains no heads between frozen bases" in told
-    assert "or --as peft; use that" in told
+    message = capsys.readouterr().err
+    assert "method 'ffa-lora' trains no heads between frozen bases" in message
+    assert "or --as peft; use that" in message
     assert not (tmp_path / "x").exists()
 
 
-def test_a_card_says_what_it_is(run, exported):
+def test_a_card_describes_the_run(run, exported):
     card = (exported["merged"] / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| method | {run.summary['method']}" in card
@@ -165,8 +174,8 @@ def test_a_card_says_what_it_is(run, exported):
     assert ("on the examples of all" in card) == pools
 
 
-def test_a_card_says_how_to_load_it_and_that_works(run, exported, tmp_path, monkeypatch):
-    """Its code, run as it stands, beside an image."""
+def test_a_cards_code_loads_the_export(run, exported, tmp_path, monkeypatch):
+    """The code runs unchanged beside an image."""
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
     for folder in exported.values():
@@ -176,12 +185,12 @@ def test_a_card_says_how_to_load_it_and_that_works(run, exported, tmp_path, monk
         with result_of(run.run_dir, client_of(run)) as loaded:
             (encoded,) = loaded.test_sets.values()
             examples = encoded.take(encoded.rows[:16])
-            ours = logits_of(loaded.model.network, examples)
-        theirs = logits_of(found["classify"].model, examples)
-        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+            expected = logits_of(loaded.model.network, examples)
+        actual = logits_of(found["classify"].model, examples)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_is_read_back_as_it_was(run):
+def test_a_recorded_config_is_read_unchanged(run):
     content = json.loads((run.run_dir / "config.json").read_text())
     assert recorded_config(content, "here").as_dict() == content
     del content["heads"]
@@ -189,14 +198,14 @@ def test_a_run_is_read_back_as_it_was(run):
         recorded_config(content, "here")
 
 
-def test_mistakes(tmp_path, capsys):
+def test_mistakes_of_an_export_are_errors(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     run = simulate(SHORT | {"num-rounds": 1, "output-dir": str(tmp_path / "runs")}, 2)
     stopped = tmp_path / "stopped"
     shutil.copytree(run.run_dir, stopped)
     (stopped / "summary.json").unlink()
-    for words, told in (
+    for words, message in (
         (
             [str(stopped), "--as", "peft", str(tmp_path / "z")],
             "summary.json is not there, expected",
@@ -208,4 +217,4 @@ def test_mistakes(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main(["export", *words])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err

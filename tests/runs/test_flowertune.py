@@ -1,4 +1,4 @@
-"""The presets of FlowerTune: its published numbers, and its way to read an adapter."""
+"""The presets of FlowerTune: its published settings, and its evaluation of an adapter."""
 
 import json
 import math
@@ -17,15 +17,15 @@ from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.local_steps import learning_rate_in_round
 from testing.tiny import FLOWERTUNE, save_data, save_speaker
 
-# Of examples/flowertune-llm-*/pyproject.toml and README.md of flwrlabs/flower (77068b84): data set,
-# number of SuperNodes, fraction-train.
+# From examples/flowertune-llm-*/pyproject.toml and README.md of flwrlabs/flower (77068b84):
+# data set, number of SuperNodes, fraction-train.
 CHALLENGES = {
     "general-nlp": ("flwrlabs/alpaca-gpt4", 20, 0.1),
     "finance": ("flwrlabs/fingpt-sentiment-train", 50, 0.1),
     "medical": ("flwrlabs/medical-meadow-medical-flashcards", 20, 0.1),
     "code": ("flwrlabs/code-alpaca-20k", 10, 0.2),
 }
-# Queries and values: in, and out of each.
+# layers, inputs, outputs of queries, outputs of values
 SHAPES = {"auto": (32, 4096, 4096, 1024), "small": (30, 576, 576, 192)}
 
 
@@ -42,32 +42,32 @@ def test_the_settings_are_those_that_flower_publishes(preset):
     assert (config.num_rounds, config.max_bytes) == (200, 200e9)
     assert config.gradient_checkpointing
     for t in range(1, 201):
-        theirs = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * t / 200))
-        assert learning_rate_in_round(config, t) == pytest.approx(theirs)
+        expected = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * t / 200))
+        assert learning_rate_in_round(config, t) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("preset", CHALLENGES)
-def test_prompts_are_those_of_its_apps(preset):
+def test_prompts_are_those_of_flowertunes_apps(preset):
     """`formatting_prompts_func` after `reformat`, up to the response."""
     row = {"instruction": "Do it.", "input": "This.", "output": "Done."}
-    asked = {"general-nlp": "Do it.", "medical": "This."}.get(preset, "Do it. This.")
+    instruction = {"general-nlp": "Do it.", "medical": "This."}.get(preset, "Do it. This.")
     data = read_config({"preset": preset}).data
     form = Form(None, data.prompts, "messages")
     roles = {role: row[column] for role, column in data.columns}
 
-    def theirs(instruction):
+    def prompt_of(instruction):
         return (
             "Below is an instruction that describes a task. Write a response that appropriately "
             f"completes the request.\n### Instruction:\n{instruction}\n### Response: Done."
         )
 
-    assert form.answered(roles, "completion").text == theirs(asked)
+    assert form.answered(roles, "completion").text == prompt_of(instruction)
     if preset == "code":
-        assert form.answered(roles | {"input": ""}, "completion").text == theirs("Do it. ")
+        assert form.answered(roles | {"input": ""}, "completion").text == prompt_of("Do it. ")
 
 
 @pytest.mark.parametrize("model", SHAPES)
-def test_ravan_has_as_many_parameters_as_their_lora(model):
+def test_ravan_has_as_many_parameters_as_flowertunes_lora(model):
     layers, width, queries, values = SHAPES[model]
     counts = {
         method: adapter_parameters(
@@ -79,7 +79,7 @@ def test_ravan_has_as_many_parameters_as_their_lora(model):
     assert 0.98 < counts["ravan"] / counts["fedit"] <= 1
 
 
-def test_few_bits_are_for_methods_that_can_have_them():
+def test_quantization_is_for_methods_with_a_frozen_backbone():
     assert read_config({"preset": "code", "method": "full"}).quantize == "none"
     with pytest.raises(ValueError, match="backbone-dtype = '4bit': got method 'full'"):
         read_config({"preset": "code", "method": "full", "backbone-dtype": "4bit"})
@@ -88,11 +88,11 @@ def test_few_bits_are_for_methods_that_can_have_them():
 
 
 @pytest.mark.parametrize("model", SHAPES)
-def test_a_plan_needs_no_hub_and_a_run_says_what_it_needs(model, capsys):
+def test_a_plan_needs_no_hub_and_a_run_names_the_missing_model(model, capsys):
     main(["plan", "preset=general-nlp", f"model={model}"])
-    told = capsys.readouterr().out
-    assert "max-bytes       200,000,000,000: enough for all rounds" in told
-    assert "preset general-nlp, method ravan, classifier frozen" in told
+    output = capsys.readouterr().out
+    assert "max-bytes       200,000,000,000: enough for all rounds" in output
+    assert "preset general-nlp, method ravan, classifier frozen" in output
     name = "mistralai/Mistral-7B-v0.3" if model == "auto" else "HuggingFaceTB/SmolLM2-135M-Instruct"
     with pytest.raises(ValueError, match=f"hf download {name}"):
         simulate({"preset": "general-nlp", "model": model, "backbone-dtype": "float32"}, 2)
@@ -114,8 +114,8 @@ def run(request, tmp_path_factory):
     return simulate(settings, 3).run_dir, folder / "model"
 
 
-def test_its_evaluation_reads_the_adapter_as_it_is(run):
-    """What evaluation/general-nlp/eval.py and evaluation/finance/eval.py do, but for the 4 bits."""
+def test_flowertunes_evaluation_loads_the_adapter_unchanged(run):
+    """As evaluation/general-nlp/eval.py and evaluation/finance/eval.py load it, without 4 bits."""
     run_dir, base = run
     adapter = str(run_dir / "adapter")
     backbone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -132,10 +132,10 @@ def test_its_evaluation_reads_the_adapter_as_it_is(run):
     padded = tokenizer(["Is it good?", question], return_tensors="pt", padding=True)
     assert model.generate(**padded, max_length=128).shape[0] == 2
     assert out.shape[1] == ids.shape[1] + 2
-    told = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())
-    assert (told["task_type"], told["peft_type"]) == ("CAUSAL_LM", "LORA")
-    assert told["base_model_name_or_path"] == str(base)
+    config = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["peft_type"]) == ("CAUSAL_LM", "LORA")
+    assert config["base_model_name_or_path"] == str(base)
 
 
-def test_all_of_them_are_here():
+def test_all_flowertune_presets_are_tested():
     assert set(CHALLENGES) == set(FLOWERTUNE)

@@ -1,4 +1,4 @@
-"""After a poisoned round: it is told, a good checkpoint is left, and a run goes back to it."""
+"""A collapsed run reports it, keeps a good checkpoint, and can resume from there."""
 
 import json
 import shutil
@@ -21,45 +21,49 @@ SMALL: dict[str, Scalar] = {
 }  # fmt: skip
 
 
-def of(number, accuracy=None, loss=1.0):
+def record_of(number, accuracy=None, loss=1.0):
     metrics = {} if accuracy is None else {"accuracy": accuracy, "loss": loss}
     return {"round": number, "metrics": metrics}
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told"),
+    ("before", "now", "expected"),
     [
         ([0.9], (0.4, 1.0), r"accuracy fell to 0.4, below half of 0.9 in round 1"),
         ([0.9, 0.8, None], (0.1, 1.0), "below half of 0.9 in round 1"),
         ([0.9], (0.46, 1.0), None),
-        ([0.12], (0.05, 1.0), None),  # nothing was learned yet
+        ([0.12], (0.05, 1.0), None),  # not above chance yet
         ([0.5], (0.5, 2.1), r"loss rose to 2.1, above twice 1 in round 1"),
         ([0.5], (0.5, 1.9), None),
         ([], (0.0, 9.0), None),
         ([0.9], (None, 1.0), None),
     ],
 )
-def test_a_collapse_is_what_the_rule_says(before, now, told):
-    records = [of(number, value) for number, value in enumerate(before, start=1)]
-    got = collapse_reason(records, of(9, *now), "accuracy")
-    assert (got is None) if told is None else (got is not None and told in got)
+def test_a_collapse_follows_the_rule(before, now, expected):
+    records = [record_of(number, value) for number, value in enumerate(before, start=1)]
+    actual = collapse_reason(records, record_of(9, *now), "accuracy")
+    assert (actual is None) if expected is None else (actual is not None and expected in actual)
 
 
 LABELS = ("tea", "coffee", "cocoa")
 
 
-def counted(right, predicted):
+def tally_of(right, predicted):
     tally = Tally()
     tally.add(right, predicted)
     return tally
 
 
 @pytest.mark.parametrize(
-    ("right", "predicted", "told"),
+    ("right", "predicted", "expected"),
     [
         ([0, 1, 2, 2], [1, 1, 1, 1], "100.0% of predictions are 'coffee'"),
         ([0, 1, 2, 2], [OTHER] * 4, "100.0% of predictions are no label"),
-        ([1] * 100 + [2] * 300, [0, 1] + [2] * 398, None),  # two of a hundred others
+        (
+            [1] * 100 + [2] * 300,
+            [0, 1] + [2] * 398,
+            None,
+        ),  # two of a hundred predictions of the other class
         ([1] * 100 + [2] * 300, [2] * 399 + [1], "99.8% of predictions are 'cocoa'"),
         ([1, 1, 1], [1, 1, 1], None),  # there is no other class
         ([0, 1, 2], [2, 1, 1], None),
@@ -67,32 +71,48 @@ def counted(right, predicted):
         ([], [], None),
     ],
 )
-def test_predictions_that_fall_on_one_class_are_a_collapse(right, predicted, told):
-    tally = counted(right, predicted)
-    now, earlier = of(3, 0.3, 1.0), [of(1, 0.3, 1.0)]
-    assert collapse_reason(earlier, now, "accuracy", LABELS, tally) == told
-    assert collapse_reason([], now, "accuracy", LABELS, tally) is None  # it has hardly trained
-    assert collapse_reason([], of(2, 0.3), "accuracy", LABELS, tally, last=True) is None
-    assert collapse_reason([], now, "accuracy", LABELS, tally, last=True) == told
+def test_predictions_of_one_class_are_a_collapse(right, predicted, expected):
+    tally = tally_of(right, predicted)
+    now, earlier = record_of(3, 0.3, 1.0), [record_of(1, 0.3, 1.0)]
+    assert collapse_reason(earlier, now, "accuracy", LABELS, tally) == expected
+    assert collapse_reason([], now, "accuracy", LABELS, tally) is None  # too early to judge
+    assert collapse_reason([], record_of(2, 0.3), "accuracy", LABELS, tally, last=True) is None
+    assert collapse_reason([], now, "accuracy", LABELS, tally, last=True) == expected
 
 
 @pytest.mark.parametrize(("loss", "collapsed"), [(1.0986, False), (1.0987, True)])
 def test_a_loss_above_that_of_equal_probabilities_is_a_collapse(loss, collapsed):
-    told = collapse_reason([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy", LABELS)
-    assert (told is not None) == collapsed
-    if told:
-        assert told == "loss is 1.099, above the 1.099 of equal probabilities for 3 classes"
-    assert collapse_reason([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy") is None  # no classes
+    expected = collapse_reason(
+        [record_of(1, 0.3, 1.0)], record_of(3, 0.3, loss), "accuracy", LABELS
+    )
+    assert (expected is not None) == collapsed
+    if expected:
+        assert expected == "loss is 1.099, above the 1.099 of equal probabilities for 3 classes"
+    assert (
+        collapse_reason([record_of(1, 0.3, 1.0)], record_of(3, 0.3, loss), "accuracy") is None
+    )  # no classes
 
 
-def test_the_best_round_is_the_earliest_of_the_largest():
-    assert best_round([of(1, 0.1), of(2), of(3, 0.5), of(4, 0.5), of(5, 0.2)], "accuracy") == 3
-    assert best_round([of(1)], "accuracy") is None
+def test_the_best_round_is_the_earliest_with_the_largest_value():
+    assert (
+        best_round(
+            [
+                record_of(1, 0.1),
+                record_of(2),
+                record_of(3, 0.5),
+                record_of(4, 0.5),
+                record_of(5, 0.2),
+            ],
+            "accuracy",
+        )
+        == 3
+    )
+    assert best_round([record_of(1)], "accuracy") is None
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The server's evaluation, by round."""
+    """Fake the server's evaluation; return the accuracies that it will give."""
     accuracies = [0.3, 0.8, 0.1, 0.1, 0.1, 0.1]
 
     def evaluate(*_):
@@ -106,78 +126,82 @@ def records_of(run_dir):
     return [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measured, capsys):
+def test_a_collapsed_run_reports_it_and_can_resume_from_its_best_round(tmp_path, measured, capsys):
     settings = SMALL | {"output-dir": str(tmp_path)}
     run = simulate(settings, 3)
     folder = run.run_dir / "checkpoints"
-    told = capsys.readouterr().out
-    assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in told
-    assert f"resume={run.run_dir}@2" in told
-    assert told.count("COLLAPSED") == 1  # where it begins
+    message = capsys.readouterr().out
+    assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in message
+    assert f"resume={run.run_dir}@2" in message
+    assert message.count("COLLAPSED") == 1  # in the first collapsed round only
     assert run.summary["collapsed"] == [3, 4, 5, 6]
     assert ["collapsed" in record for record in records_of(run.run_dir)] == [False] * 2 + [True] * 4
     assert checkpoint_rounds(folder) == [2, 4, 5, 6]
     good = load_checkpoint(folder, 2)
 
-    told = "round 3 has no checkpoint in .*expected one of rounds 2, 4, 5, 6; choose another"
-    with pytest.raises(ValueError, match=told):
+    message = "round 3 has no checkpoint in .*expected one of rounds 2, 4, 5, 6; choose another"
+    with pytest.raises(ValueError, match=message):
         simulate(settings | {"resume": f"{run.run_dir}@3"}, 3)
-    with pytest.raises(RuntimeError, match="IndexError|round 3"):  # nothing left to measure
+    with pytest.raises(
+        RuntimeError, match="IndexError|round 3"
+    ):  # the fake evaluation has no values left
         _fail(settings | {"resume": f"{run.run_dir}@2"})
-    assert len(records_of(run.run_dir)) == 6  # a failed attempt has changed nothing
+    assert len(records_of(run.run_dir)) == 6  # the failed attempt changed nothing
     assert checkpoint_rounds(folder) == [2, 4, 5, 6]
     assert (run.run_dir / "summary.json").exists()
 
     measured += [0.81, 0.82, 0.83, 0.84]
-    again = simulate(settings | {"resume": f"{run.run_dir}@2"}, 3)
+    resumed = simulate(settings | {"resume": f"{run.run_dir}@2"}, 3)
     assert [r["round"] for r in records_of(run.run_dir)] == [1, 2, 3, 4, 5, 6]
-    assert again.summary["collapsed"] == []
-    assert again.summary["metrics"]["final"]["accuracy"] == 0.84
+    assert resumed.summary["collapsed"] == []
+    assert resumed.summary["metrics"]["final"]["accuracy"] == 0.84
     assert checkpoint_rounds(folder) == [4, 5, 6]
     assert good.state.keys() == load_checkpoint(folder).state.keys()
 
 
-@pytest.mark.parametrize("where", ["server", "clients"])
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_that_never_learned_says_so_in_its_log_and_its_report(tmp_path, capsys, where):
-    """A rate a thousand times too high: no earlier round is better, and nothing falls."""
+@pytest.mark.parametrize("evaluate_on", ["server", "clients"])
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_that_never_learned_reports_a_collapse_in_log_and_report(
+    tmp_path, capsys, evaluate_on
+):
+    """The learning rate is a thousand times too high: no earlier round is better."""
     settings = SMALL | {
         "output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 3, "report": True,
-        "validation-share": 0.2, "evaluate-on": where,
+        "validation-share": 0.2, "evaluate-on": evaluate_on,
     }  # fmt: skip
     run = simulate(settings, 3)
     assert 3 in run.summary["collapsed"]
-    told = capsys.readouterr().out
-    assert "COLLAPSED" in told
-    assert "The likely cause is a learning rate that is too high (here 3)" in told
+    output = capsys.readouterr().out
+    assert "COLLAPSED" in output
+    assert "The likely cause is a learning rate that is too high (here 3)" in output
     page = (run.run_dir / "report" / "index.html").read_text()
     assert "The evaluation collapsed in round" in page
     assert "a learning rate that is too high (here 3.0)" in page
 
 
-def test_one_evaluation_at_the_end_is_judged_and_no_training_is_not(tmp_path):
+def test_a_single_evaluation_at_the_end_is_checked_unless_nothing_is_trained(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 3}
     run = simulate(settings | {"eval-every": 3}, 3)
     assert run.summary["collapsed"] == [3]
-    idle = simulate(settings | {"method": "none", "classifier": "frozen"}, 3)
-    assert idle.summary["collapsed"] == []
+    untrained = simulate(settings | {"method": "none", "classifier": "frozen"}, 3)
+    assert untrained.summary["collapsed"] == []
 
 
-def test_going_back_to_the_end_drops_what_came_after(tmp_path):
+def test_resuming_at_an_earlier_round_drops_later_rounds(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 3}
     run = simulate(settings, 3)
     third = load_checkpoint(run.run_dir / "checkpoints", 3).state["H"]
-    back = simulate(settings | {"num-rounds": 2, "resume": f"{run.run_dir}@2"}, 3)
-    assert back.summary["rounds"] == 2
+    returned = simulate(settings | {"num-rounds": 2, "resume": f"{run.run_dir}@2"}, 3)
+    assert returned.summary["rounds"] == 2
     assert [r["round"] for r in records_of(run.run_dir)] == [1, 2]
     assert not torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
-    forth = simulate(settings | {"resume": str(run.run_dir)}, 3)
-    assert forth.summary["rounds"] == 3
+    resumed = simulate(settings | {"resume": str(run.run_dir)}, 3)
+    assert resumed.summary["rounds"] == 3
     assert torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
 
 
-def test_a_run_that_goes_on_takes_its_own_settings(tmp_path, monkeypatch, capsys):
-    """Of a preset that `new` has written, with another number of clients and everything changed."""
+def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
+    """The run has a user's preset, other settings, and another number of clients."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     text = preset_file("digits-vit").read_text()
@@ -186,37 +210,45 @@ def test_a_run_that_goes_on_takes_its_own_settings(tmp_path, monkeypatch, capsys
         "preset": "conf/mine.yaml", "method": "hetlora", "partition": "iid", "num-rounds": 3,
         "learning-rate": 0.02, "budgets": "uniform", "eval-every": 2, "weighting": "examples",
     }  # fmt: skip
-    whole = simulate(settings, 4)
-    part = simulate(settings | {"num-rounds": 2}, 4)
-    before = json.loads((part.run_dir / "config.json").read_text())
-    assert simulate({"resume": str(part.run_dir)}).summary["rounds"] == 2  # as many as it had
+    uninterrupted = simulate(settings, 4)
+    stopped = simulate(settings | {"num-rounds": 2}, 4)
+    before = json.loads((stopped.run_dir / "config.json").read_text())
+    assert (
+        simulate({"resume": str(stopped.run_dir)}).summary["rounds"] == 2
+    )  # the run's own number of rounds
     capsys.readouterr()
-    main(["simulate", f"resume={part.run_dir}", "num-rounds=3"])
-    assert "no effect" not in capsys.readouterr().out  # nothing is given that it had not
-    assert json.loads((part.run_dir / "config.json").read_text()) == before
-    one, two = (load_checkpoint(run.run_dir / "checkpoints") for run in (whole, part))
-    assert one.round == two.round == 3
-    assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)
-    assert not (part.run_dir / "report").exists()
-    simulate({"resume": f"{part.run_dir}@1", "num-rounds": 1})
-    assert [record["round"] for record in records_of(part.run_dir)] == [1]
+    main(["simulate", f"resume={stopped.run_dir}", "num-rounds=3"])
+    assert "no effect" not in capsys.readouterr().out  # no setting is new
+    assert json.loads((stopped.run_dir / "config.json").read_text()) == before
+    first, second = (
+        load_checkpoint(run.run_dir / "checkpoints") for run in (uninterrupted, stopped)
+    )
+    assert first.round == second.round == 3
+    assert all(torch.equal(first.state[name], second.state[name]) for name in first.state)
+    assert not (stopped.run_dir / "report").exists()
+    simulate({"resume": f"{stopped.run_dir}@1", "num-rounds": 1})
+    assert [record["round"] for record in records_of(stopped.run_dir)] == [1]
 
     with pytest.raises(ValueError, match="method: then 'hetlora', now 'fedit'; leave out those"):
-        simulate({"resume": str(part.run_dir), "method": "fedit"})
+        simulate({"resume": str(stopped.run_dir), "method": "fedit"})
     with pytest.raises(ValueError, match="preset: then 'mine', now 'digits-vit'"):
-        simulate({"resume": str(part.run_dir), "preset": "digits-vit"})
+        simulate({"resume": str(stopped.run_dir), "preset": "digits-vit"})
     monkeypatch.chdir(tmp_path.parent)
-    assert simulate({"resume": str(part.run_dir)}).summary["rounds"] == 2
+    assert simulate({"resume": str(stopped.run_dir)}).summary["rounds"] == 2
     preset = tmp_path / "mine.yaml"
     (tmp_path / "conf" / "mine.yaml").rename(preset)
     with pytest.raises(ValueError, match=r"preset '.*/conf/mine.yaml': found no such file"):
-        simulate({"resume": str(part.run_dir)})
-    assert simulate({"resume": str(part.run_dir), "preset": str(preset)}).summary["rounds"] == 2
+        simulate({"resume": str(stopped.run_dir)})
+    assert simulate({"resume": str(stopped.run_dir), "preset": str(preset)}).summary["rounds"] == 2
     preset.write_text(text.replace("heads: 4", "heads: 2"))
     with pytest.raises(ValueError, match="heads: then 4, now 2; .* give the old value"):
-        simulate({"resume": str(part.run_dir), "preset": str(preset)})
-    as_it_was: dict[str, Scalar] = {"resume": str(part.run_dir), "preset": str(preset), "heads": 4}
-    assert simulate(as_it_was).summary["rounds"] == 2
+        simulate({"resume": str(stopped.run_dir), "preset": str(preset)})
+    with_old_value: dict[str, Scalar] = {
+        "resume": str(stopped.run_dir),
+        "preset": str(preset),
+        "heads": 4,
+    }
+    assert simulate(with_old_value).summary["rounds"] == 2
 
 
 def _fail(settings):
@@ -226,9 +258,9 @@ def _fail(settings):
         raise RuntimeError(f"IndexError {error}") from None
 
 
-@pytest.mark.parametrize("here", ["training", "evaluating"])
-def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path, monkeypatch, here):
-    """And is not made anew, with a part of the run in it."""
+@pytest.mark.parametrize("phase", ["training", "evaluating"])
+def test_a_removed_run_directory_ends_the_run_at_once(tmp_path, monkeypatch, phase):
+    """The directory is not created again with a part of the run."""
     rounds: list[int] = []
 
     def remove(*_):
@@ -238,19 +270,19 @@ def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path,
             shutil.rmtree(path)
         return {"accuracy": 0.5, "loss": 1.0}
 
-    place = {
+    functions = {
         "training": "ravan_flwr.server.kind.Kind.close",
         "evaluating": "ravan_flwr.training.model_and_data.ModelAndData.evaluate",
     }
-    monkeypatch.setattr(place[here], remove)
+    monkeypatch.setattr(functions[phase], remove)
     with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):
         simulate(SMALL | {"output-dir": str(tmp_path), "evaluate-on": "server"}, 3)
     assert len(rounds) == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
-    """As after a jump of the clock: then nobody has given a sign of life for years."""
+def test_a_run_that_flower_has_ended_reports_it(tmp_path, monkeypatch):
+    """As after a jump of the clock, when all nodes seem unresponsive for years."""
 
     def ended(_):
         raise RunNotRunningException
@@ -262,7 +294,7 @@ def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
     assert "Flower has ended this run" in json.loads(path.read_text())["error"]
 
 
-def test_a_claimed_budget_is_cut_to_what_is_granted(tmp_path):
+def test_a_claimed_budget_fraction_is_limited_by_max_share(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "limits": "max-share=0.5"}
     run = simulate(settings, 3)
     (record,) = records_of(run.run_dir)

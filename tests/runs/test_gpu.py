@@ -1,4 +1,4 @@
-"""What only a GPU can tell; `make gpu` runs these. Without one they are skipped."""
+"""Tests that need a GPU, for `make gpu`; without one they are skipped."""
 
 import json
 import os
@@ -34,8 +34,8 @@ ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": False, 
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    """Each test begins with the GPU's memory as free as this process can make it."""
+def free_gpu_memory():
+    """Release this process's GPU memory before each test."""
     get_model_and_data.cache_clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -48,8 +48,8 @@ def llama(tmp_path_factory):
 
 
 def run(tmp_path, clients=3, **settings):
-    given: dict[str, Scalar] = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
-    return simulate(given | {k.replace("_", "-"): v for k, v in settings.items()}, clients)
+    config: dict[str, Scalar] = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
+    return simulate(config | {k.replace("_", "-"): v for k, v in settings.items()}, clients)
 
 
 def rounds(directory):
@@ -57,7 +57,7 @@ def rounds(directory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_round_of_every_method_is_that_of_the_cpu(method, tmp_path):
+def test_a_round_of_every_method_agrees_with_the_cpu(method, tmp_path):
     gpu, cpu = (
         run(tmp_path / device, method=method, local_steps=10, device=device).summary
         for device in ("cuda", "cpu")
@@ -69,55 +69,59 @@ def test_a_round_of_every_method_is_that_of_the_cpu(method, tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scoring", ["random", "gradient"])
-def test_every_precision(precision, scoring, tmp_path):
+def test_every_precision_reaches_the_accuracy_of_float32(precision, scoring, tmp_path):
     settings = {"precision": precision, "scoring": scoring, "budgets": "uniform"}
-    low = run(tmp_path / "low", local_steps=30, **settings).summary
-    full = run(tmp_path / "full", local_steps=30, **settings | {"precision": "float32"}).summary
-    assert low["rejected"] == 0
-    accuracy = full["metrics"]["final"]["accuracy"]
-    assert low["metrics"]["final"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
+    low_precision = run(tmp_path / "low", local_steps=30, **settings).summary
+    reference = run(
+        tmp_path / "full", local_steps=30, **settings | {"precision": "float32"}
+    ).summary
+    assert low_precision["rejected"] == 0
+    accuracy = reference["metrics"]["final"]["accuracy"]
+    assert low_precision["metrics"]["final"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
 
 
 @pytest.mark.parametrize("init", ["gram-schmidt", "data-aware"])
 @pytest.mark.parametrize("selection", ["layer", "global"])
-def test_every_kind_of_head(init, selection, tmp_path):
-    done = run(tmp_path, init=init, selection=selection, scoring="weight", budgets="skewed-right")
-    assert done.summary["rejected"] == 0
+def test_every_kind_of_head_trains(init, selection, tmp_path):
+    simulation = run(
+        tmp_path, init=init, selection=selection, scoring="weight", budgets="skewed-right"
+    )
+    assert simulation.summary["rejected"] == 0
 
 
-# bitsandbytes computes 8 bits by way of float16, and says so.
+# bitsandbytes computes 8 bits in float16, with a warning.
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].frozen_backbone])
 @pytest.mark.parametrize("how", ["8bit", "4bit"])
-def test_a_backbone_in_few_bits(how, method, precision, llama, tmp_path):
+def test_a_quantized_backbone_trains(how, method, precision, llama, tmp_path):
     pytest.importorskip("bitsandbytes")
-    few = run(tmp_path, **llama, backbone_dtype=how, method=method, precision=precision)
-    assert few.summary["rejected"] == 0
-    assert (few.run_dir / "merged").is_dir() or (few.run_dir / "adapter").is_dir()
+    result = run(tmp_path, **llama, backbone_dtype=how, method=method, precision=precision)
+    assert result.summary["rejected"] == 0
+    assert (result.run_dir / "merged").is_dir() or (result.run_dir / "adapter").is_dir()
 
 
-@pytest.mark.parametrize("how", ["8bit", "4bit"])
-def test_few_bits_take_less_memory(how, llama):
+@pytest.mark.parametrize("dtype", ["8bit", "4bit"])
+def test_a_quantized_backbone_takes_less_memory(dtype, llama):
     pytest.importorskip("bitsandbytes")
-    taken = []
-    for quantized in ("none", how):
+    memory = []
+    for quantized in ("none", dtype):
         before = torch.cuda.memory_allocated()
         loaded = ModelAndData(read_config(llama | {"backbone-dtype": quantized, "device": "cuda"}))
         assert loaded.model.device.type == "cuda"
-        taken.append(torch.cuda.memory_allocated() - before)
+        memory.append(torch.cuda.memory_allocated() - before)
         del loaded
-    assert taken[1] < taken[0]
+    assert memory[1] < memory[0]
 
 
-def steps_take(settings, number=3):
-    """The bytes of a model's steps beyond the model, and what the plan says."""
+def memory_of_steps(settings, number=3):
+    """Return the measured bytes of training steps without the model, and the planned ones."""
     config = read_config(settings | {"device": "cuda"})
     loaded = ModelAndData(config)
     examples = loaded.partition(0, 4).train
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
     model = loaded.model
     work = model, loaded.task, examples, model.initial_state(), 1.0, steps
-    train_locally(*work, ClientRound(0, 1, 0))  # cuBLAS's workspaces are there
+    train_locally(*work, ClientRound(0, 1, 0))  # allocates cuBLAS's workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     train_locally(*work, ClientRound(0, 2, 0))
@@ -126,19 +130,20 @@ def steps_take(settings, number=3):
 
 def test_checkpointing_keeps_fewer_activations(llama):
     settings = llama | {"max-length": 256, "batch-size": 64}
-    few, whole = (
-        steps_take(settings | {"gradient-checkpointing": how})[0] for how in (True, False)
+    checkpointed, plain = (
+        memory_of_steps(settings | {"gradient-checkpointing": checkpointing})[0]
+        for checkpointing in (True, False)
     )
-    assert few < 0.9 * whole
+    assert checkpointed < 0.9 * plain
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_steps_take_no_more_than_the_plan_says(precision):
-    taken, plan = steps_take({"precision": precision, "batch-size": 512})
-    assert taken < 1.2 * plan.added
+def test_steps_take_no_more_memory_than_planned(precision):
+    measured, plan = memory_of_steps({"precision": precision, "batch-size": 512})
+    assert measured < 1.2 * plan.added
 
 
-def test_an_evaluation_takes_no_more_than_was_counted():
+def test_an_evaluation_takes_no_more_memory_than_planned():
     config = read_config({"device": "cuda"})
     loaded = ModelAndData(config)
     loaded.evaluate()
@@ -158,8 +163,8 @@ sys.stdin.read()
 """
 
 
-def test_the_context_takes_no_more_than_is_reserved_for_it():
-    """That of another process: this one's has been there since the first test."""
+def test_the_cuda_context_takes_no_more_than_is_reserved():
+    """Measured in another process, since this one has its context already."""
     (before, *_) = visible_gpus(os.environ)
     command = [sys.executable, "-c", PRODUCT]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
@@ -173,7 +178,7 @@ def test_the_context_takes_no_more_than_is_reserved_for_it():
     assert 0 < before.free - during.free < CONTEXT
 
 
-def test_an_automatic_budget_is_what_the_free_memory_pays_for():
+def test_an_automatic_budget_fraction_fits_the_free_memory():
     config = read_config({"device": "cuda", "batch-size": 64})
     device = torch.device("cuda")
     free = free_memory(device)
@@ -181,14 +186,14 @@ def test_an_automatic_budget_is_what_the_free_memory_pays_for():
     assert largest_fraction(config, free) == 1.0
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
     assert free - free_memory(device) == pytest.approx(2**28, rel=0.1)
-    del held  # PyTorch keeps it, and this process can have it again
+    del held  # PyTorch caches it for this process
     assert torch.cuda.memory_reserved() >= 2**28
     assert free_memory(device) == pytest.approx(free, rel=0.01)
 
 
-@pytest.mark.parametrize("pressed", [True, False])
-def test_memory_is_given_back_only_where_others_have_less(pressed, monkeypatch):
-    if pressed:
+@pytest.mark.parametrize("others_need_memory", [True, False])
+def test_cached_memory_is_released_only_if_other_processes_need_it(others_need_memory, monkeypatch):
+    if others_need_memory:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1))
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
@@ -202,10 +207,10 @@ def test_memory_is_given_back_only_where_others_have_less(pressed, monkeypatch):
     )
     for client in range(3):
         train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), ClientRound(0, 1, client))
-    assert len(calls) == (3 if pressed else 0)
+    assert len(calls) == (3 if others_need_memory else 0)
 
 
-def test_one_process_keeps_its_memory(tmp_path, monkeypatch):
+def test_one_process_keeps_its_cached_memory(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     assert run(tmp_path, clients=4).summary["rejected"] == 0
@@ -213,7 +218,7 @@ def test_one_process_keeps_its_memory(tmp_path, monkeypatch):
 
 
 def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
-    """Under Flower's runtime, with the share that `--engine flower` asks for."""
+    """Under Flower's runtime, with the GPU share of `--engine flower`."""
     settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
     sharing = share_gpus(read_config(settings), 3)
     assert sharing.clients_per_gpu >= 1
@@ -224,23 +229,23 @@ def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
     (directory,) = tmp_path.iterdir()
     for record in rounds(directory):
         assert not record["rejected"]
-    told = capfd.readouterr().out
-    assert "on cuda:0" in told
-    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
+    output = capfd.readouterr().out
+    assert "on cuda:0" in output
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in output
 
 
-def test_a_client_without_a_share_says_what_gives_it_one(tmp_path, capfd, monkeypatch):
-    """As with a plain `flwr run` whose federation config asks for no GPU."""
+def test_a_client_without_a_gpu_share_names_the_missing_setting(tmp_path, capfd, monkeypatch):
+    """As with a plain `flwr run` whose federation config requests no GPU."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     words = f"output-dir='{tmp_path}' report=false tracking='none' num-rounds=1 local-steps=1"
     with LocalSuperLink() as link:
         federation = "num-supernodes=2 client-resources-num-cpus=1"
         assert link.run(ROOT, words, federation) == "finished:completed"
-    told = capfd.readouterr().out
-    assert "on cpu" in told
-    assert "client-resources-num-gpus=0.25" in told
+    output = capfd.readouterr().out
+    assert "on cpu" in output
+    assert "client-resources-num-gpus=0.25" in output
 
 
-def test_what_a_client_is_counted_to_need_fits(tmp_path):
+def test_a_clients_footprint_fits_the_gpu(tmp_path):
     need = footprint(read_config({"device": "cuda"}))
     assert need.client < torch.cuda.mem_get_info()[1]

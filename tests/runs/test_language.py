@@ -1,4 +1,4 @@
-"""Language models in whole runs: real text is learned, results answer, devices bring their own."""
+"""Runs of language models: training on real text, answers of results, data of devices."""
 
 import json
 import logging
@@ -32,50 +32,50 @@ from tests.runs.test_architectures import check_mixing_is_found
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory):
-    """A run of RAVAN on conversations, with its settings."""
+def conversation_run(tmp_path_factory):
+    """Return a run of RAVAN on conversations, its settings and its folder."""
     folder = tmp_path_factory.mktemp("spoken")
     settings = preset(folder, as_messages)
     return simulate(settings | {"report": True}, 2), settings, folder
 
 
-def before(settings):
+def metrics_before(settings):
     loaded = ModelAndData(read_config(with_preset_path(settings)))
     with loaded.model.holding(loaded.model.initial_state()):
         return loaded.evaluate()
 
 
 @pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora"])
-def test_real_text_is_learned(method, tmp_path):
+def test_perplexity_falls_on_real_text(method, tmp_path):
     settings = preset(tmp_path, method=method)
     run = simulate(settings, 2)
-    found = run.summary["metrics"]
-    start = before(settings)
+    metrics = run.summary["metrics"]
+    start = metrics_before(settings)
     assert run.summary["metric"] == "perplexity"
-    assert found["final"]["perplexity"] < 0.8 * start["perplexity"]
-    assert found["best"]["perplexity"] <= found["final"]["perplexity"]
+    assert metrics["final"]["perplexity"] < 0.8 * start["perplexity"]
+    assert metrics["best"]["perplexity"] <= metrics["final"]["perplexity"]
 
 
-def test_the_result_answers_in_a_pipeline(spoken, tmp_path):
-    run, *_ = spoken
-    asked = [as_messages(*docstrings()[3])["messages"][0]]
-    told = predict(
-        run.run_dir, _file(tmp_path / "q.jsonl", [{"messages": asked}]), tmp_path / "a.jsonl"
+def test_adapter_and_merged_export_answer_in_a_pipeline(conversation_run, tmp_path):
+    run, *_ = conversation_run
+    question = [as_messages(*docstrings()[3])["messages"][0]]
+    answered = predict(
+        run.run_dir, _file(tmp_path / "q.jsonl", [{"messages": question}]), tmp_path / "a.jsonl"
     )
-    assert (told.rows, told.unreadable) == (1, 0)
-    mine = json.loads((tmp_path / "a.jsonl").read_text())["text"]
+    assert (answered.rows, answered.unreadable) == (1, 0)
+    expected_text = json.loads((tmp_path / "a.jsonl").read_text())["text"]
     adapter = run.run_dir / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
     model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
-    for made in (adapter, tmp_path / "merged"):
-        answer: Any = transformers.pipeline("text-generation", str(made))
-        # A base model knows no end of a turn; a run's answer ends where the template's turn does.
+    for folder in (adapter, tmp_path / "merged"):
+        answer: Any = transformers.pipeline("text-generation", str(folder))
+        # A base model has no end of a turn; a run's answer ends with the template's turn.
         stop = [0, answer.tokenizer.convert_tokens_to_ids("<|im_end|>")]
         out = answer(
-            asked, max_new_tokens=12, do_sample=False, return_full_text=False, eos_token_id=stop
+            question, max_new_tokens=12, do_sample=False, return_full_text=False, eos_token_id=stop
         )
-        assert out[0]["generated_text"] == mine
+        assert out[0]["generated_text"] == expected_text
     with result_of(run.run_dir) as loaded, torch.inference_mode():
         tokens = torch.tensor([[5, 6, 7]])
         expected = loaded.model.network(tokens).logits
@@ -83,7 +83,7 @@ def test_the_result_answers_in_a_pipeline(spoken, tmp_path):
     card = (adapter / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0].replace("this folder", str(adapter))
     scope: dict[str, object] = {}
-    exec(code, scope)  # the card's own lines
+    exec(code, scope)  # the card's code
     assert scope["found"]
 
 
@@ -92,19 +92,28 @@ def _file(path, rows):
     return path
 
 
-def test_rows_that_cannot_be_answered_say_why(spoken, tmp_path):
-    run, *_ = spoken
-    alone, silent = {"role": "assistant", "content": "x"}, {"role": "user", "content": None}
-    rows = [as_messages("a", "b"), *({"messages": m} for m in ([], [alone], [silent])), {"x": 1}]
-    told = predict(run.run_dir, _file(tmp_path / "q.jsonl", rows), tmp_path / "a.csv")
-    assert told.unreadable == 4
-    assert "row 3: its conversation asks for nothing" in told.problems
-    assert "row 4: its message of user is missing" in told.problems
+def test_rows_that_cannot_be_answered_have_a_reason(conversation_run, tmp_path):
+    run, *_ = conversation_run
+    without_question, without_content = (
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": None},
+    )
+    rows = [
+        as_messages("a", "b"),
+        *({"messages": m} for m in ([], [without_question], [without_content])),
+        {"x": 1},
+    ]
+    answered = predict(run.run_dir, _file(tmp_path / "q.jsonl", rows), tmp_path / "a.csv")
+    assert answered.unreadable == 4
+    assert "row 3: its conversation asks for nothing" in answered.problems
+    assert "row 4: its message of user is missing" in answered.problems
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_it_is_evaluated_planned_and_reported(spoken, tmp_path, capsys, caplog):
-    run, settings, _ = spoken
+@pytest.mark.usefixtures("without_charts")
+def test_a_language_run_is_evaluated_planned_and_reported(
+    conversation_run, tmp_path, capsys, caplog
+):
+    run, settings, _ = conversation_run
     rows = [as_messages(*row) for row in docstrings()[:7]] + [{"messages": []}]
     with caplog.at_level(logging.WARNING):
         found = evaluate(run.run_dir, _file(tmp_path / "e.jsonl", rows))
@@ -120,56 +129,56 @@ def test_it_is_evaluated_planned_and_reported(spoken, tmp_path, capsys, caplog):
     assert footprint(config).server > 0
 
 
-def test_the_logits_of_a_step_are_counted(spoken, monkeypatch):
-    """A block of them, and no more than that."""
-    _, settings, _ = spoken
-    whole = step_memory(read_config(with_preset_path(settings)), 1.0).activations
+def test_the_plan_counts_one_block_of_logits(conversation_run, monkeypatch):
+    """Not all logits are counted, since the loss computes them block by block."""
+    _, settings, _ = conversation_run
+    unblocked = step_memory(read_config(with_preset_path(settings)), 1.0).activations
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", 2**14)
     step_memory.cache_clear()
-    blocks = step_memory(read_config(with_preset_path(settings)), 1.0).activations
+    blocked = step_memory(read_config(with_preset_path(settings)), 1.0).activations
     step_memory.cache_clear()
     vocabulary = 384
-    assert whole - blocks > 0.8 * 8 * 95 * vocabulary * 4
+    assert unblocked - blocked > 0.8 * 8 * 95 * vocabulary * 4
 
 
-@pytest.mark.parametrize(("batching", "at_a_time"), [("random", 8), ("packed", 8), ("random", 3)])
-def test_what_a_step_keeps_is_what_the_plan_counts(batching, at_a_time, tmp_path):
-    """Of texts that are all as long as they may be, every token of which is learned."""
-    rows = [(name, " ".join([told] * 40)) for name, told in docstrings()]
-    parts = {"batching": batching, "micro-batch-size": at_a_time}
+@pytest.mark.parametrize(("batching", "micro_batch"), [("random", 8), ("packed", 8), ("random", 3)])
+def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_path):
+    """All texts have the maximal length, and the loss is on every token."""
+    rows = [(name, " ".join([text] * 40)) for name, text in docstrings()]
+    parts = {"batching": batching, "micro-batch-size": micro_batch}
     settings = preset(tmp_path, data="  loss-on: all\n", **parts)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
     loaded = ModelAndData(read_config(with_preset_path(settings)))
     examples = loaded.partition(0, 1).train
-    one, model = loaded.task, loaded.model
-    batch = one.collate(examples.take(np.arange(at_a_time)))
-    assert batch["input_ids"].shape == (at_a_time, 96)
+    task, model = loaded.task, loaded.model
+    batch = task.collate(examples.take(np.arange(micro_batch)))
+    assert batch["input_ids"].shape == (micro_batch, 96)
     with model.holding(model.initial_state()):
         model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
         model.network.train()
-        with saved_for_backward(model.network) as kept:
-            loss = one.loss(model.network, batch)
-        measured = sum(size for size, _ in kept.values())
+        with saved_for_backward(model.network) as saved:
+            loss = task.loss(model.network, batch)
+        measured = sum(size for size, _ in saved.values())
         del loss
     counted = step_memory(loaded.config, 1.0).activations
-    # The plan counts keys as often as queries; packing has a mask on top.
+    # The plan counts keys as often as queries, and for packing a mask as well.
     assert measured <= counted < (1.5 if batching == "packed" else 1.1) * measured
 
 
-def noted(one, method):
-    """Note which examples a task lays out by that method, and in what shape."""
-    seen: list[int] = []
+def record_batches(task, method):
+    """Record the token sums of examples that a task's method gets, and the shapes it returns."""
+    example_sums: list[int] = []
     shapes: list[tuple[int, ...]] = []
-    made = getattr(one, method)
+    original = getattr(task, method)
 
-    def laid(batch):
-        seen.extend(batch["input_ids"].sum(1).tolist())
-        out = made(batch)
-        shapes.append(tuple(out["input_ids"].shape))
-        return out
+    def recorded(batch):
+        example_sums.extend(batch["input_ids"].sum(1).tolist())
+        batch_out = original(batch)
+        shapes.append(tuple(batch_out["input_ids"].shape))
+        return batch_out
 
-    setattr(one, method, laid)
-    return seen, shapes
+    setattr(task, method, recorded)
+    return example_sums, shapes
 
 
 @pytest.mark.parametrize(
@@ -180,17 +189,17 @@ def noted(one, method):
         {"batching": "packed", "micro-batch-size": 5},
     ],
 )
-def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_path):
-    """A step has as many examples as before; what a client sends differs by rounding alone."""
+def test_packing_and_micro_batches_give_the_same_upload(options, tmp_path):
+    """A step has the same examples; the upload differs only by rounding."""
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
-    for given in (settings, settings | options):
-        config = read_config(with_preset_path(given))
+    for run_settings in (settings, settings | options):
+        config = read_config(with_preset_path(run_settings))
         loaded = ModelAndData(config)
-        seen, shapes = noted(loaded.task, "packed" if config.packing else "collate")
+        token_sums, shapes = record_batches(loaded.task, "packed" if config.packing else "collate")
         examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
         steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
         found = train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
-        results.append((found, sorted(seen), shapes))
+        results.append((found, sorted(token_sums), shapes))
     (first, expected, plain), (second, trained, laid_out) = results
     assert trained == expected
     if "batching" in options:
@@ -203,8 +212,8 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
 
 
 @pytest.mark.parametrize("block", [2**27, 2**14])
-def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monkeypatch):
-    """However long the others of the batch are, and in however many blocks logits are computed."""
+def test_gradients_of_single_texts_depend_on_their_own_tokens_only(block, tmp_path, monkeypatch):
+    """They do not depend on the batch's other texts, nor on the number of blocks of logits."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
     loaded = ModelAndData(read_config(with_preset_path(preset(tmp_path))))
     task = task_with(ByExample, loaded.task, "privacy=example")
@@ -219,32 +228,32 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
             assert float(sizes.sum()) == task.size(batch)
             return sizes, by_example.of(lambda: task.loss(network, batch), sizes)
 
-        sizes, together = gradients([0, 1, 2, 3])
+        sizes, batched_gradients = gradients([0, 1, 2, 3])
         assert len(set(sizes.tolist())) > 1
         for row in range(4):
             network.zero_grad()
             task.loss(network, task.collate(examples.take(np.array([row])))).backward()
-            for parameter, whole in zip(parameters, together, strict=True):
-                torch.testing.assert_close(whole[row], parameter.grad, rtol=1e-3, atol=1e-5)
+            for parameter, batched in zip(parameters, batched_gradients, strict=True):
+                torch.testing.assert_close(batched[row], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_a_private_client_trains_on_texts_in_parts(tmp_path):
+def test_a_private_client_trains_in_micro_batches(tmp_path):
     settings = preset(tmp_path) | {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
     config = read_config(with_preset_path(settings))
     loaded = ModelAndData(config)
-    seen, shapes = noted(loaded.task, "collate")
+    token_sums, shapes = record_batches(loaded.task, "collate")
     examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
     steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
     noise = StepNoise(1.0, 1.0)
     found = train_privately(loaded.model, loaded.task, examples, state, 1.0, steps, work, noise)
     check_mixing_is_found(loaded)
     assert all(tensor.float().isfinite().all() for tensor in found.upload.values())
-    assert seen
+    assert token_sums
     assert max(rows for rows, _ in shapes) <= 2
 
 
-def test_clients_evaluate_by_token(tmp_path):
-    """The mean over clients is that over all their tokens, and follows from the loss."""
+def test_client_metrics_are_averaged_by_token(tmp_path):
+    """The mean over clients is over all their tokens; the perplexity follows from the loss."""
     settings = preset(
         tmp_path, **{"evaluate-on": "clients", "validation-share": 0.3, "num-rounds": 1}
     )
@@ -252,12 +261,12 @@ def test_clients_evaluate_by_token(tmp_path):
     found = run.summary["metrics"]["final"]
     with result_of(run.run_dir) as loaded:
         parts = [loaded.partition(n, 3).validation for n in range(3)]
-        whole = loaded.evaluate(sets={str(n): part for n, part in enumerate(parts)})
-    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    assert found["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
+        pooled = loaded.evaluate(sets={str(n): part for n, part in enumerate(parts)})
+    assert found["loss"] == pytest.approx(pooled["loss"], rel=1e-5)
+    assert found["perplexity"] == pytest.approx(pooled["perplexity"], rel=1e-5)
 
 
-def test_examples_that_teach_nothing_are_in_nobodys_share(tmp_path, capsys):
+def test_examples_without_a_target_belong_to_no_partition(tmp_path, capsys):
     settings = preset(tmp_path, weighting="examples", **{"num-rounds": 1})
     with (tmp_path / "data" / "train.jsonl").open("a") as file:
         file.write(lines([{"prompt": "x", "completion": ""}] * 40))
@@ -268,13 +277,13 @@ def test_examples_that_teach_nothing_are_in_nobodys_share(tmp_path, capsys):
     assert sum(client["examples"] for client in record["clients"]) < len(docstrings()) + 8
 
 
-def test_a_device_brings_its_own_conversations(tmp_path):
+def test_a_device_reads_its_own_conversations(tmp_path):
     preset(tmp_path, as_messages)
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
+    device_folder = tmp_path / "own"
+    device_folder.mkdir()
+    (device_folder / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
     loaded = ModelAndData(read_config(with_preset_path({"preset": str(tmp_path / "p.yaml")})))
-    assert len(loaded.device_examples(str(own), 0).train) == 7
+    assert len(loaded.device_examples(str(device_folder), 0).train) == 7
 
 
 @pytest.mark.parametrize(
@@ -284,9 +293,9 @@ def test_a_device_brings_its_own_conversations(tmp_path):
      {"batching": "packed", "init": "data-aware"},
      {"batching": "packed", "gradient-checkpointing": True, "precision": "bfloat16"}],
 )  # fmt: skip
-def test_it_goes_with_everything_there_is(options, tmp_path):
+def test_language_models_train_with_every_option(options, tmp_path):
     if "backbone-dtype" in options:
-        rows = [told for _, told in docstrings()]
+        rows = [text for _, text in docstrings()]
         save_speaker("llama", tmp_path / "model", rows, hidden_size=64, intermediate_size=128)
     run = simulate(preset(tmp_path, **options) | {"num-rounds": 1, "local-steps": 2}, 2)
     assert run.summary["metrics"]["final"]["perplexity"] > 1

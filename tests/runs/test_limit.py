@@ -1,4 +1,4 @@
-"""A client that multiplies what it sends is refused in a whole run."""
+"""A run rejects the replies of a client that multiplies its uploads."""
 
 import pytest
 
@@ -14,8 +14,8 @@ SMALL: dict[str, Scalar] = {
 }  # fmt: skip
 
 
-class Liar(InProcessGrid):
-    """Client 1 multiplies all that it sends."""
+class Attacking(InProcessGrid):
+    """Nodes of which node 1 multiplies its uploads."""
 
     factor = 1e5
 
@@ -23,21 +23,23 @@ class Liar(InProcessGrid):
         reply = super()._deliver(message)
         if message.metadata.dst_node_id == 1 and message.metadata.message_type == "train":
             tensors = from_record(reply.content.array_records["arrays"])
-            lied = {k: v * self.factor if v.is_floating_point() else v for k, v in tensors.items()}
-            reply.content["arrays"] = to_record(lied)
+            multiplied = {
+                k: v * self.factor if v.is_floating_point() else v for k, v in tensors.items()
+            }
+            reply.content["arrays"] = to_record(multiplied)
         return reply
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_reply_of_another_size_is_refused_from_the_first_round_on(method, tmp_path, monkeypatch):
-    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Liar)
+def test_a_multiplied_reply_is_rejected_from_the_first_round(method, tmp_path, monkeypatch):
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Attacking)
     settings = SMALL | {"method": method, "output-dir": str(tmp_path)}
-    if METHODS[method].pools:  # where the one client of a round lies, nothing is left
+    if METHODS[method].pools:  # the round's only reply is rejected
         with pytest.raises(RuntimeError, match="round 1: got no valid reply, .*upload changes"):
             simulate(settings, 1)
         return
     run = simulate(settings, 4)
-    # What sends nothing cannot be multiplied: `local`, and the second half of FedDPA's rounds.
+    # `local` has no uploads, and FedDPA none in the second half of its rounds.
     assert run.summary["rejected"] == {"local": 0, "feddpa": 1}.get(method, 2)
     assert run.summary["rounds"] == 2
     assert run.summary["metrics"]["final"]["loss"] < 3

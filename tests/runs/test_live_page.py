@@ -1,6 +1,6 @@
-"""A person's browser at the live page: it renews itself, on a phone and at a desk, light and dark.
+"""The dashboard in a browser: updates, small and large windows, light and dark.
 
-The pictures that it takes lie in the test's temporary folder (`pytest --basetemp=FOLDER`).
+Its pictures are in the test's temporary folder (`pytest --basetemp=FOLDER`).
 """
 
 import io
@@ -14,43 +14,47 @@ import pytest
 from PIL import Image, ImageStat
 
 from ravan_flwr.reports.dashboard import make_server
-from testing.deployment import PATIENCE, wait_for
+from testing.deployment import TIMEOUT, wait_for
 from tests import ROOT
 from tests.browser import CHROMIUM, Browser
 from tests.followed import NOW, lines, node, record, run_in, status
 from tests.hostile_texts import HOSTILE
 
-in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 @pytest.fixture
-def served(tmp_path):
-    """A run of some trouble, and the address of its page."""
+def dashboard(tmp_path):
+    """Serve the dashboard of a run with hostile texts; yield the run's folder and the address."""
     folder = run_in(tmp_path / "a-run", rounds=37)
     rejected = [{"client": "partition 4", "reason": HOSTILE[0]}]
-    every = [record(number, rejected=rejected if number == 9 else []) for number in range(1, 38)]
-    lines(folder, every)
+    records = [record(number, rejected=rejected if number == 9 else []) for number in range(1, 38)]
+    lines(folder, records)
     nodes = [node(number, device=HOSTILE[number]) for number in range(5)]
-    told = status(round=38, rounds=60, nodes=nodes, refused=[{"node": "7", "reason": HOSTILE[2]}])
-    (folder / "status.json").write_text(json.dumps(told))
+    status_record = status(
+        round=38, rounds=60, nodes=nodes, refused=[{"node": "7", "reason": HOSTILE[2]}]
+    )
+    (folder / "status.json").write_text(json.dumps(status_record))
     with make_server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield folder, f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
 
-@in_a_browser
+@needs_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
-def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
-    _, address = served
-    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
+def test_the_page_fits_the_window_and_can_be_read(browser, dashboard, tmp_path, width, dark):
+    _, address = dashboard
+    browser.ask(
+        "Page.navigate", url="about:blank"
+    )  # an earlier test's page polls a server that has ended
     browser.complaints.clear()
     browser.look_as(width=width, dark=dark)
     browser.go(address)
@@ -58,11 +62,9 @@ def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
     with Image.open(io.BytesIO(picture)) as image:
         mean = sum(ImageStat.Stat(image.convert("L")).mean)
     assert mean < 60 if dark else mean > 200
-    assert browser.complaints == []  # among them whatever the policy refuses
-    assert (
-        browser.see("document.documentElement.scrollWidth") == width
-    )  # nothing to scroll sideways
-    # Nothing is cut off or wider than the window, but what scrolls by itself.
+    assert browser.complaints == []  # also without violations of the content security policy
+    assert browser.see("document.documentElement.scrollWidth") == width  # no horizontal scroll bar
+    # No element is wider than the window.
     assert browser.see(
         "[...document.querySelectorAll('figure, .facts div, .state, h2, .note, p')]"
         ".every(one => one.getBoundingClientRect().right <= innerWidth + 1)"
@@ -70,12 +72,12 @@ def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
     assert browser.see("document.querySelectorAll('svg').length") == 8
     smallest = "Math.min(...[...document.querySelectorAll('svg text')].map(one => " \
         "one.getBoundingClientRect().height))"  # fmt: skip
-    assert browser.see(smallest) >= 10  # pixels, so that it can be read
+    assert browser.see(smallest) >= 10  # pixels
 
 
-@in_a_browser
-def test_it_renews_itself_and_keeps_what_is_open(browser, served):
-    folder, address = served
+@needs_browser
+def test_the_page_updates_and_keeps_open_details(browser, dashboard):
+    folder, address = dashboard
     browser.look_as(width=1280)
     browser.go(address)
     browser.see("document.querySelector('details').open = true")
@@ -86,17 +88,21 @@ def test_it_renews_itself_and_keeps_what_is_open(browser, served):
     assert browser.see("document.querySelector('details').open")
     assert browser.see("document.body.textContent.includes('38 of 60')")
     before = browser.see("document.querySelector('time').textContent")
-    browser.wait_for(f"document.querySelector('time').textContent !== {before!r}")  # seconds go by
+    browser.wait_for(
+        f"document.querySelector('time').textContent !== {before!r}"
+    )  # the clock is updated
     (folder / "status.json").write_text(json.dumps(status(round=39, rounds=60, since=NOW)))
     browser.wait_for("document.body.textContent.includes('Round 39 of 60')")
 
 
-@in_a_browser
-def test_what_clients_say_runs_nothing(browser, served):
-    folder, address = served
+@needs_browser
+def test_texts_of_clients_run_no_script(browser, dashboard):
+    folder, address = dashboard
     texts = [json.dumps(text) for text in HOSTILE]
     (folder / "log.txt").write_text("\n".join(HOSTILE), errors="backslashreplace")
-    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
+    browser.ask(
+        "Page.navigate", url="about:blank"
+    )  # an earlier test's page polls a server that has ended
     browser.complaints.clear()
     browser.look_as(width=1280)
     browser.see("window.alert = () => { window.alerted = true; }")
@@ -108,8 +114,8 @@ def test_what_clients_say_runs_nothing(browser, served):
     assert browser.complaints == []
 
 
-@in_a_browser
-def test_it_says_when_nobody_answers_any_more(browser, tmp_path):
+@needs_browser
+def test_the_page_shows_that_the_server_does_not_answer(browser, tmp_path):
     with make_server(run_in(tmp_path), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         browser.look_as(width=1280)
@@ -120,9 +126,9 @@ def test_it_says_when_nobody_answers_any_more(browser, tmp_path):
     assert "No answer from ravan-flwr report --live" in browser.see("document.body.innerText")
 
 
-@in_a_browser
-def test_without_a_script_it_loads_itself_anew(browser, served):
-    _, address = served
+@needs_browser
+def test_the_page_reloads_without_javascript(browser, dashboard):
+    _, address = dashboard
     browser.look_as(width=1280, script=False)
     try:
         browser.go(address)
@@ -134,12 +140,12 @@ def test_without_a_script_it_loads_itself_anew(browser, served):
 
 
 def page_at(address):
-    with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
+    with urllib.request.urlopen(address, timeout=TIMEOUT) as answer:
         return answer.read().decode()
 
 
-def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
-    """A true run, another process that watches it, SIGKILL, and Ctrl-C."""
+def test_the_dashboard_follows_a_run_until_it_is_killed(python, tmp_path):
+    """A real run, the dashboard in another process, SIGKILL, and Ctrl-C."""
     words = ["num-rounds=100000", "local-steps=1", "num-clients=3", "report=false",
              f"output-dir={tmp_path / 'runs'}", "tracking=none"]  # fmt: skip
     run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
@@ -147,18 +153,20 @@ def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     words = ["-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
     command = [python.executable, *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
-        assert watch.stdout is not None
-        address = watch.stdout.readline().split()[1]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as dashboard_process:
+        assert dashboard_process.stdout is not None
+        address = dashboard_process.stdout.readline().split()[1]
         page = page_at(address)
         assert "running" in page
         assert " of 100000: " in page
-        assert page.count("s</time> ago") == 3  # each client was heard of
+        assert page.count("s</time> ago") == 3  # for each client
         run.send_signal(signal.SIGKILL)
-        run.wait(PATIENCE)
+        run.wait(TIMEOUT)
         page = page_at(address)
         assert "Its process is gone after" in page
         assert f"resume={folder}" in page
-        watch.send_signal(signal.SIGINT)
-        assert watch.wait(PATIENCE) == 0
-        assert watch.stdout.read() == "\n"
+        dashboard_process.send_signal(signal.SIGINT)
+        assert dashboard_process.wait(TIMEOUT) == 0
+        assert dashboard_process.stdout.read() == "\n"

@@ -1,4 +1,4 @@
-"""RAVAN as a tuner of PEFT in the hands of others: Trainer, trl, bitsandbytes, an old PEFT."""
+"""RAVAN as a tuner of PEFT in other libraries: Trainer, trl, bitsandbytes, an old PEFT."""
 
 import os
 import subprocess
@@ -28,12 +28,12 @@ def layers_of(model):
     return [module for module in model.modules() if isinstance(module, RavanLinear)]
 
 
-def of_image(place):
-    """A grey picture, darker or lighter, and which of the two it is."""
-    shade = 0.2 + 0.6 * (place % 2)
-    random = torch.Generator().manual_seed(place)
+def of_image(index):
+    """Return a dark or light grey picture, with its label."""
+    shade = 0.2 + 0.6 * (index % 2)
+    random = torch.Generator().manual_seed(index)
     pixels = shade + 0.1 * torch.randn(3, 16, 16, generator=random)
-    return {"pixel_values": pixels, "labels": place % 2}
+    return {"pixel_values": pixels, "labels": index % 2}
 
 
 def arguments(folder, kind=transformers.TrainingArguments, **changes):
@@ -45,7 +45,7 @@ def arguments(folder, kind=transformers.TrainingArguments, **changes):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_a_trainer_learns_and_goes_on_from_its_checkpoint(tmp_path, checkpointing):
+def test_transformers_trainer_trains_and_resumes_from_its_checkpoint(tmp_path, checkpointing):
     torch.manual_seed(0)
     sides = SIDES | {"intermediate_size": 24, "image_size": 16, "patch_size": 8}
 
@@ -54,7 +54,7 @@ def test_a_trainer_learns_and_goes_on_from_its_checkpoint(tmp_path, checkpointin
         return transformers.ViTForImageClassification(transformers.ViTConfig(**sides))
 
     config = RavanConfig(r=4, num_heads=3, modules_to_save=["classifier"])
-    examples = [of_image(place) for place in range(64)]
+    examples = [of_image(index) for index in range(64)]
 
     def trainer(epochs):
         return transformers.Trainer(
@@ -78,14 +78,14 @@ def test_a_trainer_learns_and_goes_on_from_its_checkpoint(tmp_path, checkpointin
     with torch.no_grad():
         expected = first.model.eval()(pixel_values=pixels).logits
         torch.testing.assert_close(loaded.eval()(pixel_values=pixels).logits, expected)
-    more = trainer(4)
-    more.train(resume_from_checkpoint=str(tmp_path / "checkpoint-24"))
-    assert more.state.global_step == 32
-    assert more.evaluate(examples)["eval_loss"] < after
+    continued = trainer(4)
+    continued.train(resume_from_checkpoint=str(tmp_path / "checkpoint-24"))
+    assert continued.state.global_step == 32
+    assert continued.evaluate(examples)["eval_loss"] < after
 
 
-@pytest.mark.filterwarnings("ignore")  # trl's own
-def test_trls_trainer_takes_the_configuration(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # warnings of trl
+def test_trls_trainer_trains_with_the_configuration(tmp_path):
     trl = pytest.importorskip("trl")
     save_speaker("llama", tmp_path / "model", WORDS, initializer_range=0.3)
     texts = Dataset.from_dict({"prompt": ["ka lo mi "] * 32, "completion": ["tu ne ra"] * 32})
@@ -111,17 +111,21 @@ QUANTIZED: dict[str, dict[str, Any]] = {
         "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True,
     },
 }  # fmt: skip
-OFF = {"8bit": 0.02, "4bit": 0.15, "4bit twice": 0.25}  # what rounding leaves of a weight's change
+TOLERANCE = {
+    "8bit": 0.02,
+    "4bit": 0.15,
+    "4bit twice": 0.25,
+}  # relative error of a merged weight, by rounding
 
 
-@pytest.mark.filterwarnings("ignore")  # bitsandbytes and transformers warn of what they do on a CPU
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes and transformers warn on a CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", QUANTIZED)
-def test_a_backbone_of_few_bits_is_adapted_trained_and_merged(how, dtype, tmp_path):
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_a_quantized_backbone_is_adapted_trained_and_merged(quantization, dtype, tmp_path):
     pytest.importorskip("bitsandbytes")
     save_model("llama", tmp_path, **SMALL)
     bits = transformers.BitsAndBytesConfig(
-        **QUANTIZED[how], bnb_4bit_compute_dtype=dtype, llm_int8_threshold=0.0
+        **QUANTIZED[quantization], bnb_4bit_compute_dtype=dtype, llm_int8_threshold=0.0
     )
 
     def network():
@@ -133,13 +137,13 @@ def test_a_backbone_of_few_bits_is_adapted_trained_and_merged(how, dtype, tmp_pa
         with torch.no_grad():
             return model(TOKENS).logits
 
-    bare = network()
-    start = logits(bare)
+    backbone = network()
+    start = logits(backbone)
     config = RavanConfig(r=8, num_heads=3, target_modules="all-linear", init="normal")
-    model = get_peft_model(bare, config).eval()
+    model = get_peft_model(backbone, config).eval()
     assert torch.equal(logits(model), start)
     assert {type(layer.base_layer).__name__[:7] for layer in layers_of(model)} == {
-        "Linear" + how[0]
+        "Linear" + quantization[0]
     }
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -160,27 +164,29 @@ def test_a_backbone_of_few_bits_is_adapted_trained_and_merged(how, dtype, tmp_pa
     loaded = PeftModel.from_pretrained(network(), tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), expected)
 
-    wanted = [dense_weight(m.base_layer) + m.get_delta_weight("default") for m in layers_of(model)]
-    expected = logits(model)  # bitsandbytes rounds when it packs weights anew, as for saving
+    expected_weights = [
+        dense_weight(m.base_layer) + m.get_delta_weight("default") for m in layers_of(model)
+    ]
+    expected = logits(model)  # bitsandbytes rounds when it packs weights, also for saving
     model.merge_adapter()
-    for layer, weight in zip(layers_of(model), wanted, strict=True):
-        off = dense_weight(layer.base_layer).float() - weight.float()
-        assert float(off.norm() / weight.norm()) < OFF[how]
+    for layer, weight in zip(layers_of(model), expected_weights, strict=True):
+        difference = dense_weight(layer.base_layer).float() - weight.float()
+        assert float(difference.norm() / weight.norm()) < TOLERANCE[quantization]
     assert not torch.equal(logits(model), expected)
     model.unmerge_adapter()
     assert torch.equal(logits(model), expected)  # to the bit
 
     with torch.no_grad():
         states = model(TOKENS, output_hidden_states=True).hidden_states[-1].float()
-        whole = model.merge_and_unload()
-        merged = whole(TOKENS, output_hidden_states=True).hidden_states[-1].float()
-    assert not layers_of(whole)
+        merged_model = model.merge_and_unload()
+        merged = merged_model(TOKENS, output_hidden_states=True).hidden_states[-1].float()
+    assert not layers_of(merged_model)
     assert float(F.cosine_similarity(states, merged, dim=-1).mean()) > 0.85
 
 
-# The oldest PEFT that we admit. It comes from the package index, or pip's cache.
+# The oldest admitted PEFT, installed from the package index or pip's cache.
 OLDEST = "0.18.0"
-TRY = """
+SCRIPT = """
 import sys, torch, transformers
 import peft
 from ravan_flwr import RavanConfig
@@ -232,7 +238,7 @@ for wrong, words in ((dict(target_modules=["no"]), "not found"), (dict(r=99), "r
 
 @pytest.fixture(scope="module")
 def oldest():
-    """A folder with the oldest PEFT."""
+    """Install the oldest PEFT into a folder."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "-m",
@@ -249,18 +255,18 @@ def oldest():
             [sys.executable, *command, f"peft=={OLDEST}"], capture_output=True, text=True
         )
         if done.returncode:
-            pytest.skip(f"no peft {OLDEST} to be had: {done.stderr[-200:]}")
+            pytest.skip(f"cannot install peft {OLDEST}: {done.stderr[-200:]}")
         yield folder
 
 
-def test_the_oldest_peft_that_is_admitted_does_all_of_it(oldest, tmp_path, python_without_hub):
+def test_the_script_runs_with_the_oldest_admitted_peft(oldest, tmp_path, python_without_hub):
     environment = os.environ | {"PYTHONPATH": oldest}
-    done = python_without_hub.run(["-c", TRY, OLDEST, str(tmp_path)], environment=environment)
+    done = python_without_hub.run(["-c", SCRIPT, OLDEST, str(tmp_path)], environment=environment)
     assert not done.returncode, done.stderr
 
 
-def test_the_newest_peft_does_all_of_it(tmp_path, python):
-    done = python.run(["-c", TRY, peft.__version__, str(tmp_path)])
+def test_the_script_runs_with_the_installed_peft(tmp_path, python):
+    done = python.run(["-c", SCRIPT, peft.__version__, str(tmp_path)])
     assert not done.returncode, done.stderr
 
 
@@ -268,19 +274,19 @@ def test_the_newest_peft_does_all_of_it(tmp_path, python):
     "change",
     [
         "peft.utils.register_peft_method = lambda **_: None.x",
-        "peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING['RAVAN'] = object",  # PEFT has one of its own
+        "peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING['RAVAN'] = object",  # as if PEFT had its own
         "peft.PeftType._member_names_ = ()",
     ],
 )
-def test_a_peft_that_cannot_be_extended_is_named_with_its_version(change, python):
+def test_an_error_names_the_version_of_a_peft_that_cannot_be_extended(change, python):
     code = f"import peft, peft.utils, peft.mapping; {change}\nimport ravan_flwr.peft"
     done = python.run(["-c", code])
-    told = f"PEFT {peft.__version__} does not take RAVAN into its registry"
-    assert told in done.stderr
+    message = f"PEFT {peft.__version__} does not take RAVAN into its registry"
+    assert message in done.stderr
     assert "expected a release from 0.18.0 to" in done.stderr
 
 
-def test_the_package_is_imported_at_once_and_its_tuner_without_flower():
+def test_the_package_is_imported_quickly_and_its_tuner_without_flower():
     code = (
         "import sys, time; began = time.process_time(); import ravan_flwr\n"
         "assert time.process_time() - began < 0.1\n"

@@ -1,4 +1,4 @@
-"""Runs in which a part of the model stays with each client, and the two references."""
+"""Runs with personal parameters, and the references `local` and `centralised`."""
 
 import json
 from typing import ClassVar
@@ -39,35 +39,37 @@ def parts_of(simulation, number=3):
     return load_personal_states(simulation.run_dir / "checkpoints", number)
 
 
-def same_parts(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(one[client][key], other[client][key])
-        for client in one
-        for key in one[client].keys() | other[client].keys()
+def same_parts(first, second):
+    return first.keys() == second.keys() and all(
+        torch.equal(first[client][key], second[client][key])
+        for client in first
+        for key in first[client].keys() | second[client].keys()
     )
 
 
-class Watched(InProcessGrid):
-    """Notes the tensors of every message, and loses a client's state when it is told to."""
+class WatchedGrid(InProcessGrid):
+    """Records the tensors of every message, and deletes a client's state in one round."""
 
     sent: ClassVar[list[set[str]]] = []
-    losing = 0  # the round in which client 1 has lost its state when it is asked to train
+    lose_in_round = 0  # the round before whose training client 1 loses its state
 
     def _deliver(self, message):
         records = message.content.array_records.values()
         self.sent.append({name for record in records for name in record})
         number = message.content.config_records.get("config", {}).get("round")
-        asked = message.metadata.dst_node_id, message.metadata.message_type, number
-        if asked == (1, "train", self.losing):
+        request = message.metadata.dst_node_id, message.metadata.message_type, number
+        if request == (1, "train", self.lose_in_round):
             del self._contexts[1].state[PERSONAL_RECORD]
         reply = super()._deliver(message)
-        self.sent.append({name for one in reply.content.array_records.values() for name in one})
+        self.sent.append(
+            {name for record in reply.content.array_records.values() for name in record}
+        )
         return reply
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    class Grid(Watched):
+    class Grid(WatchedGrid):
         sent: ClassVar[list[set[str]]] = []
 
     monkeypatch.setattr(in_process, "InProcessGrid", Grid)
@@ -76,34 +78,38 @@ def watched(monkeypatch):
 
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 @pytest.mark.parametrize(("method", "travels"), [("fedsa-lora", {"A"}), ("local", set())])
-def test_what_stays_never_travels(method, travels, classifier, watched, tmp_path):
+def test_personal_parameters_are_never_sent(method, travels, classifier, watched, tmp_path):
     simulation = run(tmp_path, method=method, classifier=classifier)
     assert set().union(*watched.sent) == travels
-    kept = {"B", "A"} - travels | ({"classifier"} if classifier == "trained" else set())
-    assert {frozenset(own) for own in parts_of(simulation).values()} == {frozenset(kept)}
+    personal_names = {"B", "A"} - travels | ({"classifier"} if classifier == "trained" else set())
+    assert {frozenset(personal) for personal in parts_of(simulation).values()} == {
+        frozenset(personal_names)
+    }
     assert simulation.summary["began-anew"] == 0
-    # A alone, up: of eight matrices of 96 x 96 at rank 4.
+    # Only A is uploaded, of eight matrices of 96 x 96 at rank 4.
     a_client = 4 * 8 * 4 * 96 * len(travels)
-    asked = sum(len(record["clients"]) for record in records_of(simulation))
-    assert asked == (9 if method == "local" else 6)  # each client in each round, or two of three
-    assert simulation.summary["bytes-up"] == asked * a_client
+    num_requests = sum(len(record["clients"]) for record in records_of(simulation))
+    assert num_requests == (
+        9 if method == "local" else 6
+    )  # each client in each round, or two of three
+    assert simulation.summary["bytes-up"] == num_requests * a_client
 
 
 @pytest.mark.parametrize("method", PERSONAL)
-def test_a_resumed_run_ends_with_the_same_bits_on_every_client(method, tmp_path):
-    whole = run(tmp_path, method=method)
-    part = run(tmp_path, method=method, num_rounds=2)
-    resumed = run(tmp_path, method=method, resume=str(part.run_dir))
-    assert same_parts(parts_of(whole), parts_of(resumed))
-    assert resumed.summary["metrics"] == whole.summary["metrics"]
-    assert resumed.summary["per-client"] == whole.summary["per-client"]
+def test_a_run_resumes_to_the_same_bits_on_every_client(method, tmp_path):
+    uninterrupted = run(tmp_path, method=method)
+    stopped = run(tmp_path, method=method, num_rounds=2)
+    resumed = run(tmp_path, method=method, resume=str(stopped.run_dir))
+    assert same_parts(parts_of(uninterrupted), parts_of(resumed))
+    assert resumed.summary["metrics"] == uninterrupted.summary["metrics"]
+    assert resumed.summary["per-client"] == uninterrupted.summary["per-client"]
     assert resumed.summary["began-anew"] == 0
-    # Back to round 1, whose parts are still there.
-    back = run(tmp_path, method=method, resume=f"{part.run_dir}@1")
-    assert same_parts(parts_of(whole), parts_of(back))
+    # Back to round 1, whose personal parameters are still stored.
+    returned = run(tmp_path, method=method, resume=f"{stopped.run_dir}@1")
+    assert same_parts(parts_of(uninterrupted), parts_of(returned))
 
 
-def test_parts_are_kept_with_the_checkpoints_that_are(tmp_path):
+def test_personal_parameters_are_stored_as_long_as_their_checkpoint(tmp_path):
     simulation = run(tmp_path, method="local", num_rounds=6)
     names = {path.name for path in (simulation.run_dir / "checkpoints").iterdir()}
     numbers = {name.partition("-")[2] for name in names if name.startswith("round-")}
@@ -113,58 +119,62 @@ def test_parts_are_kept_with_the_checkpoints_that_are(tmp_path):
     assert len(numbers) in (3, 4)
 
 
-def test_parts_that_are_not_there_are_begun_anew_and_it_is_told(tmp_path, caplog):
-    part = run(tmp_path, method="local", num_rounds=2)
-    (part.run_dir / "checkpoints" / "clients-000002.safetensors").unlink()
-    resumed = run(tmp_path, method="local", resume=str(part.run_dir))
+def test_missing_personal_parameters_are_initialised_and_counted(tmp_path, caplog):
+    stopped = run(tmp_path, method="local", num_rounds=2)
+    (stopped.run_dir / "checkpoints" / "clients-000002.safetensors").unlink()
+    resumed = run(tmp_path, method="local", resume=str(stopped.run_dir))
     assert records_of(resumed)[-1]["began-anew"] == [0, 1, 2]
     assert resumed.summary["began-anew"] == 3
 
 
 @pytest.mark.parametrize("method", PERSONAL)
-def test_a_run_resumed_on_devices_tells_of_their_lost_parts(method, tmp_path, monkeypatch, capsys):
-    """Under Flower a node keeps its part itself, for one run: one that is resumed is another."""
+def test_a_run_resumed_on_devices_reports_lost_personal_parameters(
+    method, tmp_path, monkeypatch, capsys
+):
+    """Under Flower a node stores them for one run, and a resumed run is another run."""
     monkeypatch.setattr(InProcessGrid, "in_process", False)
-    part = run(tmp_path, method=method, num_rounds=2)
-    assert not list((part.run_dir / "checkpoints").glob("clients-*"))
-    trained = {c["partition-id"] for one in records_of(part) for c in one["clients"]}
+    stopped = run(tmp_path, method=method, num_rounds=2)
+    assert not list((stopped.run_dir / "checkpoints").glob("clients-*"))
+    trained = {c["partition-id"] for record in records_of(stopped) for c in record["clients"]}
     capsys.readouterr()
-    resumed = run(tmp_path, method=method, num_rounds=4, resume=str(part.run_dir))
+    resumed = run(tmp_path, method=method, num_rounds=4, resume=str(stopped.run_dir))
     lost: set[int] = set()
     for record in records_of(resumed)[2:]:
-        asked = {client["partition-id"] for client in record["clients"]}
-        assert set(record.get("began-anew", ())) == (asked & trained) - lost
-        lost |= asked & trained
+        requested = {client["partition-id"] for client in record["clients"]}
+        assert set(record.get("began-anew", ())) == (requested & trained) - lost
+        lost |= requested & trained
     assert lost
     assert resumed.summary["began-anew"] == len(lost)
-    told = capsys.readouterr().out
-    assert all(f"partition {one} has lost its personal parameters" in told for one in lost)
+    output = capsys.readouterr().out
+    assert all(f"partition {number} has lost its personal parameters" in output for number in lost)
 
 
-def test_damaged_parts_are_refused(tmp_path):
-    part = run(tmp_path, method="local", num_rounds=2)
-    path = part.run_dir / "checkpoints" / "clients-000002.safetensors"
+def test_damaged_personal_parameters_are_refused(tmp_path):
+    stopped = run(tmp_path, method="local", num_rounds=2)
+    path = stopped.run_dir / "checkpoints" / "clients-000002.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(ValueError, match=r"clients-000002.safetensors is damaged .*checksum is"):
-        run(tmp_path, method="local", resume=str(part.run_dir))
+        run(tmp_path, method="local", resume=str(stopped.run_dir))
 
 
-def test_a_client_that_lost_its_part_begins_anew_and_it_is_told(watched, tmp_path, capsys):
-    watched.losing = 2
+def test_a_client_that_lost_its_personal_parameters_starts_again_and_is_reported(
+    watched, tmp_path, capsys
+):
+    watched.lose_in_round = 2
     simulation = run(tmp_path, method="local")
     assert [record.get("began-anew") for record in records_of(simulation)] == [None, [0], None]
     assert simulation.summary["began-anew"] == 1
-    told = capsys.readouterr().out
-    assert "partition 0 has lost its personal parameters" in told
-    assert "began anew 1" in told
+    output = capsys.readouterr().out
+    assert "partition 0 has lost its personal parameters" in output
+    assert "began anew 1" in output
 
 
-def test_parts_that_are_not_sound_count_as_lost():
+def test_invalid_personal_parameters_count_as_lost():
     model = ModelAndData(read_config({"method": "fedsa-lora"})).model
     good = model.personal_state()
-    for own in (
+    for personal in (
         {"B": good["B"][:3], "classifier": good["classifier"]},
         {"B": good["B"] + torch.nan, "classifier": good["classifier"]},
         {"B": good["B"].double().half(), "classifier": good["classifier"]},
@@ -172,59 +182,64 @@ def test_parts_that_are_not_sound_count_as_lost():
         {},
     ):
         state = RecordDict()
-        store_personal(state, own)
+        store_personal(state, personal)
         assert find_personal(state, model) is None
     state = RecordDict({PERSONAL_RECORD: ConfigRecord({"x": 1})})
     assert find_personal(state, model) is None
     store_personal(state, good)
-    found = find_personal(state, model)
-    assert found is not None
-    assert all(torch.equal(found[key], good[key]) for key in good)
+    loaded = find_personal(state, model)
+    assert loaded is not None
+    assert all(torch.equal(loaded[key], good[key]) for key in good)
     assert from_record(state.array_records[PERSONAL_RECORD]).keys() == good.keys()
 
 
-def test_local_clients_are_each_alone(tmp_path):
-    """What a client ends with does not depend on who else is there."""
+def test_local_clients_are_independent(tmp_path):
+    """A client's result does not depend on the weights or uploads of other clients."""
     together = run(tmp_path, method="local", weighting="examples")
-    again = run(tmp_path, method="local", wire="int8")
-    assert same_parts(parts_of(together), parts_of(again))
+    other = run(tmp_path, method="local", wire="int8")
+    assert same_parts(parts_of(together), parts_of(other))
     parts = parts_of(together)
     assert not torch.equal(parts[0]["B"], parts[1]["B"])
 
 
-def test_one_client_trains_on_the_examples_of_all(tmp_path):
+def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
     settings: dict[str, Scalar] = {"validation-share": 0.25, "partition": "dirichlet"}
     loaded = ModelAndData(read_config(settings | {"method": "centralised"}))
     parts = [loaded.partition(number, 3) for number in range(3)]
     pooled = loaded.pooled(3)
-    assert sorted(pooled.rows) == sorted(row for part in parts for row in part.train.rows)
-    assert not set(pooled.rows) & {row for part in parts for row in part.validation.rows}
-    whole = ModelAndData(read_config({"method": "centralised"})).pooled(3)
-    assert len(whole) > len(pooled)
+    assert sorted(pooled.rows) == sorted(row for stopped in parts for row in stopped.train.rows)
+    assert not set(pooled.rows) & {row for stopped in parts for row in stopped.validation.rows}
+    uninterrupted = ModelAndData(read_config({"method": "centralised"})).pooled(3)
+    assert len(uninterrupted) > len(pooled)
     simulation = run(tmp_path, method="centralised")
     for record in records_of(simulation):
         (client,) = record["clients"]
-        assert client["examples"] == len(whole)
+        assert client["examples"] == len(uninterrupted)
     assert (simulation.run_dir / "adapter").is_dir()
 
 
-def test_the_spread_over_clients_is_that_of_what_they_measured(tmp_path):
+def test_per_client_statistics_are_of_the_clients_metrics(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit")
     for record in records_of(simulation):
         assert record["per-client"].keys() == record["metrics"].keys()
-    spread = simulation.summary["per-client"]["accuracy"]
-    assert spread["clients"] == 3
-    assert spread["min"] <= spread["lower-quartile"] <= spread["median"] <= spread["max"]
+    statistics = simulation.summary["per-client"]["accuracy"]
+    assert statistics["clients"] == 3
+    assert (
+        statistics["min"]
+        <= statistics["lower-quartile"]
+        <= statistics["median"]
+        <= statistics["max"]
+    )
     assert "per-client" not in run(tmp_path, method="fedit", num_rounds=1).summary
 
 
 @pytest.mark.parametrize("words", [["export", "--as", "merged"], ["predict"], ["evaluate"]])
-def test_whose_model_must_be_said(words, tmp_path, capsys):
+def test_commands_need_a_client_of_a_personalised_run(words, tmp_path, capsys):
     simulation = run(tmp_path, method="fedsa-lora", num_rounds=1, num_clients=4)
     data = tmp_path / "data.csv"
     data.write_text("image,label\n")
     command, *more = words
-    given = {
+    arguments = {
         "export": [str(simulation.run_dir), *more, str(tmp_path / "out")],
         "predict": [
             str(simulation.run_dir), "--data", str(data), "--output", str(tmp_path / "o.csv"),
@@ -233,18 +248,18 @@ def test_whose_model_must_be_said(words, tmp_path, capsys):
     }[command]  # fmt: skip
     trained = {client["partition-id"] for client in records_of(simulation)[0]["clients"]}
     idle = min({0, 1, 2, 3} - trained)
-    for client, told in (
+    for client, output in (
         ([], "has a model for each client, and none of the server's: got no client"),
         (["--client", str(idle)], "it has not trained; expected one of"),
         (["--client", "-1"], "it has not trained; expected one of"),
     ):
         with pytest.raises(SystemExit) as end:
-            main([command, *given, *client])
+            main([command, *arguments, *client])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
-def test_where_the_parts_are_on_devices_it_is_said(tmp_path):
+def test_an_error_explains_that_personal_parameters_are_on_devices(tmp_path):
     simulation = run(tmp_path, method="fedsa-lora", num_rounds=1)
     for path in (simulation.run_dir / "checkpoints").glob("clients-*"):
         path.unlink()
@@ -261,7 +276,7 @@ def test_where_the_parts_are_on_devices_it_is_said(tmp_path):
         pass
 
 
-def test_the_report_shows_how_clients_differ(tmp_path):
+def test_the_report_shows_per_client_statistics(tmp_path):
     simulation = run(tmp_path, method="fedsa-lora", report=True)
     assert (simulation.run_dir / "report" / "clients.png").is_file()
     page = (simulation.run_dir / "report" / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""A plan says what a run does."""
+"""A plan agrees with the run."""
 
 import json
 
@@ -17,37 +17,37 @@ SHORT: dict[str, Scalar] = {"local-steps": 1, "report": False, "tracking": "none
 
 
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
-def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
+def test_a_plans_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     settings = {"classifier": classifier, "heads": 2, "budgets": "full", "num-rounds": 1}
     main(["plan", *(f"{key}={value}" for key, value in settings.items())])
-    told = capsys.readouterr().out
+    plan = capsys.readouterr().out
     run = simulate(settings | SHORT | {"output-dir": str(tmp_path)}, 4)
     client = json.loads((run.run_dir / "rounds.jsonl").read_text())["clients"][0]
-    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
-    assert f"{client['bytes-up']:,}" in told
-    assert f"{client['bytes-down']:,}" in told
-    assert f"rank            {run.summary['rank']}, 2 heads" in told
+    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in plan
+    assert f"{client['bytes-up']:,}" in plan
+    assert f"{client['bytes-down']:,}" in plan
+    assert f"rank            {run.summary['rank']}, 2 heads" in plan
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
-def test_a_plan_of_a_preset_asks_no_hub(preset, shallow, monkeypatch, capsys):
-    def ask(*_, **__):
+def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monkeypatch, capsys):
+    def fail_on_request(*_, **__):
         raise AssertionError("the hub was asked")
 
     for module, name in ((model_folder, "snapshot_download"), (network, "config_of")):
-        monkeypatch.setattr(module, name, ask)
-    monkeypatch.setitem(network.CONFIGS, "hub", ask)
+        monkeypatch.setattr(module, name, fail_on_request)
+    monkeypatch.setitem(network.CONFIGS, "hub", fail_on_request)
     main(["plan", f"preset={preset}"])
     assert "trained " in capsys.readouterr().out
 
 
-def test_a_calibration_round_is_planned_for(tmp_path):
+def test_a_plan_counts_the_calibration_round(tmp_path):
     settings: dict[str, Scalar] = {**SHORT, "init": "data-aware", "num-rounds": 1}
-    told = describe(read_config(settings))
+    plan = describe(read_config(settings))
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     (first, *_), (second, *_) = (json.loads(line)["clients"] for line in lines)
     bases = second["bytes-down"] - first["bytes-down"]
-    assert f"20 clients send {first['bytes-up']:,} bytes each" in told
-    assert f"a client gets {bases:,} once" in told
+    assert f"20 clients send {first['bytes-up']:,} bytes each" in plan
+    assert f"a client gets {bases:,} once" in plan
     assert "before round 1" not in describe(read_config({}))

@@ -1,4 +1,4 @@
-"""Preferences in whole runs: learned, counted, evaluated, exported, and begun after another run."""
+"""Runs of the task `preference`: learned, evaluated, exported, and with another run's result."""
 
 import json
 import random
@@ -18,33 +18,33 @@ from testing.tiny import WORDS, save_speaker, texts
 from tests.docstrings import QUICK, lines
 from tests.memory import saved_for_backward
 
-KIND, RUDE = ("ne", "ra"), ("pe",)  # how the words of an answer end
+KIND, RUDE = ("ne", "ra"), ("pe",)  # endings of the words of chosen and rejected answers
 
 
 def rows(number=160):
-    """Made preferences: answers of some words are chosen, those of others rejected."""
-    draw, asked = random.Random(0), texts(number, 1)
+    """Generate preferences: chosen and rejected answers differ in the endings of their words."""
+    draw, prompts = random.Random(0), texts(number, 1)
 
     def answer(ends):
         words = [word for word in WORDS if word.endswith(ends)]
         return " ".join(draw.choices(words, k=draw.randint(2, 6)))
 
-    return [{"prompt": a + " ", "chosen": answer(KIND), "rejected": answer(RUDE)} for a in asked]
+    return [{"prompt": a + " ", "chosen": answer(KIND), "rejected": answer(RUDE)} for a in prompts]
 
 
-def as_talks(row):
-    asked = {"role": "user", "content": row["prompt"]}
+def as_conversations(row):
+    prompt = {"role": "user", "content": row["prompt"]}
     answers = ({"role": "assistant", "content": row[role]} for role in ("chosen", "rejected"))
-    return dict(zip(("chosen", "rejected"), ([asked, one] for one in answers), strict=True))
+    return dict(zip(("chosen", "rejected"), ([prompt, answer] for answer in answers), strict=True))
 
 
 def preset(folder, form=None, **options: Any) -> dict[str, Any]:
     """Write data, model and preset."""
-    made = rows()
+    examples = rows()
     (folder / "data").mkdir(parents=True)
-    (folder / "data" / "train.jsonl").write_text(lines(map(form, made) if form else made))
-    told = [row[role] for row in made for role in row]
-    save_speaker("llama", folder / "model", told, initializer_range=0.3)
+    (folder / "data" / "train.jsonl").write_text(lines(map(form, examples) if form else examples))
+    answers = [row[role] for row in examples for role in row]
+    save_speaker("llama", folder / "model", answers, initializer_range=0.3)
     columns = ["chosen", "rejected"] if form else ["prompt", "chosen", "rejected"]
     (folder / "p.yaml").write_text(
         f"task: preference\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n"
@@ -58,8 +58,8 @@ def preset(folder, form=None, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def preferred(tmp_path_factory):
-    """A run of RAVAN on preferences, with its settings."""
+def preference_run(tmp_path_factory):
+    """Return a run of RAVAN on preferences, its settings and its folder."""
     folder = tmp_path_factory.mktemp("preferred")
     settings = preset(folder, report=True)
     return simulate(settings, 3), settings, folder
@@ -67,43 +67,43 @@ def preferred(tmp_path_factory):
 
 def check_learned(run):
     records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
-    found = records[-1]["metrics"]
+    metrics = records[-1]["metrics"]
     assert run.summary["metric"] == "accuracy"
-    assert found["accuracy"] > 0.9
-    assert found["margin"] > 0
-    assert found["loss"] < 0.5  # ln 2 before training
+    assert metrics["accuracy"] > 0.9
+    assert metrics["margin"] > 0
+    assert metrics["loss"] < 0.5  # ln 2 before training
     assert not any(record["rejected"] for record in records)
-    return found
+    return metrics
 
 
-def test_made_preferences_are_learned(preferred, tmp_path, capsys):
-    run, settings, _ = preferred
-    found = check_learned(run)
+def test_preferences_are_learned_evaluated_and_planned(preference_run, tmp_path, capsys):
+    run, settings, _ = preference_run
+    metrics = check_learned(run)
     page = (run.run_dir / "report" / "index.html").read_text()
     assert "accuracy, highest" in page
     (tmp_path / "more.jsonl").write_text(lines(rows(200)[160:]))
-    more = evaluate(run.run_dir, tmp_path / "more.jsonl")
-    assert set(more["metrics"]) == set(found) == {"loss", "accuracy", "margin"}
-    assert more["metrics"]["accuracy"] > 0.9
+    evaluated = evaluate(run.run_dir, tmp_path / "more.jsonl")
+    assert set(evaluated["metrics"]) == set(metrics) == {"loss", "accuracy", "margin"}
+    assert evaluated["metrics"]["accuracy"] > 0.9
     main(["plan", f"preset={settings['preset']}"])
     assert "memory of a step" in capsys.readouterr().out
 
 
-def test_the_metrics_before_training_are_those_of_no_difference(preferred):
-    _, settings, _ = preferred
+def test_metrics_before_training_are_those_of_equal_models(preference_run):
+    _, settings, _ = preference_run
     loaded = ModelAndData(read_config(with_preset_path(settings)))
     with loaded.model.holding(loaded.model.initial_state()):
-        found = loaded.evaluate()
-    assert found["loss"] == pytest.approx(np.log(2), abs=1e-6)
-    assert found["accuracy"] == 0
-    assert found["margin"] == pytest.approx(0, abs=1e-6)
+        metrics = loaded.evaluate()
+    assert metrics["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert metrics["accuracy"] == 0
+    assert metrics["margin"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("method", "form", "rounds"),
-    [("fedit", as_talks, 2), ("ffa-lora", None, 2), ("feddpa", None, 4)],
+    [("fedit", as_conversations, 2), ("ffa-lora", None, 2), ("feddpa", None, 4)],
 )
-def test_other_adapters_learn_them(method, form, rounds, tmp_path):
+def test_other_adapters_learn_preferences(method, form, rounds, tmp_path):
     options = {"method": method, "learning-rate": 5e-2, "num-rounds": rounds}
     check_learned(simulate(preset(tmp_path, form, **options), 3))
 
@@ -116,9 +116,7 @@ def test_other_adapters_learn_them(method, form, rounds, tmp_path):
         {"sparsity": "1:1/4"},
     ],
 )
-def test_they_are_learned_with_little_noise_by_masked_sums_and_from_sparse_updates(
-    options, tmp_path
-):
+def test_preferences_are_learned_with_noise_masks_or_sparse_updates(options, tmp_path):
     run = simulate(preset(tmp_path, **options, **{"num-rounds": 2, "local-steps": 4}), 6)
     records = [json.loads(x) for x in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
     assert not any(record["rejected"] for record in records)
@@ -126,51 +124,51 @@ def test_they_are_learned_with_little_noise_by_masked_sums_and_from_sparse_updat
     assert records[-1]["metrics"]["accuracy"] > 0.7
 
 
-def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path):
-    """`model=` of an export is the start of another run: its reference is the model with it."""
-    run, settings, _ = preferred
+def test_a_result_answers_and_is_the_reference_of_another_run(preference_run, tmp_path):
+    """With `model=` of an export, another run starts from it, and it is the run's reference."""
+    run, settings, _ = preference_run
     (tmp_path / "q.jsonl").write_text(lines([{"prompt": "kane lora "}]))
-    told = predict(run.run_dir, tmp_path / "q.jsonl", tmp_path / "a.jsonl")
-    assert (told.rows, told.unreadable) == (1, 0)
+    result = predict(run.run_dir, tmp_path / "q.jsonl", tmp_path / "a.jsonl")
+    assert (result.rows, result.unreadable) == (1, 0)
     card = (run.run_dir / "adapter" / "README.md").read_text()
     assert "text-generation" in card
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     tokens = torch.tensor([[5, 6, 7]])
     with result_of(run.run_dir) as loaded, torch.inference_mode():
         expected = loaded.model.network(tokens).logits
-    begun = ModelAndData(
+    next_run = ModelAndData(
         read_config(
             with_preset_path(settings | {"model": str(tmp_path / "merged"), "method": "fedit"})
         )
     )
-    with begun.model.holding(begun.model.initial_state()), torch.inference_mode():
-        found = begun.model.network.eval()(tokens).logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert begun.evaluate()["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    with next_run.model.holding(next_run.model.initial_state()), torch.inference_mode():
+        logits = next_run.model.network.eval()(tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert next_run.evaluate()["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
-@pytest.mark.parametrize("at_a_time", [4, 2])
-def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, preferred):
-    """Of pairs as long as they may be: what is kept is the policy's alone, by its two texts."""
-    _, settings, folder = preferred
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch, preference_run):
+    """For pairs of maximal length; only the policy's tensors are saved, for both texts."""
+    _, settings, folder = preference_run
     config = read_config(
-        with_preset_path(settings | {"micro-batch-size": at_a_time, "batch-size": 4})
+        with_preset_path(settings | {"micro-batch-size": micro_batch, "batch-size": 4})
     )
     loaded = ModelAndData(config)
     task, model = loaded.task, loaded.model
-    ids = torch.full((2 * at_a_time, 64), 5)
+    ids = torch.full((2 * micro_batch, 64), 5)
     positions = torch.arange(ids.numel()).view_as(ids)[:, :-1].flatten()
     batch = {"input_ids": ids, "positions": positions, "targets": torch.full_like(positions, 5)}
     with model.holding(model.initial_state()):
         model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
         model.network.train()
-        with saved_for_backward(model.network) as kept:
+        with saved_for_backward(model.network) as saved:
             loss = task.loss(model.network, batch)
-        measured = sum(size for size, _ in kept.values())
+        measured = sum(size for size, _ in saved.values())
         del loss
     counted = step_memory(config, 1.0).activations
     assert measured <= counted < 1.1 * measured
-    # As many texts of an instruction, twice: a step of those has one forward less of three.
+    # Compared with a step on as many texts of `causal`, which has no forward of the reference.
     path = folder / "sft.yaml"
     path.write_text(
         (folder / "p.yaml").read_text().replace("task: preference", "task: causal").replace(
@@ -179,18 +177,21 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, p
     )  # fmt: skip
     of_texts = {k: v for k, v in settings.items() if k != "beta"}
     plain = of_texts | {"preset": PresetPath(path), "batch-size": 8, "method": "fedit"}
-    pairs = settings | {"micro-batch-size": at_a_time, "batch-size": 4, "method": "fedit"}
-    (forward, step), (more, of_pairs) = (
-        step_operations(read_config(with_preset_path(given)), 1.0) for given in (plain, pairs)
+    pairs = settings | {"micro-batch-size": micro_batch, "batch-size": 4, "method": "fedit"}
+    (forward, step), (pairs_forward, pairs_step) = (
+        step_operations(read_config(with_preset_path(run_settings)), 1.0)
+        for run_settings in (plain, pairs)
     )
-    # The reference has no adapters. Of theirs A x is counted, but no product in place, as with B.
-    of_adapters = 2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in model.layers)
-    assert more == 2 * forward - of_adapters
-    assert of_pairs - step == more - forward
+    # The reference has no adapters. For adapters A x is counted, but not B's product in place.
+    adapter_operations = (
+        2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in model.layers)
+    )
+    assert pairs_forward == 2 * forward - adapter_operations
+    assert pairs_step - step == pairs_forward - forward
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"method": "full"}, "method = 'full': it changes pretrained .* task 'preference'"),
         ({"method": "fedex-lora"}, "method = 'fedex-lora': it changes pretrained .*; set that"),
@@ -204,14 +205,14 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(at_a_time, p
         ),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, told, preferred):
-    _, settings, _ = preferred
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_do_not_fit_the_task_are_refused(options, message, preference_run):
+    _, settings, _ = preference_run
+    with pytest.raises(ValueError, match=message):
         simulate(settings | options, 3)
 
 
-def test_the_key_is_of_this_task_alone(preferred):
+def test_beta_belongs_to_this_task_only(preference_run):
     with pytest.raises(ValueError, match=r"beta = 0.3: the task of .*, expected preference"):
         read_config({"beta": 0.3})
-    settings = {k: v for k, v in preferred[1].items() if k != "beta"}
+    settings = {k: v for k, v in preference_run[1].items() if k != "beta"}
     assert read_config(with_preset_path(settings)).beta == 0.1

@@ -1,4 +1,4 @@
-"""Every preset, from its YAML to its metric, with a small model and small data of its kind."""
+"""Every preset runs from its YAML to its metric, with a small model and small data."""
 
 import itertools
 import json
@@ -36,10 +36,10 @@ SMALLER = sorted(set(REAL) - set(OF_DECODERS))
 OF_THE_PAPER = sorted(set(SMALLER) - {"fashion-vit", "packages-minilm"})
 
 
-# What a model this small cannot have; and enough of FlowerTune's prompt.
-FEW_BITS_LESS = {
+# Settings that this small a model needs, and a length for FlowerTune's prompt.
+DECODER_CHANGES = {
     "backbone-dtype": "float32", "max-length": 96, "learning-rate": 1e-2,
-    "learning-rate-schedule": "constant",  # of two rounds a cosine has one
+    "learning-rate-schedule": "constant",  # a cosine over two rounds trains in one only
 }  # fmt: skip
 
 
@@ -48,31 +48,31 @@ def _model(preset, kind, folder):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """preset, GLUE task -> settings with a small model and data in place of the real."""
-    made = {}
+def small_settings(tmp_path_factory):
+    """Return a function: (preset, GLUE task) -> settings with a small model and small data."""
+    settings_by_preset = {}
 
     def settings(preset, glue_task=""):
-        if (preset, glue_task) not in made:
+        if (preset, glue_task) not in settings_by_preset:
             folder = tmp_path_factory.mktemp(f"{preset}-{glue_task}")
             kind, scheme = ARCHITECTURES[preset], read_config({"preset": preset}).partition_scheme
-            made[preset, glue_task] = {
+            settings_by_preset[preset, glue_task] = {
                 "preset": preset,
                 "model": str(_model(preset, kind, folder / "model")),
                 "data": str(save_data(preset, folder / "data", glue_task)),
                 **({"glue-task": glue_task} if glue_task else {}),
                 **({"max-length": 24} if kind != "vit" else {}),
-                **(FEW_BITS_LESS if preset in OF_DECODERS else {}),
+                **(DECODER_CHANGES if preset in OF_DECODERS else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
                 "partition": scheme if scheme == "iid" else f"{scheme}:1",
                 "report": False, "tracking": "none",
             }  # fmt: skip
-        return made[preset, glue_task]
+        return settings_by_preset[preset, glue_task]
 
     return settings
 
 
-def test_every_file_is_a_preset_or_a_study():
+def test_every_file_in_conf_is_a_preset_or_a_study():
     assert set(preset_names()) == PUBLIC
     parsed = {read_preset(name).path for name in PUBLIC}
     studies = sorted((conf_folder() / "studies").glob("*.yaml"))
@@ -82,7 +82,7 @@ def test_every_file_is_a_preset_or_a_study():
 
 
 METRICS = {"mrqa-t5": "f1", **dict.fromkeys(FLOWERTUNE, "perplexity")}
-# Every preset and GLUE task, with heads, factors and weights in turn; RAVAN on every task.
+# Every preset and GLUE task, with three methods in turn; RAVAN on every task.
 IN_TURN = itertools.cycle(["ravan", "full", "fedit"])
 RUNS = [
     *((*data, method) for data, method in zip(DATA, IN_TURN, strict=False)),
@@ -91,8 +91,10 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("preset", "glue_task", "method"), RUNS)
-def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small, tmp_path):
-    run = simulate(small(preset, glue_task) | {"method": method, "output-dir": str(tmp_path)}, 4)
+def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small_settings, tmp_path):
+    run = simulate(
+        small_settings(preset, glue_task) | {"method": method, "output-dir": str(tmp_path)}, 4
+    )
     first, last = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
     assert not first["rejected"] + last["rejected"]
     assert len(last["clients"]) == min(4, read_config({"preset": preset}).clients_per_round)
@@ -103,13 +105,15 @@ def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small, tmp
     assert last["metrics"]["loss"] != first["metrics"]["loss"]
     assert sum(client["examples"] for client in last["clients"]) < 120
     if glue_task == "mnli":
-        both = [last["metrics"][f"accuracy-{name}"] for name in ("matched", "mismatched")]
-        assert last["metrics"]["accuracy"] == pytest.approx(np.mean(both))  # of as many examples
+        accuracies = [last["metrics"][f"accuracy-{name}"] for name in ("matched", "mismatched")]
+        assert last["metrics"]["accuracy"] == pytest.approx(
+            np.mean(accuracies)
+        )  # both sets have the same size
 
 
-def test_a_text_to_text_model_learns(small, tmp_path):
-    """The metric, too: generation is the trained model's."""
-    settings = small("mrqa-t5") | {
+def test_a_text_to_text_model_learns(small_settings, tmp_path):
+    """Loss and F1 improve: the trained model generates the answers."""
+    settings = small_settings("mrqa-t5") | {
         "method": "full", "learning-rate": 3e-3, "num-rounds": 3, "local-steps": 80,
         "batch-size": 32, "partition": "iid", "output-dir": str(tmp_path),
     }  # fmt: skip
@@ -119,20 +123,20 @@ def test_a_text_to_text_model_learns(small, tmp_path):
     assert run.summary["metrics"]["final"]["f1"] > 0.05
 
 
-def test_the_sources_of_mrqa_are_what_its_clients_differ_in(small):
+def test_mrqas_clients_differ_in_their_sources(small_settings):
     loaded = get_model_and_data(
-        read_config(small("mrqa-t5") | {"partition": "dirichlet-by-client:0.1"})
+        read_config(small_settings("mrqa-t5") | {"partition": "dirichlet-by-client:0.1"})
     )
     sources = np.array(loaded.splits["train"]["subset"][:])
     assert set(sources) == set(SOURCES)
-    shares = []
+    fractions = []
     for client in range(3):
-        mine = sources[loaded.partition(client, 3).train.rows]
-        shares.append(max(np.mean(mine == source) for source in SOURCES))
-    assert max(shares) > 2 / 6
+        of_client = sources[loaded.partition(client, 3).train.rows]
+        fractions.append(max(np.mean(of_client == source) for source in SOURCES))
+    assert max(fractions) > 2 / 6
 
 
-# The numbers of METHODS: trained parameters beside the classifier, from configurations alone.
+# Trained parameters without the classifier, computed from configurations alone.
 VIT, T5 = 24, 48  # adapted matrices of 768 x 768
 COUNTS = {
     ("cifar100-vit-b16", "lower"): {
@@ -175,7 +179,7 @@ def test_parameters_are_those_of_the_paper(preset, budget):
         assert adapter_parameters(config) == count, method
 
 
-def test_the_rounded_counts_are_those_of_the_paper():
+def test_the_rounded_parameter_counts_are_those_of_the_paper():
     def millions(preset, method):
         return adapter_parameters(read_config({"preset": preset, "method": method})) / 1e6
 
@@ -193,16 +197,16 @@ PLANS = [*zip(METHODS, itertools.cycle(SMALLER), strict=False)]
 
 @pytest.mark.parametrize(("method", "preset"), PLANS[: len(SMALLER)])
 def test_every_presets_plan_needs_neither_weights_nor_a_connection(preset, method):
-    told = describe(read_config({"preset": preset, "method": method}))
+    plan = describe(read_config({"preset": preset, "method": method}))
     adapted = {"cifar100-vit-b16": 24, "svhn-vit-b16": 24, "glue-llama": 32, "fashion-vit": 8}
     adapted["packages-minilm"] = 12
-    assert f"adapted         {adapted.get(preset, 48)} matrices" in told
+    assert f"adapted         {adapted.get(preset, 48)} matrices" in plan
 
 
 @pytest.mark.parametrize(("method", "preset"), PLANS[len(SMALLER) :])
-def test_every_methods_plan_needs_neither_weights_nor_a_connection(preset, method, shallow):
-    told = describe(read_config({"preset": preset, "method": method}))
-    assert f"adapted         {8 if preset.endswith('t5') else 4} matrices" in told
+def test_every_methods_plan_needs_neither_weights_nor_a_connection(preset, method, two_blocks):
+    plan = describe(read_config({"preset": preset, "method": method}))
+    assert f"adapted         {8 if preset.endswith('t5') else 4} matrices" in plan
 
 
 # Learning rates of the appendix: (iid, dirichlet) of the lower budget, then of the higher.
@@ -222,24 +226,24 @@ RATES = {
 
 @pytest.mark.parametrize(("preset", "method"), RATES)
 def test_learning_rates_are_those_of_the_paper(preset, method):
-    got = [
+    actual = [
         read_config(
             {"preset": preset, "method": method, "parameter-budget": budget, "partition": partition}
         ).learning_rate
         for budget in ("lower", "higher")
         for partition in ("iid", "dirichlet")
     ]
-    assert tuple(got) == RATES[preset, method]
+    assert tuple(actual) == RATES[preset, method]
 
 
-def test_a_budget_or_heads_of_ones_own_leave_the_papers_ranks():
+def test_other_heads_or_budgets_replace_the_papers_ranks():
     def rank(**settings):
-        given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return read_config({"preset": "cifar100-vit-b16"} | given).rank
+        config = {key.replace("_", "-"): value for key, value in settings.items()}
+        return read_config({"preset": "cifar100-vit-b16"} | config).rank
 
     assert rank() == 110
     assert rank(heads=4) == 110
-    assert rank(heads=8) is None  # what the budget allows, then
+    assert rank(heads=8) is None  # then the rank follows from the budget
     assert rank(lora_rank=16) is None
     assert rank(rank=7) == 7
     assert rank(parameter_budget="higher", method="ffa-lora") == 128
@@ -257,8 +261,8 @@ def test_rounds_batches_and_lengths_are_those_of_the_paper(preset):
     assert re.fullmatch(r"[0-9a-f]{40}", config.model.revision)
 
 
-def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
-    """The preset with other fields, in a folder of its own."""
+def preset_with(tmp_path, monkeypatch, preset="glue-llama", **changes):
+    """Write the preset with other fields into another folder."""
     content = yaml.safe_load((conf_folder() / f"{preset}.yaml").read_text())
     for path, value in changes.items():
         *parents, last = path.split("__")
@@ -272,7 +276,7 @@ def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"task": "x"}, "task 'x' is unknown. Expected one of: vision, text"),
         ({"data__max_length": 0}, "max-length = 0: expected a whole number at least 1"),
@@ -285,20 +289,20 @@ def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
         ({"model__shape": {"hidden_size": 1}}, "model.shape.model_type is missing"),
     ],
 )
-def test_a_damaged_preset_is_named(changes, told, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=f"glue-llama.yaml: .*{told}"):
-        read_config(broken(tmp_path, monkeypatch, **changes))
+def test_an_error_names_the_damaged_preset(changes, message, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"glue-llama.yaml: .*{message}"):
+        read_config(preset_with(tmp_path, monkeypatch, **changes))
 
 
-def test_keys_that_a_preset_has_no_use_for(tmp_path, monkeypatch):
+def test_keys_that_do_not_fit_the_preset_are_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="glue-task = 'rte': .* has no GLUE tasks"):
         read_config({"glue-task": "rte"})
     with pytest.raises(ValueError, match=r"max-length = 9: .* has no texts"):
         read_config({"max-length": 9})
     with pytest.raises(ValueError, match=r"data = './here': found no such folder, and an id"):
         read_config({"data": "./here"})
-    own = read_config({"data": "org/name"}).data  # the preset's columns and labels
-    assert (own.source, own.name, own.labels[-1]) == ("hub", "org/name", "9")
+    data = read_config({"data": "org/name"}).data  # with the preset's columns and labels
+    assert (data.source, data.name, data.labels[-1]) == ("hub", "org/name", "9")
     with pytest.raises(ValueError, match=r"model = './here': found no such folder, and an id"):
         read_config({"model": "./here"})
     (tmp_path / "data").mkdir()

@@ -1,4 +1,4 @@
-"""Runs with privacy of each example, whole and in process, on real digits."""
+"""Runs with example-level privacy, in process, on real digits."""
 
 import json
 import re
@@ -23,39 +23,41 @@ def rounds_of(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_with_private_examples_learns_and_goes_on_counting(tmp_path, capsys):
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_with_private_examples_learns_and_counts_epsilon_after_resuming(tmp_path, capsys):
     settings = PRIVATE | {"output-dir": str(tmp_path)}
     run = simulate(settings, CLIENTS)
     out = capsys.readouterr().out
-    assert out.count("epsilon ") >= 4  # what it may be, and a line a round
+    assert out.count("epsilon ") >= 4  # the planned value, and a line for each round
     assert "loss 0" not in out
-    assert run.summary["metrics"]["final"]["accuracy"] > 0.5  # by chance it would be 0.1
+    assert run.summary["metrics"]["final"]["accuracy"] > 0.5  # chance is 0.1
     account = json.loads((run.run_dir / "privacy.json").read_text())
-    z, asked = account["noise-multiplier"], account["asked"]
-    assert sum(rounds for _, rounds in asked.values()) == 6
-    largest = max(epsilon_of(z, rate, 1e-5, 10 * rounds) for rate, rounds in asked.values())
+    z, participations = account["noise-multiplier"], account["asked"]
+    assert sum(rounds for _, rounds in participations.values()) == 6
+    largest = max(
+        epsilon_of(z, rate, 1e-5, 10 * rounds) for rate, rounds in participations.values()
+    )
     assert run.summary["epsilon"] == pytest.approx(largest)
     assert run.summary["epsilon"] <= 8.0
     assert (run.summary["unit"], run.summary["delta"]) == ("example", 1e-5)
     for record in rounds_of(run):
         assert "train-loss" not in record
         assert not any("train-loss" in client for client in record["clients"])
-    for place in (run.run_dir / "adapter" / "README.md", run.run_dir / "report" / "index.html"):
-        assert f"epsilon {run.summary['epsilon']:.3f}" in place.read_text()
-        assert "for each example of a client" in place.read_text()
+    for path in (run.run_dir / "adapter" / "README.md", run.run_dir / "report" / "index.html"):
+        assert f"epsilon {run.summary['epsilon']:.3f}" in path.read_text()
+        assert "for each example of a client" in path.read_text()
     assert f"{run.summary['epsilon']:.3f}" in DashboardPage(run.run_dir).get().decode()
-    # It goes back, and what was asked stays asked, until nobody has any room.
-    again = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 99}, CLIENTS)
-    told = capsys.readouterr().out
+    # Resuming at an earlier round restores no privacy budget; the run ends when all is spent.
+    resumed = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 99}, CLIENTS)
+    output = capsys.readouterr().out
     assert re.search(
-        r"epsilon: round \d+ needs 1 client with room for it, and fewer have any", told
+        r"epsilon: round \d+ needs 1 client with room for it, and fewer have any", output
     )
-    assert 7.0 < again.summary["epsilon"] <= 8.0
-    assert again.summary["noise-multiplier"] == z
+    assert 7.0 < resumed.summary["epsilon"] <= 8.0
+    assert resumed.summary["noise-multiplier"] == z
     after = json.loads((run.run_dir / "privacy.json").read_text())["asked"]
-    assert all(rounds == 3 for _, rounds in after.values())  # as many as it was calibrated for
-    records = rounds_of(again)
+    assert all(rounds == 3 for _, rounds in after.values())  # the noise was calibrated for three
+    records = rounds_of(resumed)
     assert any(record.get("recounted") for record in records)
     assert any(record.get("out-of-budget") for record in records)
     (run.run_dir / "privacy.json").unlink()
@@ -63,42 +65,46 @@ def test_a_run_with_private_examples_learns_and_goes_on_counting(tmp_path, capsy
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 99}, CLIENTS)
 
 
-def test_a_plan_tells_what_examples_will_spend():
-    told = plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS)
+def test_a_plan_states_epsilon_of_examples():
+    plan = plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS)
     assert re.search(
-        r"of each example, at the client with the fewest \(359\): epsilon 8\.000", told
+        r"of each example, at the client with the fewest \(359\): epsilon 8\.000", plan
     )
-    assert re.search(r"all 20 rounds, \d\.\d+ in 10, the mean per client; delta 1e-05", told)
-    assert re.search(r"each example in a step with probability 0\.1783", told)
-    assert "noise of norm" in told
+    assert re.search(r"all 20 rounds, \d\.\d+ in 10, the mean per client; delta 1e-05", plan)
+    assert re.search(r"each example in a step with probability 0\.1783", plan)
+    assert "noise of norm" in plan
     nothing = plan_of(PRIVATE | {"method": "none", "classifier": "frozen"}, CLIENTS)
     assert "gradient has noise of norm 0 on" in nothing
-    few = plan_of(PRIVATE | {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}, CLIENTS)
-    fit = int(re.search(r"epsilon = 4 is spent by such a client after (\d+)", few)[1])  # type: ignore[index]
+    with_noise = plan_of(
+        PRIVATE | {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}, CLIENTS
+    )
+    num_rounds = int(re.search(r"epsilon = 4 is spent by such a client after (\d+)", with_noise)[1])  # type: ignore[index]
     rate = 64 / 359
-    assert epsilon_of(1.0, rate, 1e-5, 10 * fit) <= 4.0 < epsilon_of(1.0, rate, 1e-5, 10 * fit + 10)
+    assert (
+        epsilon_of(1.0, rate, 1e-5, 10 * num_rounds)
+        <= 4.0
+        < epsilon_of(1.0, rate, 1e-5, 10 * num_rounds + 10)
+    )
 
 
 def test_a_plan_counts_a_gradient_of_each_example():
-    """At the least the numbers that are trained, in four bytes, for every example of a batch."""
+    """It counts at least four bytes for each trained parameter and example of a batch."""
 
-    def kept(**settings):
-        told = plan_of(PRIVATE | settings, CLIENTS)
-        numbers = int(re.search(r"trained +([\d,]+) parameters", told)[1].replace(",", ""))  # type: ignore[index]
-        line = next(line for line in told.splitlines() if re.match("1 ", line))
+    def memory_of(**settings):
+        plan = plan_of(PRIVATE | settings, CLIENTS)
+        numbers = int(re.search(r"trained +([\d,]+) parameters", plan)[1].replace(",", ""))  # type: ignore[index]
+        line = next(line for line in plan.splitlines() if re.match("1 ", line))
         return float(line.split()[-2]) * 1e6, numbers
 
-    (private, numbers), (plain, _) = kept(), kept(privacy="none", epsilon="auto")
+    (private, numbers), (plain, _) = memory_of(), memory_of(privacy="none", epsilon="auto")
     assert private > plain * 0.5
-    larger, _ = kept(**{"batch-size": 256})
-    (small, _) = kept(**{"micro-batch-size": 8})
+    larger, _ = memory_of(**{"batch-size": 256})
+    (small, _) = memory_of(**{"micro-batch-size": 8})
     assert larger - private > 4 * (256 - 64) * numbers
     assert small < private / 4
 
 
-def test_a_classifier_that_is_not_linear_is_refused_before_there_is_a_directory(
-    tmp_path, monkeypatch
-):
+def test_a_trained_layer_without_a_rule_is_refused_before_the_run(tmp_path, monkeypatch):
     from ravan_flwr.adapters import by_example
 
     rules = {kind: rule for kind, rule in by_example.RULES.items() if kind.__name__ != "Linear"}

@@ -1,4 +1,4 @@
-"""A backbone in few bits: the same network to the bits' rounding, trained and taken home whole."""
+"""A quantized backbone: equal up to rounding, trained, and exported in full precision."""
 
 import json
 import sys
@@ -32,8 +32,8 @@ def settings(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(settings):
-    """The pretrained weights, by name."""
+def pretrained_weights(settings):
+    """Return name -> pretrained weight."""
     return dict(ModelAndData(read_config(settings)).model.network.named_parameters())
 
 
@@ -45,34 +45,40 @@ def logits_of(loaded):
         return loaded.model.network.eval()(**batch).logits
 
 
-@pytest.mark.parametrize("how", BITS)
-def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
-    whole = ModelAndData(read_config(settings))
-    few = ModelAndData(read_config(settings | {"backbone-dtype": how}))
-    assert whole.backbone_fingerprint == few.backbone_fingerprint
-    assert whole.model.method.size == few.model.method.size
-    expected, got = logits_of(whole), logits_of(few)
-    assert not torch.equal(expected, got)
-    assert (got - expected).abs().max() < {"8bit": 0.1, "4bit": 0.6}[how] * expected.abs().max()
-    kinds = {type(m).__name__ for m in few.model.network.modules() if "Linear" in type(m).__name__}
-    small = {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[how]
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_quantized_network_is_equal_up_to_rounding(dtype, settings):
+    full_precision = ModelAndData(read_config(settings))
+    quantized = ModelAndData(read_config(settings | {"backbone-dtype": dtype}))
+    assert full_precision.backbone_fingerprint == quantized.backbone_fingerprint
+    assert full_precision.model.method.size == quantized.model.method.size
+    expected, actual = logits_of(full_precision), logits_of(quantized)
+    assert not torch.equal(expected, actual)
+    assert (actual - expected).abs().max() < {"8bit": 0.1, "4bit": 0.6}[
+        dtype
+    ] * expected.abs().max()
+    kinds = {
+        type(m).__name__ for m in quantized.model.network.modules() if "Linear" in type(m).__name__
+    }
+    small = {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[dtype]
     assert kinds == {small, "MultiHeadLinear", "Linear"}
-    head = few.model.network.get_submodule("score")
+    head = quantized.model.network.get_submodule("score")
     assert type(head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings, monkeypatch):
-    """A step in bfloat16 would else write each weight in float32 first, twice the bytes."""
+def test_weights_are_dequantized_to_the_precision_of_the_computation(
+    precision, settings, monkeypatch
+):
+    """Else a step in bfloat16 would first write each weight in float32, with twice the bytes."""
     import bitsandbytes.functional as F
 
     unpacked, unpack = [], F.dequantize_4bit
 
-    def seen(*given, **named):
-        unpacked.append(unpack(*given, **named))
+    def record_unpacked(*arguments, **named):
+        unpacked.append(unpack(*arguments, **named))
         return unpacked[-1]
 
-    monkeypatch.setattr(F, "dequantize_4bit", seen)
+    monkeypatch.setattr(F, "dequantize_4bit", record_unpacked)
     loaded = ModelAndData(
         read_config(settings | {"backbone-dtype": "4bit", "precision": precision})
     )
@@ -89,19 +95,21 @@ def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings
     assert {weight.dtype for weight in unpacked} == {getattr(torch, precision)}
 
 
-# Every method in either number of bits, and in either precision; these two meet in its neighbours.
+# Every method with both quantizations; precisions alternate, so that neighbours have the others.
 PRECISIONS = ("float32", "bfloat16")
 RUNS = [
-    (how, method, PRECISIONS[(place + number) % 2])
+    (dtype, method, PRECISIONS[(position + number) % 2])
     for number, method in enumerate(FROZEN)
-    for place, how in enumerate(BITS)
+    for position, dtype in enumerate(BITS)
 ]
 
 
-@pytest.mark.parametrize(("how", "method", "precision"), RUNS)
-def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, whole, tmp_path):
-    given = settings | {"backbone-dtype": how, "method": method, "precision": precision}
-    run = simulate(given | {"output-dir": str(tmp_path)}, 2)
+@pytest.mark.parametrize(("dtype", "method", "precision"), RUNS)
+def test_a_run_trains_and_its_export_has_full_precision(
+    dtype, method, precision, settings, pretrained_weights, tmp_path
+):
+    run_settings = settings | {"backbone-dtype": dtype, "method": method, "precision": precision}
+    run = simulate(run_settings | {"output-dir": str(tmp_path)}, 2)
     records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
     assert not [reply for record in records for reply in record["rejected"]]
     client = 0 if METHODS[method].personalised else None
@@ -111,15 +119,15 @@ def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, 
         merged = merged_network(loaded)
         for layer, delta in zip(loaded.model.layers, deltas, strict=True):
             weight = merged.get_parameter(f"{layer.name}.weight")
-            old = whole[f"{layer.name}.base.weight"]
+            old = pretrained_weights[f"{layer.name}.base.weight"]
             torch.testing.assert_close(weight, old + delta, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scoring", ["weight", "gradient"])
-@pytest.mark.parametrize("how", BITS)
-def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
-    given = settings | {"backbone-dtype": how, "scoring": scoring, "budgets": "uniform"}
-    run = simulate(given | {"output-dir": str(tmp_path)}, 2)
+@pytest.mark.parametrize("dtype", BITS)
+def test_heads_are_selected_by_score(dtype, scoring, settings, tmp_path):
+    run_settings = settings | {"backbone-dtype": dtype, "scoring": scoring, "budgets": "uniform"}
+    run = simulate(run_settings | {"output-dir": str(tmp_path)}, 2)
     assert run.summary["rejected"] == 0
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     assert any(client["heads"] < 4 for line in lines for client in json.loads(line)["clients"])
@@ -128,20 +136,20 @@ def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
     linear.weight.data = weight
     network = torch.nn.ModuleDict({"a": linear})
     assert weight_norm(linear) == pytest.approx(float(weight.norm()))
-    quantize(network, how, [])
+    quantize(network, dtype, [])
     small: Any = network["a"]
     assert weight_norm(small) == pytest.approx(float(weight.norm()))
 
 
-@pytest.mark.parametrize("how", BITS)
-def test_a_large_bias_costs_no_bits_of_the_weight(how):
-    """Which is read as what the layer computes of unit vectors."""
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_large_bias_does_not_change_the_dequantized_weight(dtype):
+    """`dense_weight` computes the weight from the layer's outputs for unit vectors."""
     torch.manual_seed(0)
     plain, biased = (torch.nn.Linear(64, 64, bias=bias) for bias in (False, True))
     biased.weight.data.copy_(plain.weight.data)
     biased.bias.data.fill_(20.0)
     network = torch.nn.ModuleDict({"plain": plain, "biased": biased})
-    quantize(network, how, [])
+    quantize(network, dtype, [])
     small: Any = network["biased"]
     assert torch.equal(dense_weight(small), dense_weight(network["plain"]))
     assert float(small.bias[0]) == 20.0
@@ -149,28 +157,28 @@ def test_a_large_bias_costs_no_bits_of_the_weight(how):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].frozen_backbone])
 def test_methods_that_change_the_backbone_are_refused(method, settings, tmp_path):
-    told = f"backbone-dtype = '4bit': got method '{method}', which changes pretrained weights"
-    with pytest.raises(ValueError, match=told):
+    message = f"backbone-dtype = '4bit': got method '{method}', which changes pretrained weights"
+    with pytest.raises(ValueError, match=message):
         simulate(
             settings | {"backbone-dtype": "4bit", "method": method, "output-dir": str(tmp_path)}, 2
         )
 
 
-def test_without_the_library_it_says_what_to_install(settings, monkeypatch):
+def test_without_bitsandbytes_an_error_names_the_extra(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"pip install 'ravan-flwr\[quantize\]'"):
         quantize(torch.nn.Sequential(torch.nn.Linear(2, 2)), "4bit", [])
 
 
-@pytest.mark.parametrize("how", BITS)
-def test_the_plan_counts_the_bits(how, settings, monkeypatch):
-    monkeypatch.setattr(multihead, "merges", lambda *_: False)  # as of few bits
-    whole, few = (
+@pytest.mark.parametrize("dtype", BITS)
+def test_the_plan_counts_quantized_weights(dtype, settings, monkeypatch):
+    monkeypatch.setattr(multihead, "merges", lambda *_: False)  # as with quantized weights
+    full_precision, quantized = (
         step_memory(read_config(settings | {"backbone-dtype": kind}), 1.0)
-        for kind in ("float32", how)
+        for kind in ("float32", dtype)
     )
     network = ModelAndData(read_config(settings)).model.network
     linears = quantizable(network, [network.get_parameter("score.weight")]).values()
-    expected = sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8
-    assert whole.weights - few.weights == pytest.approx(expected, abs=1)
-    assert whole.activations == few.activations
+    expected = sum(linear.weight.numel() for linear in linears) * (32 - BITS[dtype]) / 8
+    assert full_precision.weights - quantized.weights == pytest.approx(expected, abs=1)
+    assert full_precision.activations == quantized.activations

@@ -1,4 +1,4 @@
-"""Reports, spectra and tracking: what they say is what the records say."""
+"""Reports, spectra and tracking agree with the round log."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 
 
 class Page(Tags):
-    """The tags of a page, and its text."""
+    """Parser that collects a page's tags and text."""
 
     VOID = ("meta", "br", "img")
 
@@ -87,27 +87,27 @@ def test_heads_and_participation_are_those_of_the_records(runs):
     records = [json.loads(line) for line in (runs[0] / "rounds.jsonl").read_text().splitlines()]
     charts: dict[str, Any] = {chart.name: chart for chart in run_charts(run)}
     heights = [patch.get_height() for patch in charts["participation"].figure.axes[0].patches]
-    counted = [0] * 5
+    num_rounds = [0] * 5
     times = torch.zeros(8, 4)
     for record in records:
         for client in record["clients"]:
-            counted[client["partition-id"]] += 1
+            num_rounds[client["partition-id"]] += 1
             for layer, heads in enumerate(client["selected"]):
                 times[layer, heads] += 1
-    assert heights == [counted.count(rounds) for rounds in range(max(counted) + 1)]
-    shown = charts["heads"].figure.axes[0].images[0].get_array()
-    assert torch.equal(torch.tensor(shown.tolist()), times)
+    assert heights == [num_rounds.count(rounds) for rounds in range(max(num_rounds) + 1)]
+    drawn = charts["heads"].figure.axes[0].images[0].get_array()
+    assert torch.equal(torch.tensor(drawn.tolist()), times)
     norms = charts["norms"].figure.axes[0].images[0].get_array()
     assert norms.shape == (8, 4)
 
 
-def test_clients_that_are_no_longer_there_are_shown(runs, tmp_path):
-    """A run with the devices' own data may go on with fewer of them."""
+def test_the_participation_chart_has_clients_that_left(runs, tmp_path):
+    """A run with devices' own data may continue with fewer devices."""
     fewer = tmp_path / "fewer"
     shutil.copytree(runs[0], fewer)
     records = [json.loads(line) for line in (fewer / "rounds.jsonl").read_text().splitlines()]
     records[-1] |= {"partitions": 1, "clients": []}
-    (fewer / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (fewer / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (chart,) = [
         chart for chart in run_charts(RecordedRun.read(fewer)) if chart.name == "participation"
     ]
@@ -115,7 +115,7 @@ def test_clients_that_are_no_longer_there_are_shown(runs, tmp_path):
     assert sum(patch.get_height() for patch in axes.patches) == 5
 
 
-def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
+def test_norms_of_heads_are_those_of_their_delta_weights(runs):
     written = json.loads((runs[0] / "summary.json").read_text())["head-norms"]
     with result_of(runs[0]) as loaded:
         for layer, adapter in zip(loaded.model.layers, loaded.model.adapters, strict=True):
@@ -125,10 +125,10 @@ def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
             assert written[layer.name] == pytest.approx(expected, rel=1e-4)
 
 
-def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_path):
+def test_several_runs_are_grouped_with_seeds_as_a_band(runs, tmp_path):
     groups = group_runs([RecordedRun.read(path) for path in runs])
-    assert {name: len(members) for name, members in groups.items()} == {"ravan": 2, "hetlora": 2}
-    # Another rate is no other seed.
+    assert {name: len(grouped) for name, grouped in groups.items()} == {"ravan": 2, "hetlora": 2}
+    # Runs with other learning rates are other groups.
     ravan, faster, hetlora = (
         RecordedRun.read(runs[0]),
         RecordedRun.read(runs[1]),
@@ -139,7 +139,7 @@ def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_pa
         "ravan, learning-rate 0.003", "ravan, learning-rate 9.0",
         f"hetlora, learning-rate {hetlora.config['learning-rate']}",
     }  # fmt: skip
-    # What a method does nothing with, what goes with another setting, and what has no effect.
+    # Settings without effect, or that follow from another setting, make no group.
     faster.config.update(
         {
             "learning-rate": 0.003, "method": "local", "heads": 9,
@@ -160,7 +160,7 @@ def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_pa
     assert f"{min(finals):.4f} to {max(finals):.4f}" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     for name in ("config.json", "rounds.jsonl"):
         (tmp_path / name).write_text((runs[0] / name).read_text())
@@ -170,14 +170,14 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     (tmp_path / "rounds.jsonl").write_text("\n".join([json.dumps(record), *lines[1:], ""]))
     main(["report", str(tmp_path)])
     page = read_page(tmp_path / "report" / "index.html")
-    assert "<script>alert(1)</script>" in page.text  # as text
+    assert "<script>alert(1)</script>" in page.text  # shown as text
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert "This run has not finished." in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
-    """Reasons and names come from clients: each stays in its cell, whatever is in it."""
+    """Reasons and names come from clients: each must stay in its cell."""
 
     def rejected(texts):
         def change(records):
@@ -187,33 +187,35 @@ def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
         return change
 
     def parsed(folder, texts):
-        page = write_report([copied(runs[0], tmp_path / folder, rejected(texts))], tmp_path / "out")
+        page = write_report(
+            [copy_of(runs[0], tmp_path / folder, rejected(texts))], tmp_path / "out"
+        )
         return read_page(page)
 
     page, harmless = parsed("bad", HOSTILE), parsed("good", ["x"] * len(HOSTILE))
     assert page.tags == harmless.tags
     assert "49" not in page.text.partition("Rejected replies")[2].partition("Settings")[0]
-    shown = page.text.replace("\ufffd", "\x00")  # what HTML has in place of a zero
+    shown_text = page.text.replace("\ufffd", "\x00")  # which HTML has instead of a zero byte
     for text in HOSTILE:
         expected = text.encode(errors="backslashreplace").decode()
-        assert shown.replace("\r", "").count(expected.replace("\r", "")) == 2, text
+        assert shown_text.replace("\r", "").count(expected.replace("\r", "")) == 2, text
 
 
-def test_text_of_a_run_is_no_formula(runs, tmp_path):
-    """A path with two dollars, and all that has a meaning between them."""
+def test_dollar_signs_in_texts_start_no_formula(runs, tmp_path):
+    """Matplotlib would read text between two dollar signs as a formula."""
     names = [r"/data/$\frac{$/it's_a^model", r"/data/$x_$ and \$y^"]
     for run, name in zip(runs[:2], names, strict=True):
-        folder = copied(run, tmp_path / str(names.index(name)))
+        folder = copy_of(run, tmp_path / str(names.index(name)))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"model": {"name": name}}))
     main(["report", str(tmp_path / "0"), str(tmp_path / "1"), "--output", str(tmp_path / "out")])
     text = read_page(tmp_path / "out" / "index.html").text
     for name in names:
-        assert text.count(name.replace("\\", "\\" * 2)) > 4  # legends of pictures, and a table
+        assert text.count(name.replace("\\", "\\" * 2)) > 4  # in legends of charts, and a table
 
 
-def copied(run, folder, change=lambda records: records):
-    """The records of a run, changed, and no summary."""
+def copy_of(run, folder, change=lambda records: records):
+    """Copy a run's config and changed round log, without the summary."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text((run / "config.json").read_text())
     records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
@@ -222,55 +224,58 @@ def copied(run, folder, change=lambda records: records):
     return folder
 
 
-def test_heads_that_nobody_trained_are_shown(runs, tmp_path):
+def test_untrained_heads_are_shown(runs, tmp_path):
     def first_heads_only(records):
         for client in (client for record in records for client in record["clients"]):
             client["selected"] = [[0] for _ in client["selected"]]
         return records
 
-    folder = copied(runs[0], tmp_path, first_heads_only)
+    folder = copy_of(runs[0], tmp_path, first_heads_only)
     (folder / "summary.json").write_text((runs[0] / "summary.json").read_text())
     charts: dict[str, Any] = {chart.name: chart for chart in run_charts(RecordedRun.read(folder))}
-    shown = torch.tensor(charts["heads"].figure.axes[0].images[0].get_array().tolist())
-    assert shown.shape == (8, 4)
-    assert (shown[:, 0] > 0).all()
-    assert not shown[:, 1:].any()
+    drawn = torch.tensor(charts["heads"].figure.axes[0].images[0].get_array().tolist())
+    assert drawn.shape == (8, 4)
+    assert (drawn[:, 0] > 0).all()
+    assert not drawn[:, 1:].any()
 
 
-def test_runs_that_were_not_evaluated_or_otherwise(runs, tmp_path, capsys):
-    def without(records):
+def test_runs_without_evaluation_or_with_another_metric(runs, tmp_path, capsys):
+    def without_metrics(records):
         return [record | {"metrics": {}} for record in records]
 
-    def other(records):
+    def with_other_metric(records):
         return [record | {"metrics": {"f1": 0.5}} for record in records]
 
-    blind, f1 = copied(runs[0], tmp_path / "a", without), copied(runs[0], tmp_path / "b", other)
-    seeing = copied(runs[2], tmp_path / "c")  # without its table by class
-    main(["report", str(blind), str(seeing), "--output", str(tmp_path / "out")])
+    not_evaluated, f1 = (
+        copy_of(runs[0], tmp_path / "a", without_metrics),
+        copy_of(runs[0], tmp_path / "b", with_other_metric),
+    )
+    evaluated = copy_of(runs[2], tmp_path / "c")  # without the file of the table by class
+    main(["report", str(not_evaluated), str(evaluated), "--output", str(tmp_path / "out")])
     page = read_page(tmp_path / "out" / "index.html")
     assert "not evaluated" in page.text
     assert "0.0000" not in page.text
-    main(["report", str(blind), "--output", str(tmp_path / "one")])
+    main(["report", str(not_evaluated), "--output", str(tmp_path / "one")])
     assert not (tmp_path / "one" / "loss.png").exists()  # nothing to draw
     with pytest.raises(SystemExit):
         main(["report", str(f1), str(runs[2]), "--output", str(tmp_path / "two")])
     assert "expected a common metric" in capsys.readouterr().err
 
 
-def with_every(key, value):
+def with_value(key, value):
     return lambda records: [record | {key: value} for record in records]
 
 
-def test_what_is_damaged_is_named(runs, tmp_path, capsys):
-    old = copied(runs[0], tmp_path / "old", lambda records: [{"round": 1, "clients": []}])
-    cut = copied(runs[0], tmp_path / "cut")
+def test_damaged_files_are_named(runs, tmp_path, capsys):
+    old = copy_of(runs[0], tmp_path / "old", lambda records: [{"round": 1, "clients": []}])
+    cut = copy_of(runs[0], tmp_path / "cut")
     text = (cut / "rounds.jsonl").read_text()
     (cut / "rounds.jsonl").write_text(text[:50] + "\n" + text[50:])
-    bad = copied(runs[0], tmp_path / "bad")
+    bad = copy_of(runs[0], tmp_path / "bad")
     (bad / "summary.json").write_text("{")
-    void = copied(runs[0], tmp_path / "void", with_every("train-loss", None))
-    text_for_list = copied(runs[0], tmp_path / "text", with_every("rejected", ["1"]))
-    for folder, told in (
+    void = copy_of(runs[0], tmp_path / "void", with_value("train-loss", None))
+    text_for_list = copy_of(runs[0], tmp_path / "text", with_value("rejected", ["1"]))
+    for folder, message in (
         (old, "rounds.jsonl: line 1 is damaged (it has metrics: got nothing: Field required)"),
         (void, "line 1 is damaged (it has train-loss: got None: Input should be a valid number)"),
         (text_for_list, "line 1 is damaged (it has rejected.0: got '1': Input should be a valid"),
@@ -280,10 +285,10 @@ def test_what_is_damaged_is_named(runs, tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main(["report", str(folder)])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_what_is_no_run_is_told(tmp_path, capsys):
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     assert "found no config.json there" in capsys.readouterr().err
@@ -293,9 +298,9 @@ def test_what_is_no_run_is_told(tmp_path, capsys):
     assert "has no finished round, expected at least one" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_of_several_runs_those_without_a_round_are_skipped_by_name(runs, tmp_path, capsys):
-    unfinished = copied(runs[0], tmp_path / "unfinished", lambda records: [])
+@pytest.mark.usefixtures("without_charts")
+def test_runs_without_a_round_are_skipped_by_name(runs, tmp_path, capsys):
+    unfinished = copy_of(runs[0], tmp_path / "unfinished", lambda records: [])
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "lock").write_text("process 1 on x")
@@ -304,41 +309,41 @@ def test_of_several_runs_those_without_a_round_are_skipped_by_name(runs, tmp_pat
     assert f"skipped: {unfinished} has no finished round" in printed
     assert f"skipped: {begun} has only begun" in printed
     assert read_page(tmp_path / "out" / "index.html").text.count("Settings") == 1
-    for given, told in (
+    for run_dirs, message in (
         ([unfinished, begun], "report: none of 2 runs has a finished round, expected at least one"),
-        ([runs[0], tmp_path], "found no config.json there"),  # no run at all is a mistake
+        ([runs[0], tmp_path], "found no config.json there"),  # a folder that is no run is an error
     ):
         with pytest.raises(SystemExit) as end:
-            main(["report", *map(str, given), "--output", str(tmp_path / "none")])
+            main(["report", *map(str, run_dirs), "--output", str(tmp_path / "none")])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
 def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
-    """What one of them has not is its default there, and no difference where the other has that."""
+    """A missing setting counts as its default."""
 
-    def changed(name, **changes):
-        folder = copied(runs[0], tmp_path / name)
+    def changed_run(name, **changes):
+        folder = copy_of(runs[0], tmp_path / name)
         config = json.loads((folder / "config.json").read_text()) | changes
         config = {key: value for key, value in config.items() if value != "GONE"}
         (folder / "config.json").write_text(json.dumps(config))
         return RecordedRun.read(folder)
 
-    now, later = changed("now"), changed("later", **{"a-later-key": True})
-    earlier = changed("earlier", rank="GONE")
-    assert list(group_runs([now, later])) == ["ravan", "a-later-key True"]
-    assert list(group_runs([now, earlier])) == ["rank 13", "ravan"]
-    assert list(group_runs([earlier, now])) == ["ravan", "rank 13"]
+    current, later = changed_run("now"), changed_run("later", **{"a-later-key": True})
+    earlier = changed_run("earlier", rank="GONE")
+    assert list(group_runs([current, later])) == ["ravan", "a-later-key True"]
+    assert list(group_runs([current, earlier])) == ["rank 13", "ravan"]
+    assert list(group_runs([earlier, current])) == ["ravan", "rank 13"]
     with pytest.raises(ValueError, match=r"config.json lacks method, expected the settings"):
-        changed("void", method="GONE")
+        changed_run("void", method="GONE")
 
 
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
     main(["report", *map(str, runs), "--spectrum", "--output", str(tmp_path)])
-    of_spectra = {"spectrum.png", "effective-rank.png", "spectrum.csv"}
-    assert {path.name for path in write_spectra(runs, tmp_path / "alone")} == of_spectra
-    assert of_spectra < {p.name for p in tmp_path.iterdir()}
+    spectra_files = {"spectrum.png", "effective-rank.png", "spectrum.csv"}
+    assert {path.name for path in write_spectra(runs, tmp_path / "alone")} == spectra_files
+    assert spectra_files < {p.name for p in tmp_path.iterdir()}
     page = read_page(tmp_path / "index.html").text
     assert page.count("Singular values of the update") == 1
     with (tmp_path / "spectrum.csv").open() as file:
@@ -354,7 +359,7 @@ def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
         assert float(row["norm"]) == pytest.approx(float(delta.norm()), rel=1e-4)
 
 
-def test_the_effective_rank():
+def test_the_effective_rank_of_equal_and_unequal_values():
     assert effective_rank(torch.ones(5)) == pytest.approx(5)
     assert effective_rank(torch.tensor([3.0, 0.0])) == pytest.approx(1)
     assert effective_rank(torch.zeros(4)) == 0
@@ -362,7 +367,7 @@ def test_the_effective_rank():
 
 
 def events_in(folder):
-    """TFRecords: length, its checksum, data, its checksum."""
+    """Read TFRecords: length, its checksum, data, its checksum."""
     events = []
     for path in folder.iterdir():
         data, at = path.read_bytes(), 0
@@ -375,7 +380,7 @@ def events_in(folder):
 
 def test_tensorboard_gets_every_round(tmp_path):
     run = simulate(SHORT | {"tracking": "tensorboard", "output-dir": str(tmp_path)}, 3).run_dir
-    got = {
+    logged = {
         (event.step, value.tag): value.simple_value
         for event in events_in(run / "tensorboard")
         for value in event.summary.value
@@ -387,11 +392,11 @@ def test_tensorboard_gets_every_round(tmp_path):
             ("evaluation/accuracy", record["metrics"]["accuracy"]),
             ("bytes/up", record["bytes-up"]),
         ):
-            assert got[record["round"], tag] == pytest.approx(value, rel=1e-5)
+            assert logged[record["round"], tag] == pytest.approx(value, rel=1e-5)
 
 
 class FakeWandB:
-    """As much of the package as is used."""
+    """The part of the package that is used."""
 
     def __init__(self, fails=False):
         self.logged, self.finished, self.fails = [], False, fails
@@ -410,13 +415,13 @@ class FakeWandB:
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """Any package is found."""
+def all_installed(monkeypatch):
+    """Make every package appear as installed."""
     monkeypatch.setattr(tracking, "_is_installed", lambda name: True)
 
 
-@pytest.mark.usefixtures("installed")
-def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("all_installed")
+def test_wandb_and_mlflow_get_every_round(tmp_path, monkeypatch):
     wandb = FakeWandB()
     logged: list[tuple[int, float]] = []
     mlflow = SimpleNamespace(
@@ -436,16 +441,16 @@ def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
     assert wandb.settings["config"]["method"] == "ravan"
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_run_is_not_lost_to_a_tracker_that_cannot_begin(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # it has no init
+@pytest.mark.usefixtures("all_installed")
+def test_a_tracker_that_cannot_start_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # a module without `init`
     simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
     assert simulation.summary["rounds"] == 3
     assert "no tracking with wandb" in caplog.text
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
+@pytest.mark.usefixtures("all_installed")
+def test_a_tracker_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
     wandb = FakeWandB(fails=True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
@@ -454,7 +459,7 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
     assert wandb.finished
 
 
-def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_an_error_names_the_package_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"tracking = 'mlflow': the package mlflow is not install"):
         check_tracking("mlflow")

@@ -56,22 +56,22 @@ def state_of(run, number):
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """What clients would have sent as it is, by round: each state sent, and each upload."""
-    seen = defaultdict(list)
+    """Record the unmasked uploads: round -> list of (state sent, upload, schedule)."""
+    by_round = defaultdict(list)
 
-    def noted(method, sent, upload, schedule, rows, random, made=masked.to_numbers):
-        own = {k: v for k, v in sent.items() if k != CLASSIFIER}
+    def record_upload(method, sent, upload, schedule, rows, random, original=masked.to_numbers):
+        sent_tensors = {k: v for k, v in sent.items() if k != CLASSIFIER}
         trained = {k: v for k, v in upload.items() if k != CLASSIFIER}
-        whole = method.expand_upload(trained, own) | {CLASSIFIER: upload[CLASSIFIER]}
-        seen[schedule.round].append((sent, whole, schedule))
-        return made(method, sent, upload, schedule, rows, random)
+        expanded = method.expand_upload(trained, sent_tensors) | {CLASSIFIER: upload[CLASSIFIER]}
+        by_round[schedule.round].append((sent, expanded, schedule))
+        return original(method, sent, upload, schedule, rows, random)
 
-    monkeypatch.setattr(masked_training, "to_numbers", noted)
-    return seen
+    monkeypatch.setattr(masked_training, "to_numbers", record_upload)
+    return by_round
 
 
 def misbehave(monkeypatch, behave):
-    """`behave(partition, round, phase, message)` returns a reply in place of the client's own."""
+    """Let `behave(partition, round, phase, message, honest)` make the clients' replies."""
 
     def reply(message, context, honest=worker_process.reply_of):
         kind = message.metadata.message_type.partition(".")[2]
@@ -82,8 +82,8 @@ def misbehave(monkeypatch, behave):
     monkeypatch.setattr(parallel_clients, "reply_of", reply)
 
 
-def failing(*faults):
-    """Fail as a client whose process ended: (partition, round, phase)."""
+def fail_in(*faults):
+    """Make clients fail, by (partition, round, phase), as if their processes had ended."""
 
     def behave(partition, number, kind, message, honest):
         if (partition, number, kind) in faults:
@@ -93,28 +93,28 @@ def failing(*faults):
     return behave
 
 
-def check_against_plain(uploads, state, alive, head_mean="trained"):
-    """Each tensor of the state is the plain mean of those alive, or as it was sent.
+def check_against_plain(uploads, state, used, head_mean="trained"):
+    """Check that each tensor of the state is the plain mean of the used uploads, or unchanged.
 
-    "all": of H, where who did not train a head has left it.
+    With `head_mean` "all", clients that did not train a head count with its old value.
     """
     sent, _, schedule = uploads[0]
     bounds = {part.name: part.bound for part in schedule.parts}
     for name, old in sent.items():
         rows = max(1, next(part.rows for part in schedule.parts if part.name == name))
-        tensors = [uploads[i][1][name].double().reshape(rows, -1) for i in alive]
-        stacked, before = torch.stack(tensors), old.double().reshape(rows, -1)
+        tensors = [uploads[i][1][name].double().reshape(rows, -1) for i in used]
+        stacked, old_rows = torch.stack(tensors), old.double().reshape(rows, -1)
         trained = ~stacked.isnan().any(2)
         for row in range(rows):
             chosen = stacked[trained[:, row], row]
             if head_mean == "all" and name == "H" and len(chosen):
-                left = [before[row]] * (len(stacked) - len(chosen))
-                whole = torch.stack([*chosen, *left]).mean(0)
+                unchanged = [old_rows[row]] * (len(stacked) - len(chosen))
+                mean_of_all = torch.stack([*chosen, *unchanged]).mean(0)
             else:
-                whole = chosen.mean(0)
-            mean = whole if len(chosen) >= 4 else before[row]
-            got = state[name].double().reshape(rows, -1)[row]
-            error = float((got - mean).abs().max())
+                mean_of_all = chosen.mean(0)
+            mean = mean_of_all if len(chosen) >= 4 else old_rows[row]
+            actual = state[name].double().reshape(rows, -1)[row]
+            error = float((actual - mean).abs().max())
             rounding = 1e-7 * float(mean.abs().max())  # of float32
             assert error <= step_of(bounds[name]) + rounding, (name, row)
 
@@ -133,7 +133,7 @@ def check_against_plain(uploads, state, alive, head_mean="trained"):
         {"method": "ffa-lora"},
     ],
 )
-def test_the_next_state_is_the_plain_one_to_the_rounding(tmp_path, uploads, settings):
+def test_the_next_state_equals_the_plain_mean_up_to_rounding(tmp_path, uploads, settings):
     run = simulate(QUICK | settings | {"output-dir": str(tmp_path), "num-rounds": 2}, 8)
     for record in records_of(run):
         assert "refused" not in record
@@ -143,12 +143,12 @@ def test_the_next_state_is_the_plain_one_to_the_rounding(tmp_path, uploads, sett
         assert not any("train-loss" in client for client in record["clients"])
         number = record["round"]
         assert len(record["clients"]) == len(uploads[number]) == 6
-        how = settings.get("head-mean", "trained")
-        check_against_plain(uploads[number], state_of(run, number), range(6), how)
+        head_mean = settings.get("head-mean", "trained")
+        check_against_plain(uploads[number], state_of(run, number), range(6), head_mean)
 
 
-def test_a_whole_budget_gives_what_a_plain_run_gives(tmp_path):
-    """The same clients, heads and batches: only the rounding differs."""
+def test_with_full_budgets_a_secure_run_equals_a_plain_run_up_to_rounding(tmp_path):
+    """Clients, heads and batches are the same: only the rounding differs."""
     states = []
     for secure in (True, False):
         folder = str(tmp_path / str(secure))
@@ -163,27 +163,30 @@ def test_a_whole_budget_gives_what_a_plain_run_gives(tmp_path):
 @pytest.mark.parametrize(
     ("phase", "head_mean"), [*((phase, "trained") for phase in PHASES), ("masked", "all")]
 )
-def test_a_client_that_fails_costs_itself(tmp_path, monkeypatch, uploads, phase, head_mean):
-    misbehave(monkeypatch, failing((1, 1, phase), (4, 1, phase)))
+def test_a_failed_client_alone_is_rejected(tmp_path, monkeypatch, uploads, phase, head_mean):
+    misbehave(monkeypatch, fail_in((1, 1, phase), (4, 1, phase)))
     settings = QUICK | {"budgets": "uniform", "head-mean": head_mean}
     run = simulate(settings | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
-    assert [one["client"] for one in record["rejected"]] == ["partition 1", "partition 4"]
+    assert [rejection["client"] for rejection in record["rejected"]] == [
+        "partition 1",
+        "partition 4",
+    ]
     assert "on fire" in record["rejected"][0]["reason"]
     sent = phase in ("agree", "unmask")
-    left = [0, 1, 2, 3, 4, 5] if sent else [0, 2, 3, 5]
-    assert [client["partition-id"] for client in record["clients"]] == left
+    remaining = [0, 1, 2, 3, 4, 5] if sent else [0, 2, 3, 5]
+    assert [client["partition-id"] for client in record["clients"]] == remaining
     assert record["secure"]["dropped"] == ([] if sent else [1, 4] if phase == "masked" else [])
-    # Who fails in `masked` was not asked to the end, so that all that was noted is alive.
-    check_against_plain(uploads[1], state_of(run, 1), range(len(left)), head_mean)
+    # A client that fails in `masked` records no upload, so all recorded uploads are used.
+    check_against_plain(uploads[1], state_of(run, 1), range(len(remaining)), head_mean)
 
 
 @pytest.mark.parametrize("phase", ["shares", "masked", "agree", "unmask"])
-def test_a_round_that_too_many_leave_is_without_effect_and_the_next_goes_on(
+def test_a_round_with_too_many_failures_has_no_effect_on_the_state_or_later_rounds(
     tmp_path, monkeypatch, phase
 ):
-    misbehave(monkeypatch, failing(*((p, 1, phase) for p in (0, 2, 5))))
+    misbehave(monkeypatch, fail_in(*((p, 1, phase) for p in (0, 2, 5))))
     run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
     first, second = records_of(run)
     assert re.search(r"3 of 6 clients|got 3 shares", first["refused"])
@@ -193,15 +196,15 @@ def test_a_round_that_too_many_leave_is_without_effect_and_the_next_goes_on(
     assert run.summary["without-effect"] == [1]
 
 
-def test_fewer_clients_than_the_minimum_train_nothing(tmp_path, monkeypatch):
-    misbehave(monkeypatch, failing(*((p, 1, "keys") for p in range(4))))
+def test_a_round_below_the_minimum_of_clients_is_refused(tmp_path, monkeypatch):
+    misbehave(monkeypatch, fail_in(*((p, 1, "keys") for p in range(4))))
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
-def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
-    """Two of eight: in one process there are no others to come."""
+def test_the_server_does_not_wait_if_too_few_clients_are_eligible(tmp_path):
+    """Two of eight are eligible, and in process no other clients can register."""
     settings = QUICK | {"budgets": "uniform", "method": "full", "round-timeout": 120.0}
     began = time.monotonic()
     run = simulate(settings | {"output-dir": str(tmp_path)}, 8)
@@ -210,17 +213,17 @@ def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
     assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
-def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
+def test_a_secure_run_resumes_to_the_same_bits(tmp_path):
     settings = QUICK | {"budgets": "uniform", "num-rounds": 2}
-    whole = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
+    uninterrupted = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
     first = simulate(settings | {"num-rounds": 1, "output-dir": str(tmp_path / "parts")}, 6)
-    again = simulate(settings | {"resume": str(first.run_dir)}, 6)
-    for name, tensor in state_of(whole, 2).items():
-        assert torch.equal(state_of(again, 2)[name], tensor)
+    resumed = simulate(settings | {"resume": str(first.run_dir)}, 6)
+    for name, tensor in state_of(uninterrupted, 2).items():
+        assert torch.equal(state_of(resumed, 2)[name], tensor)
 
 
-def test_clients_side_by_side_give_the_same_bits(tmp_path, monkeypatch, python):
-    # Workers are no forks of a process in which a test has used an accelerator.
+def test_two_processes_give_the_same_bits(tmp_path, monkeypatch, python):
+    # Workers cannot be forks of a process in which a test has used an accelerator.
     monkeypatch.setattr(sys, "executable", python.executable)
     settings = QUICK | {"budgets": "uniform"}
     runs = [
@@ -233,7 +236,7 @@ def test_clients_side_by_side_give_the_same_bits(tmp_path, monkeypatch, python):
 
 # Hostile nodes.
 
-FALSE = {
+INVALID = {
     "keys": {"keys": bytes(128), "node": bytes([1]) * 32},
     "shares": {"sealed": b"", "marks": b"", "seeds": b""},
     "masked": {"masked": b"abc"},
@@ -243,23 +246,23 @@ FALSE = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("how", ["false", "names", "types", "nothing", "distrusts", "round"])
-def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
+@pytest.mark.parametrize("fault", ["false", "names", "types", "nothing", "distrusts", "round"])
+def test_a_client_with_a_hostile_reply_alone_is_rejected(tmp_path, monkeypatch, phase, fault):
     def behave(partition, _, kind, message, honest):
         reply = honest()
         if (partition, kind) != (3, phase):
             return reply
         content = reply.content
-        if how == "false":
-            content["arrays"] = to_pieces(FALSE[phase])
-        elif how == "names":
+        if fault == "false":
+            content["arrays"] = to_pieces(INVALID[phase])
+        elif fault == "names":
             content["arrays"] = to_pieces({"/etc/passwd": b"", "\x1b[2K": b""})
-        elif how == "types":
+        elif fault == "types":
             for array in content["arrays"].values():
                 array.stype = "numpy.ndarray"
-        elif how == "nothing":
+        elif fault == "nothing":
             del content["arrays"]
-        elif how == "distrusts":
+        elif fault == "distrusts":
             content["arrays"] = to_pieces({DISTRUSTS: b""})
         else:
             content["metrics"]["round"] = 99
@@ -275,8 +278,8 @@ def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
     assert state_of(run, 1)["H"].any()
 
 
-def test_a_client_that_is_given_another_state_masks_nothing(tmp_path, monkeypatch):
-    """Else a server could send the others what moves nothing, and see one client's change."""
+def test_a_client_with_another_state_sends_no_masked_numbers(tmp_path, monkeypatch):
+    """Else a server could isolate an update by sending the other clients a fixed point."""
 
     def behave(partition, number, kind, message, honest):
         if kind == "masked" and partition != 3:
@@ -294,7 +297,7 @@ def test_a_client_that_is_given_another_state_masks_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("changes", [{"learning-rate": 1e-9}, {"seed": 1}, {"num-rounds": 9}])
-def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypatch, changes):
+def test_a_client_with_other_settings_sends_no_masked_numbers(tmp_path, monkeypatch, changes):
     def reply(message, context, honest=worker_process.reply_of):
         if message.metadata.message_type == "train.masked" and message.metadata.dst_node_id == 4:
             context = replace(context, run_config=dict(context.run_config) | changes)
@@ -309,9 +312,9 @@ def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypat
     assert "not those of the schedule" in rejected["reason"]
 
 
-def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch):
+def test_clients_refuse_a_minimum_below_the_runs(tmp_path, monkeypatch):
     class Lower(masked_round.Masked):
-        """A server that makes its schedules with a lower minimum than the settings have."""
+        """A server that makes schedules with a lower minimum than the settings."""
 
         def _schedule(self, clients):
             return replace(super()._schedule(clients), minimum=4)
@@ -326,9 +329,9 @@ def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch)
 
 
 class Hostile(masked_round.Masked):
-    """A server that leaves out its own checks, and changes a schedule before anybody sees it."""
+    """A server without its own checks, which changes each schedule before clients get it."""
 
-    clients: int | None = None  # of a round; None: as many as were drawn
+    clients: int | None = None  # number in a round; None: all sampled clients
 
     def prepare(self, cohort):
         return super().prepare(cohort[: self.clients])
@@ -336,32 +339,32 @@ class Hostile(masked_round.Masked):
     def _schedule(self, clients):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(masked_round, "check_cohort", lambda *_: None, raising=False)
-            return self.changed(super()._schedule(clients))
+            return self.change_schedule(super()._schedule(clients))
 
-    def changed(self, schedule):
+    def change_schedule(self, schedule):
         return schedule
 
 
 class Signs(Hostile):
-    """Bounds so low that a number is up, down or none: of a sum all of one sign tells each."""
+    """Bounds so low that only signs are left: a sum of equal signs reveals each of them."""
 
-    def changed(self, schedule):
+    def change_schedule(self, schedule):
         tiny = [part._replace(bound=1e-30) for part in schedule.parts]
         return replace(schedule, parts=tuple(tiny))
 
 
 class OneBound(Hostile):
-    """The same of one tensor alone, and just below what a change may be."""
+    """A bound for one tensor only, slightly below the allowed one."""
 
-    def changed(self, schedule):
+    def change_schedule(self, schedule):
         first, *others = schedule.parts
         return replace(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
 
 
 class OtherHeads(Hostile):
-    """Each client trains as many heads as it should, but those that the server likes."""
+    """Each client has the right number of heads, but the server chooses which."""
 
-    def changed(self, schedule):
+    def change_schedule(self, schedule):
         trained = schedule.trained.copy()
         (rows,) = (rows for part, rows in schedule.spans() if part.name == "H")
         trained[:, rows] = trained[:, rows][:, ::-1]
@@ -369,13 +372,13 @@ class OtherHeads(Hostile):
 
 
 class FewClients(Hostile):
-    """A third of the clients that the run's settings name."""
+    """A third of the run's clients."""
 
     clients = 4
 
 
 @pytest.mark.parametrize(
-    ("server", "told"),
+    ("server", "message"),
     [
         (Signs, "a bound of 1e-30 for /cut-off, expected 1 at least|of 1e-30 for H, expected"),
         (OneBound, r"a bound of \S+ for H, expected \S+ at least"),
@@ -383,19 +386,19 @@ class FewClients(Hostile):
         (FewClients, "got a round of 4 clients, expected 8 to 12"),
     ],
 )
-def test_clients_check_what_a_schedule_says(tmp_path, monkeypatch, server, told):
-    """Else a sum tells signs, or is of the clients that the server chose for the purpose."""
+def test_clients_check_the_schedule(tmp_path, monkeypatch, server, message):
+    """Else a sum could reveal signs, or be over clients that the server chose to isolate one."""
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", server)
     settings: dict[str, Scalar] = {"clients-per-round": 12, "secure-minimum": 3}
     settings |= {"budgets": "uniform", "output-dir": str(tmp_path)}
     (record,) = records_of(simulate(QUICK | settings, 12))
     assert "clients have sent their numbers, expected at least" in record["refused"]
     for rejected in record["rejected"]:
-        assert re.search(told, rejected["reason"])
+        assert re.search(message, rejected["reason"])
 
 
-def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
-    """Each more would be one more sum of what they have."""
+def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
+    """Each further round would reveal another sum of their data."""
 
     class MoreRounds(Hostile):
         def _common_hash(self):
@@ -415,19 +418,19 @@ def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
     assert "got round 2, expected 1 to 1 (num-rounds)" in second["rejected"][0]["reason"]
 
 
-def test_a_round_for_which_too_few_are_ready_is_not_held(tmp_path, monkeypatch):
-    """Clients would refuse it: the server says so at once, and what to do."""
-    misbehave(monkeypatch, failing(*((p, 1, "keys") for p in (0, 2))))
+def test_the_server_refuses_a_round_with_too_few_clients(tmp_path, monkeypatch):
+    """The clients would refuse it, so the server refuses it before they train."""
+    misbehave(monkeypatch, fail_in(*((p, 1, "keys") for p in (0, 2))))
     run = simulate(QUICK | {"clients-per-round": 5, "output-dir": str(tmp_path)}, 5)
     assert "got a round of 3 clients, expected 4 to 5" in records_of(run)[0]["refused"]
 
 
-def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypatch, uploads):
-    """A client that failed for them would tell the server about its examples."""
+def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
+    """A failure because of NaN would reveal information about the client's examples."""
 
-    def trained(*given, train=train_locally, **more):
-        result = train(*given, **more)
-        if given[-1].partition_id == 3:
+    def trained(*arguments, train=train_locally, **more):
+        result = train(*arguments, **more)
+        if arguments[-1].partition_id == 3:
             result.upload["H"][0] = torch.nan
             result.upload["H"][1, 0, 0] = torch.inf
         return result
@@ -446,7 +449,7 @@ def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypa
     assert record["secure"]["cut-off"] > 0
 
 
-def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, monkeypatch):
+def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
     class Huge(Hostile):
         def prepare(self, cohort):
             tensors = self.run.state.tensors
@@ -456,7 +459,7 @@ def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, mo
 
         def mean(self):
             mean = super().mean()
-            return mean | self.before  # which can be evaluated
+            return mean | self.before  # so that the state can be evaluated
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Huge)
     (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
@@ -464,13 +467,13 @@ def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, mo
     assert len(record["clients"]) == 6
 
 
-def test_two_rounds_from_one_state_tell_a_change_unless_batches_hide_it(
+def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
     tmp_path, monkeypatch, uploads
 ):
-    """What masks do not prevent: docs/secure-aggregation.md says so."""
+    """Masks do not prevent this: docs/secure-aggregation.md."""
 
     class Repeating(Hostile):
-        """The same state twice, the second time without one client."""
+        """A server that sends the same state twice, the second time without one client."""
 
         def prepare(self, cohort):
             tensors = self.run.state.tensors
@@ -479,20 +482,20 @@ def test_two_rounds_from_one_state_tell_a_change_unless_batches_hide_it(
             return super().prepare([m for m in cohort if first or m.partition_id != 3])
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Repeating)
-    told = {}
-    for size in (8, 1000):  # a few examples, or all that a client has
+    similarity = {}
+    for size in (8, 1000):  # a few examples, or all of a client
         settings: dict[str, Scalar] = {"batch-size": size, "num-rounds": 2}
         run = simulate(QUICK | settings | {"output-dir": str(tmp_path / str(size))}, 6)
         first, second = (state_of(run, number)[CLASSIFIER].double() for number in (1, 2))
         change = uploads[1][3][1][CLASSIFIER].double()
-        told[size] = float(torch.cosine_similarity(6 * first - 5 * second, change, dim=0))
+        similarity[size] = float(torch.cosine_similarity(6 * first - 5 * second, change, dim=0))
         uploads.clear()
-    assert told[1000] > 0.999
-    assert told[8] < 0.9
+    assert similarity[1000] > 0.999
+    assert similarity[8] < 0.9
 
 
-def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
-    """The others would refuse the whole round."""
+def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
+    """Without a rejection the other clients would refuse the round."""
     sealing = agreement.public_of(agreement.new_key())
 
     def reply(message, context, honest=worker_process.reply_of):
@@ -501,8 +504,8 @@ def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
             keys = NodeKeys(Path(str(context.node_config["secure-keys"])), partition)
             public = sealing + agreement.public_of(agreement.new_key())
             signature = keys.sign(signed_keys(context.run_id, 1, partition, public))
-            told = {"keys": public + signature, "node": keys.public()}
-            answer.content["arrays"] = to_pieces(told)
+            pieces = {"keys": public + signature, "node": keys.public()}
+            answer.content["arrays"] = to_pieces(pieces)
         return answer
 
     monkeypatch.setattr(parallel_clients, "reply_of", reply)
@@ -512,7 +515,7 @@ def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
     assert "its keys of the round are another client's" in record["rejected"][0]["reason"]
 
 
-def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monkeypatch):
+def test_random_masked_numbers_refuse_only_their_round(tmp_path, monkeypatch):
     def behave(partition, number, kind, message, honest):
         reply = honest()
         if (partition, number, kind) == (3, 1, "masked"):
@@ -528,11 +531,11 @@ def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monk
     assert "refused" not in second
 
 
-def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeypatch):
-    """Its key is not the one that the others have: they say so, and it is left out."""
+def test_a_client_with_an_unknown_key_is_skipped(tmp_path, monkeypatch):
+    """The others have another key of it: they report that, and the server skips the client."""
 
-    def give_keys(grid, keys, given=InProcessGrid.give_keys):
-        given(grid, keys)
+    def give_keys(grid, keys, original=InProcessGrid.give_keys):
+        original(grid, keys)
         make_keys(tmp_path / "own", 2)
         for path in keys.glob("*.pub"):
             if path.name != "partition-2.pub":
@@ -550,7 +553,7 @@ def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeyp
     assert all(2 not in [c["partition-id"] for c in r["clients"]] for r in effective)
 
 
-def test_who_shares_nonsense_ends_a_round_and_rests(tmp_path, monkeypatch):
+def test_a_client_with_invalid_shares_is_skipped_after_one_round(tmp_path, monkeypatch):
     def behave(partition, _, kind, message, honest):
         reply = honest()
         if (partition, kind) == (3, "shares"):
@@ -566,8 +569,8 @@ def test_who_shares_nonsense_ends_a_round_and_rests(tmp_path, monkeypatch):
     assert second["skipped"] == [3]
 
 
-def spoiling(reply, holders, groups=1):
-    """Seal nonsense for some clients in place of their shares."""
+def spoil_shares(reply, holders, groups=1):
+    """Replace the sealed shares of some clients by zeros."""
     sent = {name: a.data for name, a in reply.content["arrays"].items()}
     each = len(sent["sealed"]) // 6
     sealed = bytearray(sent["sealed"])
@@ -577,12 +580,14 @@ def spoiling(reply, holders, groups=1):
     return reply
 
 
-def test_who_spoils_a_third_of_its_shares_and_drops_out_costs_one_round(tmp_path, monkeypatch):
-    """No more than a third say that they were given nothing: they might lie together."""
+def test_a_dropout_that_spoiled_a_third_of_its_shares_is_skipped_after_one_round(
+    tmp_path, monkeypatch
+):
+    """At most a third report that they have no share, since that many may collude."""
 
     def behave(partition, _, kind, message, honest):
         if (partition, kind) == (3, "shares"):
-            return spoiling(honest(), (0, 1))
+            return spoil_shares(honest(), (0, 1))
         if (partition, kind) == (3, "masked"):
             return Message(Error(2, "gone"), reply_to=message)
         return honest()
@@ -597,16 +602,16 @@ def test_who_spoils_a_third_of_its_shares_and_drops_out_costs_one_round(tmp_path
         assert record["skipped"] == [3]
 
 
-def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monkeypatch):
-    """Two drop out, so that one that tells nothing is one too few."""
+def test_a_client_that_denies_all_shares_is_skipped_and_not_the_dealers(tmp_path, monkeypatch):
+    """Two drop out, so that one further missing client is below the threshold."""
 
     def behave(partition, number, kind, message, honest):
         if partition in (4, 5) and (number, kind) == (1, "masked"):
             return Message(Error(2, "gone"), reply_to=message)
         reply = honest()
         if (partition, number, kind) == (2, 1, "unmask"):
-            told = next(iter(reply.content["arrays"].values())).data
-            reply.content["arrays"] = to_pieces({"shares": shamir.NO_SHARE * (len(told) // 33)})
+            shares = next(iter(reply.content["arrays"].values())).data
+            reply.content["arrays"] = to_pieces({"shares": shamir.NO_SHARE * (len(shares) // 33)})
         return reply
 
     misbehave(monkeypatch, behave)
@@ -620,17 +625,17 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
 @pytest.mark.parametrize(
     ("rounds", "skipped"),
     [
-        # Dealer and denier of each dispute, round by round, and who is skipped after the last.
-        ([{(0, 4)}], [0, 4]),  # nobody can know which of the two
+        # (dealer, denier) of each dispute, by round; clients that are skipped after the last.
+        ([{(0, 4)}], [0, 4]),  # it cannot be decided which of the two is faulty
         ([{(0, 4), (0, 5)}], [0]),
         ([{(0, 4), (1, 4), (2, 4)}], [4]),
-        ([{(0, 4)}, {(0, 5)}], [0]),  # it has done so before
+        ([{(0, 4)}, {(0, 5)}], [0]),  # client 0 had an earlier dispute
         ([{(1, 4)}, {(0, 4)}], [4]),
         ([{(1, 4)}, {(0, 4), (0, 5)}], [0, 4]),
         ([{(0, 4)}, {(0, 4)}], [0, 4]),  # the same dispute counts once
     ],
 )
-def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped):
+def test_of_two_disputing_clients_the_one_with_more_disputes_is_skipped(rounds, skipped):
     clients = [SimpleNamespace(partition_id=partition) for partition in range(6)]
     nodes = {10 + m.partition_id: Node(10 + m.partition_id, client=cast(Any, m)) for m in clients}
     for denied in rounds:
@@ -642,7 +647,7 @@ def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped
     assert found == skipped
 
 
-def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
+def test_accusations_of_one_client_exclude_only_itself(tmp_path, monkeypatch):
     def behave(partition, _, kind, message, honest):
         reply = honest()
         if (partition, kind) == (5, "shares"):
@@ -657,27 +662,27 @@ def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"{", b"[true]", b'"x"', b"[" * 100_000])
-def test_accusations_that_are_no_list_are_refused(data):
+def test_accusations_that_are_no_list_are_invalid(data):
     with pytest.raises(ValueError, match="cannot be (read|used)|Expecting|expected 256 part"):
         masked_round._partitions(data)
 
 
-# What is told.
+# Plans, logs and reports.
 
 
-def bytes_in(told):
-    """What a plan says that a round of all six sends, up and down."""
-    found = re.search(r"6 of 6 clients: at most ([\d,]+) bytes up,\s+([\d,]+) down", told)
+def bytes_in(plan):
+    """Return a plan's bytes up and down for a round of all six clients."""
+    found = re.search(r"6 of 6 clients: at most ([\d,]+) bytes up,\s+([\d,]+) down", plan)
     assert found is not None
     return [int(number.replace(",", "")) for number in found.groups()]
 
 
 def test_a_plan_counts_the_bytes(tmp_path):
-    """Of a round in which nobody fails: run ids and bounds have a few digits more or less."""
+    """For a round without failures; run ids and bounds differ by a few digits."""
     (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6))
-    told = plan_of(QUICK, 6)
-    assert "each is asked 5 times" in told
-    up, down = bytes_in(told)
+    plan = plan_of(QUICK, 6)
+    assert "each is asked 5 times" in plan
+    up, down = bytes_in(plan)
     assert record["bytes-up"] == up
     assert 0 <= down - record["bytes-down"] < 6 * 100
     mixed = QUICK | {"budgets": "uniform"}
@@ -685,8 +690,8 @@ def test_a_plan_counts_the_bytes(tmp_path):
     assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
     masked = "the server sees sums over at least 4 clients, head by head"
     assert f"secure-aggregation: {masked}" in (run.run_dir / "log.txt").read_text()
@@ -696,7 +701,7 @@ def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
     assert view_of(FollowedRun(run.run_dir).read())["facts"]["uploads"] == f"masked: {masked}"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)
     assert list((run.run_dir / "tensorboard").iterdir())
@@ -705,7 +710,7 @@ def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
     assert "Training loss by round" not in page
 
 
-def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
+def test_flowers_simulation_is_refused_as_its_nodes_have_no_keys():
     config = read_config(QUICK | {"processes": "auto"})
     grid = cast(Any, SimpleNamespace(get_node_ids=lambda: [1, 2, 3]))
     loaded = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
@@ -713,25 +718,25 @@ def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
         check_simulation(grid, loaded, config)
 
 
-def require(monkeypatch, wanted):
-    """Give devices a node config of their own, by partition."""
+def set_node_configs(monkeypatch, config_by_partition):
+    """Update the node configs of devices, by partition."""
 
     def reply(message, context, honest=worker_process.reply_of):
-        more = wanted.get(int(context.node_config["partition-id"]), {})
-        before = dict(context.node_config)
-        context.node_config.update(more)
+        config = config_by_partition.get(int(context.node_config["partition-id"]), {})
+        original_config = dict(context.node_config)
+        context.node_config.update(config)
         try:
             return honest(message, context)
         finally:
             context.node_config.clear()
-            context.node_config.update(before)
+            context.node_config.update(original_config)
 
     monkeypatch.setattr(parallel_clients, "reply_of", reply)
 
 
-def test_a_device_that_requires_it_takes_no_part_in_other_runs(tmp_path, monkeypatch, caplog):
-    """Its refusal costs itself, and the log says why."""
-    require(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
+def test_a_device_that_requires_privacy_refuses_other_runs(tmp_path, monkeypatch, caplog):
+    """Only the device itself is rejected, and the log has the reason."""
+    set_node_configs(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
     settings = QUICK | {"secure-aggregation": False, "output-dir": str(tmp_path)}
     run = simulate(settings, 6)
     (record,) = records_of(run)

@@ -1,4 +1,4 @@
-"""Clients in several processes: the bits of one process, and faults that cost one reply."""
+"""Clients in several processes: the bits of one process, and faults that lose one reply."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.launch import parallel_clients, workers
 from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
-from ravan_flwr.methods import METHODS as LISTED
+from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import CORES
@@ -35,16 +35,22 @@ METHODS: list[dict[str, Scalar]] = [
     {"method": "fed-sb"},
     {"method": "full", "server-optimizer": "adam"},
 ]
-MIXED = ("hetlora", "flexlora", "raflora", "flora", "fed-plora")  # as RAVAN
-SMALL_ONES: dict[str, Scalar] = {"budgets": "uniform"}
+WITH_SMALL_BUDGETS = (
+    "hetlora",
+    "flexlora",
+    "raflora",
+    "flora",
+    "fed-plora",
+)  # methods that adapt to budgets, as RAVAN
+UNIFORM_BUDGETS: dict[str, Scalar] = {"budgets": "uniform"}
 AVERAGED: dict[str, Scalar] = {"weighting": "median", "server-optimizer": "momentum"}
 METHODS += [
     {
         "method": name,
         **(AVERAGED if listed.averages else {}),
-        **(SMALL_ONES if name in MIXED else {}),
+        **(UNIFORM_BUDGETS if name in WITH_SMALL_BUDGETS else {}),
     }
-    for name, listed in LISTED.items()
+    for name, listed in ALL_METHODS.items()
     if name not in {settings["method"] for settings in METHODS}
 ]
 
@@ -64,8 +70,8 @@ def records(simulation):
     return [json.loads(line) for line in lines]
 
 
-def timeless(simulation):
-    """A run's records without the times in them."""
+def without_times(simulation):
+    """Return a run's records without times."""
     found = records(simulation)
     for record in found:
         del record["seconds"], record["phases"], record["time"]
@@ -78,80 +84,82 @@ def state(simulation):
     return load_checkpoint(simulation.run_dir / "checkpoints").state
 
 
-def assert_same(one, other):
-    assert timeless(one) == timeless(other)
-    first, second = state(one), state(other)
+def assert_same(simulation, other):
+    assert without_times(simulation) == without_times(other)
+    first, second = state(simulation), state(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-A_ROUND: dict[str, Scalar] = {"num-rounds": 1, "clients-per-round": 3}
+ONE_ROUND: dict[str, Scalar] = {"num-rounds": 1, "clients-per-round": 3}
 
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory):
-    """The path of a preset of one's own."""
+    """Write a user's preset, and return its path."""
     path = tmp_path_factory.mktemp("preset") / "mine.yaml"
     path.write_text((ROOT / "conf" / "digits-vit.yaml").read_text())
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def started_anew(preset, tmp_path_factory):
-    """A run with two new processes, each of which has imported everything."""
+def spawned_run(preset, tmp_path_factory):
+    """Return a run with two spawned workers, which import everything themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CORES, "2")
-        patch.setattr(torch.accelerator, "is_available", lambda: True)  # so that none forks
-        return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **A_ROUND)
+        patch.setattr(
+            torch.accelerator, "is_available", lambda: True
+        )  # so that no worker is forked
+        return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **ONE_ROUND)
 
 
 @pytest.mark.parametrize("starter", [ForkStarter, SpawnStarter])
-def test_workers_read_a_preset_that_its_path_names(starter, preset, request, tmp_path):
+def test_workers_read_a_preset_by_its_path(starter, preset, request, tmp_path):
     if starter is SpawnStarter:
-        two = request.getfixturevalue("started_anew")
+        double = request.getfixturevalue("spawned_run")
     else:
-        two = run(tmp_path, 2, preset=preset, **A_ROUND)
-    assert two.summary["processes"] == 2
-    assert two.summary["rejected"] == 0
+        double = run(tmp_path, 2, preset=preset, **ONE_ROUND)
+    assert double.summary["processes"] == 2
+    assert double.summary["rejected"] == 0
 
 
-def test_masked_rounds_in_two_processes_are_those_of_one(tmp_path):
-    """Each worker answers more than two messages that bring the state and pieces beside it."""
+def test_masked_rounds_in_two_processes_give_the_bits_of_one(tmp_path):
+    """Each worker answers several messages with the state and other arrays."""
     settings: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 6}
-    one, two = (run(tmp_path, number, **settings) for number in (1, 2))
-    assert two.summary["processes"] == 2
-    assert two.summary["rejected"] == 0
-    assert_same(one, two)
+    single, double = (run(tmp_path, number, **settings) for number in (1, 2))
+    assert double.summary["processes"] == 2
+    assert double.summary["rejected"] == 0
+    assert_same(single, double)
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
 def test_two_processes_give_the_bits_of_one(settings, tmp_path):
-    one, two = (run(tmp_path, number, **settings) for number in (1, 2))
-    at_work = 1 if LISTED[str(settings["method"])].pools else 2  # one client a round
-    assert (one.summary["processes"], two.summary["processes"]) == (1, at_work)
-    assert_same(one, two)
+    single, double = (run(tmp_path, number, **settings) for number in (1, 2))
+    expected_processes = 1 if ALL_METHODS[str(settings["method"])].pools else 2  # one client trains
+    assert (single.summary["processes"], double.summary["processes"]) == (1, expected_processes)
+    assert_same(single, double)
 
 
-def test_auto_starts_workers_where_they_pay_and_gives_the_same_bits(tmp_path, monkeypatch, capsys):
-    one = run(tmp_path, 1)
-    tiny = run(tmp_path, "auto")
-    assert tiny.summary["processes"] == 1
+def test_auto_starts_workers_for_large_runs_and_gives_the_same_bits(tmp_path, monkeypatch, capsys):
+    single = run(tmp_path, 1)
+    small_run = run(tmp_path, "auto")
+    assert small_run.summary["processes"] == 1
     monkeypatch.setattr(parallel_clients, "MIN_WORK", 0)
-    long = run(tmp_path, "auto")
-    assert long.summary["processes"] == 2
+    large_run = run(tmp_path, "auto")
+    assert large_run.summary["processes"] == 2
     assert "2 clients at a time, each in a process with 1 thread" in capsys.readouterr().out
-    assert_same(one, tiny)
-    assert_same(one, long)
+    assert_same(single, small_run)
+    assert_same(single, large_run)
 
 
-def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
+def test_auto_uses_no_more_cores_than_allowed(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
     monkeypatch.setattr(parallel_clients, "MIN_WORK", 0)
     assert run(tmp_path, "auto").summary["processes"] == 1
 
 
-def faulty(monkeypatch, fault):
-    """Let partition 1's first training meet a fault, in a worker."""
+def inject_fault(monkeypatch, fault):
+    """Call `fault` in the worker at the first training of partition 1."""
     train, server = answers._ANSWERS["train"], os.getpid()
 
     def trained(client):
@@ -164,11 +172,13 @@ def faulty(monkeypatch, fault):
 
 
 def rejected(simulation):
-    return [[(one["client"], one["reason"]) for one in r["rejected"]] for r in records(simulation)]
+    return [
+        [(reply["client"], reply["reason"]) for reply in r["rejected"]] for r in records(simulation)
+    ]
 
 
-def test_a_worker_that_is_killed_costs_its_clients_reply(tmp_path, monkeypatch):
-    faulty(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def test_a_killed_worker_loses_only_its_clients_reply(tmp_path, monkeypatch):
+    inject_fault(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
     first, second = rejected(run(tmp_path, 2, **{"clients-per-round": 6}))
     ((client, reason),) = first
     assert client == "partition 1"
@@ -176,17 +186,17 @@ def test_a_worker_that_is_killed_costs_its_clients_reply(tmp_path, monkeypatch):
     assert second == []
 
 
-def test_with_no_worker_left_clients_go_on_one_after_the_other(tmp_path, monkeypatch, capsys):
-    """Somebody ends all processes but the server's: at most the clients at work are lost."""
+def test_without_workers_clients_are_computed_sequentially(tmp_path, monkeypatch, capsys):
+    """All other processes are killed: at most the replies in progress are lost."""
     train, server = answers._ANSWERS["train"], os.getpid()
 
     def trained(client):
         if os.getpid() != server:
             parent = psutil.Process(os.getppid())
-            parent.suspend()  # it forks no other worker in the place of one that is killed first
-            for one in (*parent.children(), parent):
-                if one.pid != os.getpid():
-                    one.kill()
+            parent.suspend()  # so that it forks no replacement of a killed worker
+            for process in (*parent.children(), parent):
+                if process.pid != os.getpid():
+                    process.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return train(client)
 
@@ -195,25 +205,25 @@ def test_with_no_worker_left_clients_go_on_one_after_the_other(tmp_path, monkeyp
     assert len(first) <= 2
     assert all("ended before it answered" in reason for _, reason in first)
     assert second == []
-    told = capsys.readouterr().out
-    assert "clients compute one after the other" in told
-    assert "the process that forks workers has ended" in told
+    output = capsys.readouterr().out
+    assert "clients compute one after the other" in output
+    assert "the process that forks workers has ended" in output
 
 
-def test_an_error_is_told_as_with_one_process(tmp_path, monkeypatch):
+def test_an_error_in_a_worker_is_reported_as_with_one_process(tmp_path, monkeypatch):
     def fail():
         answers.log.warning("about to fail in %s", "a worker")
         raise ArithmeticError("no good")
 
-    faulty(monkeypatch, fail)
+    inject_fault(monkeypatch, fail)
     simulation = run(tmp_path, 2, **{"clients-per-round": 6})
     reason = "it failed with code 2: ArithmeticError: no good"
     assert rejected(simulation) == [[("partition 1", reason)], []]
     assert "about to fail in a worker" in (simulation.run_dir / "log.txt").read_text()
 
 
-def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
-    """Time passes only where nobody else is waited for, so that no machine is too slow."""
+def test_a_hung_workers_client_is_rejected_at_the_rounds_timeout(tmp_path, monkeypatch):
+    """The clock advances only while the hung worker is the last one, on machines of any speed."""
     now, began, hangs = [0.0], time.monotonic(), tmp_path / "hangs"
 
     def hang():
@@ -228,7 +238,7 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "wait", wait_for_replies)
     monkeypatch.setattr(time, "monotonic", lambda: began + now[0])
-    faulty(monkeypatch, hang)
+    inject_fault(monkeypatch, hang)
     more: dict[str, Scalar] = {"clients-per-round": 6, "round-timeout": 6.0}
     first, second = rejected(run(tmp_path, 2, **more))
     assert ("partition 1", "no reply within 6 s") in first
@@ -236,34 +246,36 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("threads", "forks"), [(1, True), (1, False), (2, True)])
-def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
-    """A fork computes with one thread; a number that a user has set is kept."""
+def test_workers_are_forks_unless_threads_or_an_accelerator_prevent_it(
+    threads, forks, tmp_path, monkeypatch
+):
+    """A fork computes with one thread; the user's number of threads is kept."""
 
-    def no_room(*_):
+    def fail_to_start(*_):
         raise OSError
 
     started = []
     for kind in (ForkStarter, SpawnStarter):
-        monkeypatch.setattr(kind, "__init__", lambda *given: started.append(given))
+        monkeypatch.setattr(kind, "__init__", lambda *arguments: started.append(arguments))
         monkeypatch.setattr(kind, "close", lambda _: None)
-    monkeypatch.setattr(parallel_clients, "WorkerPool", no_room)
+    monkeypatch.setattr(parallel_clients, "WorkerPool", fail_to_start)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: not forks)
     run(tmp_path, 2, **{"num-rounds": 1})
-    ((starter, _, *given),) = started
+    ((starter, _, *arguments),) = started
     forked = forks and threads == 1
     assert isinstance(starter, ForkStarter if forked else SpawnStarter)
-    assert given == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
+    assert arguments == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
 
 
-def test_workers_that_cannot_be_forked_are_started_anew(started_anew, preset, tmp_path):
-    assert started_anew.summary["processes"] == 2
-    assert_same(run(tmp_path, 1, preset=preset, **A_ROUND), started_anew)
+def test_spawned_workers_give_the_same_bits_and_end(spawned_run, preset, tmp_path):
+    assert spawned_run.summary["processes"] == 2
+    assert_same(run(tmp_path, 1, preset=preset, **ONE_ROUND), spawned_run)
     words = "ravan_flwr.launch.worker_process"
     assert not [p for p in psutil.Process().children() if words in p.cmdline()]
 
 
-def test_processes_are_told_to_have_no_effect_in_flower(tmp_path, monkeypatch, capsys):
+def test_a_warning_says_that_processes_have_no_effect_in_flower(tmp_path, monkeypatch, capsys):
     from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     monkeypatch.setattr(InProcessGrid, "in_process", False)

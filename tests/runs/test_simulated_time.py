@@ -1,4 +1,4 @@
-"""Runs in simulated time: who is waited for, when they end; resumed to the same bits."""
+"""Runs in simulated time: the ends of rounds, and resuming to the same bits."""
 
 import itertools
 import json
@@ -40,14 +40,14 @@ def test_a_round_ends_with_its_slowest_client(tmp_path):
         "devices": str(tmp_path / "devices.yaml"), "clients-per-round": 4,
         "output-dir": str(tmp_path), "until-time": 1.0,
     }  # fmt: skip
-    done = records(simulate(settings, num_clients=4))
-    first = {client["partition-id"]: client for client in done[0]["clients"]}
+    rounds = records(simulate(settings, num_clients=4))
+    first = {client["partition-id"]: client for client in rounds[0]["clients"]}
     assert {c["device"] for c in first.values()} == {"fast", "slow"}
     slow = first[3]
-    by_hand = slow["bytes-down"] / 1e5 + slow["bytes-up"] / 1e4  # and less than 1 ms of training
-    assert slow["span"] == pytest.approx([0.0, by_hand], abs=1e-3)
-    assert done[0]["time"] == slow["span"][1] > first[0]["span"][1]
-    assert [r["time"] >= 1.0 for r in done] == [False] * (len(done) - 1) + [True]
+    expected = slow["bytes-down"] / 1e5 + slow["bytes-up"] / 1e4  # training takes less than 1 ms
+    assert slow["span"] == pytest.approx([0.0, expected], abs=1e-3)
+    assert rounds[0]["time"] == slow["span"][1] > first[0]["span"][1]
+    assert [r["time"] >= 1.0 for r in rounds] == [False] * (len(rounds) - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -60,61 +60,63 @@ def test_a_round_ends_with_its_slowest_client(tmp_path):
         | {"devices": "./one-slow.yaml", "num-rounds": 6},
     ],
 )
-def test_a_resumed_run_has_the_same_bits(tmp_path, monkeypatch, aggregation):
-    """Also where replies were missed before, or were too old to count."""
+def test_a_run_in_simulated_time_resumes_to_the_same_bits(tmp_path, monkeypatch, aggregation):
+    """Also if earlier replies were missed, or too stale."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one-slow.yaml").write_text(
         "- {name: fast, clients: 7, teraflops: 1, downlink: 80, uplink: 80}\n"
         "- {name: slow, teraflops: 1, downlink: 0.08, uplink: 0.08}\n"
     )
     settings = SHORT | {"devices": "edge-gpus", "output-dir": str(tmp_path)} | aggregation
-    whole, rounds = simulate(settings, num_clients=8), settings["num-rounds"]
-    begun = simulate(settings | {"num-rounds": rounds - 2}, num_clients=8)
-    rest = simulate(settings | {"resume": str(begun.run_dir), "num-rounds": rounds}, num_clients=8)
-    assert rest.run_dir == begun.run_dir
-    one, other = records(whole), records(rest)
-    assert [r["time"] for r in one] == [r["time"] for r in other]
-    states = last_state(whole), last_state(rest)
+    uninterrupted, rounds = simulate(settings, num_clients=8), settings["num-rounds"]
+    stopped = simulate(settings | {"num-rounds": rounds - 2}, num_clients=8)
+    resumed = simulate(
+        settings | {"resume": str(stopped.run_dir), "num-rounds": rounds}, num_clients=8
+    )
+    assert resumed.run_dir == stopped.run_dir
+    expected, actual = records(uninterrupted), records(resumed)
+    assert [r["time"] for r in expected] == [r["time"] for r in actual]
+    states = last_state(uninterrupted), last_state(resumed)
     assert states[0].keys() == states[1].keys()
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
-def test_a_run_killed_in_the_middle_of_a_buffer_has_the_same_bits(tmp_path, monkeypatch):
-    """Two updates of three are in when it dies: they are made again, and count once."""
+def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    """The run is killed with two of three updates: they are computed again, and count once."""
     settings = SHORT | {
         "devices": "edge-gpus", "output-dir": str(tmp_path), "aggregation": "async",
         "buffer-size": 3, "concurrency": 5,
     }  # fmt: skip
-    whole = simulate(settings, num_clients=8)
-    check, seen = Buffered.check, itertools.count(1)
+    uninterrupted = simulate(settings, num_clients=8)
+    check, calls = Buffered.check, itertools.count(1)
 
-    def die(self, message, registered_client):
-        if next(seen) == 3 + 3:
+    def kill_at_sixth_update(self, message, registered_client):
+        if next(calls) == 3 + 3:
             raise KeyboardInterrupt
         return check(self, message, registered_client)
 
-    monkeypatch.setattr(Buffered, "check", die)
+    monkeypatch.setattr(Buffered, "check", kill_at_sixth_update)
     folder = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
         simulate(settings | {"output-dir": str(folder)}, num_clients=8)
     monkeypatch.setattr(Buffered, "check", check)
     (killed,) = folder.iterdir()
     assert len((killed / "rounds.jsonl").read_text().splitlines()) == 1
-    rest = simulate({"resume": str(killed)})
+    resumed = simulate({"resume": str(killed)})
 
-    def told(run):
+    def spans_of(run):
         return [
             (r["time"], [(c["partition-id"], c["span"], c.get("staleness")) for c in r["clients"]])
             for r in records(run)
         ]
 
-    assert told(rest) == told(whole)
-    states = last_state(whole), last_state(rest)
+    assert spans_of(resumed) == spans_of(uninterrupted)
+    states = last_state(uninterrupted), last_state(resumed)
     assert states[0].keys() == states[1].keys()
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
-def test_by_speed_gives_a_slow_device_less(tmp_path):
+def test_budgets_by_speed_give_slow_devices_smaller_fractions(tmp_path):
     run = simulate(
         SHORT | {
             "devices": "edge-gpus", "budgets": "by-speed", "num-rounds": 1,
@@ -122,36 +124,38 @@ def test_by_speed_gives_a_slow_device_less(tmp_path):
         },
         num_clients=8,
     )  # fmt: skip
-    shares = {c["partition-id"]: c["budget-fraction"] for c in records(run)[0]["clients"]}
-    assert 0.25 <= min(shares.values()) < max(shares.values()) == 1.0
+    fractions = {c["partition-id"]: c["budget-fraction"] for c in records(run)[0]["clients"]}
+    assert 0.25 <= min(fractions.values()) < max(fractions.values()) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (TaskType.SERVER_APP, "got SuperNodes of a deployment, whose clients take real time"),
         (TaskType.SIMULATION, "got Flower's simulation, whose clients take real time"),
     ],
 )
-def test_real_clients_have_no_simulated_devices(kind, told):
+def test_simulated_devices_are_refused_for_real_clients(kind, message):
     grid: Any = SimpleNamespace(run=SimpleNamespace(primary_task_type=kind))
     context = Context(1, 0, {}, RecordDict(), settings_from({"devices": "phones"}))
-    with pytest.raises(ValueError, match=f"devices = 'phones': {told}, expected a run in process"):
+    with pytest.raises(
+        ValueError, match=f"devices = 'phones': {message}, expected a run in process"
+    ):
         server_app.run(grid, context)
 
 
-def test_report_and_plan_tell_the_time(tmp_path):
+def test_report_and_plan_show_simulated_time(tmp_path):
     settings = SHORT | {"devices": "edge-gpus", "eval-every": 1, "output-dir": str(tmp_path)}
     runs = [
-        simulate(settings | {"num-rounds": 2} | more, num_clients=8)
-        for more in ({}, {"aggregation": "async"})
+        simulate(settings | {"num-rounds": 2} | changes, num_clients=8)
+        for changes in ({}, {"aggregation": "async"})
     ]
     write_report([run.run_dir for run in runs], tmp_path / "report")
     assert "Accuracy by time of the devices" in (tmp_path / "report" / "index.html").read_text()
     for name in ("devices", "idle"):
         assert (tmp_path / "report" / f"run2-{name}.png").is_file()
-    read = RecordedRun.read(runs[0].run_dir)
+    recorded = RecordedRun.read(runs[0].run_dir)
     seconds = [record["time"] for record in records(runs[0])]
-    assert read.curve("accuracy")["time"] == seconds
+    assert recorded.curve("accuracy")["time"] == seconds
     assert "s on the slowest" in plan_of(settings, 8)
     assert "s on the slowest" not in plan_of(settings | {"devices": "auto"}, 8)

@@ -1,4 +1,4 @@
-"""The whole app in this process, as a user runs it."""
+"""Simulations in this process, through the public functions and commands."""
 
 import json
 import math
@@ -45,23 +45,23 @@ def final_state(simulation):
     return safetensors.torch.load_file(path)
 
 
-def test_runs_of_two_threads_do_not_meet(tmp_path):
-    """Neither in their logs nor in their numbers."""
-    alone = [run(tmp_path / "alone", seed=seed) for seed in (1, 2)]
+def test_runs_in_two_threads_are_independent(tmp_path):
+    """Neither logs nor results mix."""
+    sequential = [run(tmp_path / "alone", seed=seed) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(lambda seed: run(tmp_path / "both", seed=seed), (1, 2)))
-    for one, other in zip(alone, both, strict=True):
-        lines = (other.run_dir / "log.txt").read_text().splitlines()
-        assert len(lines) == len((one.run_dir / "log.txt").read_text().splitlines())
-        named = [line for line in lines if str(tmp_path) in line]
-        assert named
-        assert all(str(other.run_dir) in line for line in named)
-        assert final_state(one).keys() == final_state(other).keys()
-        for name, tensor in final_state(one).items():
-            assert torch.equal(final_state(other)[name], tensor)
+        concurrent = list(threads.map(lambda seed: run(tmp_path / "both", seed=seed), (1, 2)))
+    for first, second in zip(sequential, concurrent, strict=True):
+        lines = (second.run_dir / "log.txt").read_text().splitlines()
+        assert len(lines) == len((first.run_dir / "log.txt").read_text().splitlines())
+        with_paths = [line for line in lines if str(tmp_path) in line]
+        assert with_paths
+        assert all(str(second.run_dir) in line for line in with_paths)
+        assert final_state(first).keys() == final_state(second).keys()
+        for name, tensor in final_state(first).items():
+            assert torch.equal(final_state(second)[name], tensor)
 
 
-def test_a_run_directory_has_everything(tmp_path):
+def test_a_run_directory_has_all_files_and_fields(tmp_path):
     simulation = run(tmp_path, report=True, tracking="tensorboard")
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
@@ -70,7 +70,7 @@ def test_a_run_directory_has_everything(tmp_path):
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
-    assert config["num-clients"] == 4  # and not the preset's 20
+    assert config["num-clients"] == 4  # not the preset's 20
     assert "auto" not in {config["init"], config["learning-rate"], config["partition"]}
     lines = (directory / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
@@ -106,9 +106,9 @@ def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
     for line in (simulation.run_dir / "rounds.jsonl").read_text().splitlines():
         for client in json.loads(line)["clients"]:
             heads.add(client["heads"])
-            weigh = 8 * client["heads"] * 13 * 13 * 4
-            weigh += 970 * 4 if classifier == "trained" else 0
-            assert weigh <= client["bytes-up"] <= weigh * 1.01
+            num_bytes = 8 * client["heads"] * 13 * 13 * 4
+            num_bytes += 970 * 4 if classifier == "trained" else 0
+            assert num_bytes <= client["bytes-up"] <= num_bytes * 1.01
             assert [len(row) for row in client["selected"]] == [client["heads"]] * 8
     assert len(heads) > 1
 
@@ -118,26 +118,26 @@ def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
 )
 def test_the_same_seed_gives_the_same_bits(tmp_path, scoring, selection):
     settings = {"budgets": "skewed-right", "scoring": scoring, "selection": selection}
-    one, two = (run(tmp_path, seed=3, **settings) for _ in range(2))
-    assert without_times(one.summary) == without_times(two.summary)
-    states = [final_state(simulation) for simulation in (one, two)]
+    first, second = (run(tmp_path, seed=3, **settings) for _ in range(2))
+    assert without_times(first.summary) == without_times(second.summary)
+    states = [final_state(simulation) for simulation in (first, second)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     other = run(tmp_path, seed=4, **settings)
-    assert without_times(other.summary) != without_times(one.summary)
+    assert without_times(other.summary) != without_times(first.summary)
 
 
-def turn_of(arguments):
-    """Find whose turn it is in what `train_locally` is called with."""
-    return next(given for given in arguments if isinstance(given, ClientRound))
+def client_round_of(arguments):
+    """Find the client and round in the arguments of `train_locally`."""
+    return next(argument for argument in arguments if isinstance(argument, ClientRound))
 
 
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    whole = run(tmp_path, num_rounds=4, budgets="uniform")
+    uninterrupted = run(tmp_path, num_rounds=4, budgets="uniform")
 
     train = training.train_locally
 
     def interrupted(*arguments):
-        if turn_of(arguments).round == 4:
+        if client_round_of(arguments).round == 4:
             raise KeyboardInterrupt
         return train(*arguments)
 
@@ -145,72 +145,74 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
         patch.setattr("ravan_flwr.client.answers.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, num_rounds=4, budgets="uniform")
-    (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
-    assert not (broken / "summary.json").exists()
-    # As if the process had died between the record of round 3 and its checkpoint.
-    (broken / "checkpoints" / "round-000003.safetensors").unlink()
+    (stopped,) = [path for path in tmp_path.iterdir() if path != uninterrupted.run_dir]
+    assert not (stopped / "summary.json").exists()
+    # As if the process had been killed between the record of round 3 and its checkpoint.
+    (stopped / "checkpoints" / "round-000003.safetensors").unlink()
 
-    resumed = run(tmp_path, num_rounds=4, budgets="uniform", resume=str(broken))
-    assert resumed.run_dir == broken
-    assert without_times(resumed.summary) == without_times(whole.summary)
-    one, two = (
+    resumed = run(tmp_path, num_rounds=4, budgets="uniform", resume=str(stopped))
+    assert resumed.run_dir == stopped
+    assert without_times(resumed.summary) == without_times(uninterrupted.summary)
+    first, second = (
         safetensors.torch.load_file(path / "checkpoints" / "round-000004.safetensors")
-        for path in (whole.run_dir, broken)
+        for path in (uninterrupted.run_dir, stopped)
     )
-    assert all(torch.equal(one[key], two[key]) for key in one)
-    lines = (broken / "rounds.jsonl").read_text().splitlines()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    lines = (stopped / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("method", ["ravan", "fed-sb"])
-def test_a_pass_is_as_many_steps_as_it_has_batches(tmp_path, method):
-    """All clients have 119 or 120 examples, two batches, and so the same run by either key."""
+def test_an_epoch_has_as_many_steps_as_batches(tmp_path, method):
+    """All clients have 119 or 120 examples, two batches, so both keys give the same run."""
     clients: dict[str, Scalar] = {"method": method, "num_clients": 12, "batch_size": 64}
     by_steps = run(tmp_path / "1", **clients, local_steps=2)
     by_passes = run(tmp_path / "2", **clients, local_steps="auto", local_epochs=1)
     assert without_times(by_passes.summary) == without_times(by_steps.summary)
-    one, two = final_state(by_steps), final_state(by_passes)
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    first, second = final_state(by_steps), final_state(by_passes)
+    assert all(torch.equal(first[key], second[key]) for key in first)
     assert by_passes.summary["steps"] == 3 * 2 * 2
 
 
-def test_who_has_more_takes_more_steps_and_the_run_goes_on_with_the_same(tmp_path):
-    how: dict[str, Scalar] = {
+def test_clients_with_more_examples_take_more_steps_also_after_resuming(tmp_path):
+    settings: dict[str, Scalar] = {
         "partition": "dirichlet", "local_steps": "auto", "local_epochs": 0.5, "batch_size": 32,
         "num_clients": 6, "clients_per_round": 4,
     }  # fmt: skip
-    whole = run(tmp_path / "1", **how)
-    lines = (whole.run_dir / "rounds.jsonl").read_text().splitlines()
+    uninterrupted = run(tmp_path / "1", **settings)
+    lines = (uninterrupted.run_dir / "rounds.jsonl").read_text().splitlines()
     clients = [client for line in lines for client in json.loads(line)["clients"]]
     assert len({client["steps"] for client in clients}) > 2
     for client in clients:
         batches = math.ceil(client["examples"] / 32)
         assert client["steps"] == math.ceil(batches / 2)
-    assert whole.summary["steps"] == sum(client["steps"] for client in clients)
-    first = run(tmp_path / "2", num_rounds=1, **how)
-    again = run(tmp_path / "2", resume=str(first.run_dir), **how)
-    one, two = final_state(whole), final_state(again)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert uninterrupted.summary["steps"] == sum(client["steps"] for client in clients)
+    first = run(tmp_path / "2", num_rounds=1, **settings)
+    resumed = run(tmp_path / "2", resume=str(first.run_dir), **settings)
+    expected, actual = final_state(uninterrupted), final_state(resumed)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
     with pytest.raises(ValueError, match="local-epochs: then 0.5, now 1.0"):
-        run(tmp_path / "2", resume=str(first.run_dir), **how | {"local_epochs": 1})
+        run(tmp_path / "2", resume=str(first.run_dir), **settings | {"local_epochs": 1})
 
 
-def test_every_user_is_a_client_and_another_number_is_refused(tmp_path):
-    how: dict[str, Scalar] = {"partition": "natural", "num_rounds": 1, "local_steps": 1}
+def test_natural_partitions_fix_the_number_of_clients(tmp_path):
+    settings: dict[str, Scalar] = {"partition": "natural", "num_rounds": 1, "local_steps": 1}
     with pytest.raises(ValueError, match="num-clients = 4: .* 10 different values of 'label'"):
-        run(tmp_path, **how)
+        run(tmp_path, **settings)
     assert not any(tmp_path.iterdir())
     for number in (None, 10):
-        done = run(tmp_path, num_clients=number, **how)
-        assert done.summary["num-clients"] == 10
-    assert json.loads((done.run_dir / "config.json").read_text())["num-clients"] is None
-    again = run(tmp_path, num_clients=None, resume=str(done.run_dir), **how | {"num_rounds": 2})
-    assert again.summary["rounds"] == 2
-    assert RecordedRun.read(again.run_dir).config["num-clients"] == 10
+        simulation = run(tmp_path, num_clients=number, **settings)
+        assert simulation.summary["num-clients"] == 10
+    assert json.loads((simulation.run_dir / "config.json").read_text())["num-clients"] is None
+    resumed = run(
+        tmp_path, num_clients=None, resume=str(simulation.run_dir), **settings | {"num_rounds": 2}
+    )
+    assert resumed.summary["rounds"] == 2
+    assert RecordedRun.read(resumed.run_dir).config["num-clients"] == 10
 
 
-def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch):
+def test_a_run_resumes_with_more_rounds_but_not_with_other_settings(tmp_path, monkeypatch):
     first = run(tmp_path, num_rounds=1)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
     assert more.summary["rounds"] == 2
@@ -218,20 +220,22 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
         patch.setattr("ravan_flwr.client.answers.train_locally", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="round 3: got no valid reply"):
             run(tmp_path, num_rounds=3, resume=str(first.run_dir))
-    # It failed before it had another end: the old one stays, and so does the rest.
+    # The failed attempt keeps the summary of the former end.
     assert json.loads((first.run_dir / "summary.json").read_text()) == more.summary
     assert (first.run_dir / "failure.json").exists()
     with pytest.raises(ValueError, match=r"differs from this one in seed: then 0, now 1, "):
         run(tmp_path, seed=1, local_steps=4, resume=str(first.run_dir))
-    whole = run(tmp_path, num_rounds=3, resume=str(first.run_dir))
+    repaired = run(tmp_path, num_rounds=3, resume=str(first.run_dir))
     with pytest.raises(ValueError, match="seed: then 0, now 1"):
         run(tmp_path, seed=1, resume=str(first.run_dir))
-    assert (whole.run_dir / "summary.json").exists()  # a mistake does not mark a good run
-    assert not (whole.run_dir / "failure.json").exists()
+    assert (
+        repaired.run_dir / "summary.json"
+    ).exists()  # an invalid attempt does not mark a good run as failed
+    assert not (repaired.run_dir / "failure.json").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_failed_run_says_why_in_its_directory(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_failed_run_writes_its_error_into_its_directory(tmp_path):
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
         run(tmp_path, limits="max-update-norm=1e-9")
     (directory,) = tmp_path.iterdir()
@@ -241,26 +245,26 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
     )
 
 
-def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
+def test_a_diverged_run_stops_and_keeps_the_last_finite_round(tmp_path, monkeypatch):
     measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
     monkeypatch.setattr(
         "ravan_flwr.training.model_and_data.ModelAndData.evaluate", lambda *_: next(measured)
     )
-    told = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
-    with pytest.raises(RuntimeError, match=told):
+    message = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
+    with pytest.raises(RuntimeError, match=message):
         run(tmp_path, num_rounds=3)
     (directory,) = tmp_path.iterdir()
     assert len((directory / "rounds.jsonl").read_text().splitlines()) == 1
     assert (directory / "checkpoints" / "round-000001.safetensors").exists()
 
 
-def test_fewer_clients_than_asked_for_are_all_taken(tmp_path):
+def test_fewer_clients_than_clients_per_round_all_train(tmp_path):
     simulation = run(tmp_path, num_clients=2, clients_per_round=5)
     records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     assert all(len(json.loads(line)["clients"]) == 2 for line in records)
 
 
-def test_clients_may_evaluate_on_their_own_examples(tmp_path):
+def test_clients_can_evaluate_on_their_own_examples(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3)
     assert 0 <= simulation.summary["metrics"]["final"]["accuracy"] <= 1
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
@@ -270,13 +274,13 @@ def test_clients_may_evaluate_on_their_own_examples(tmp_path):
     assert simulation.summary["bytes-down"] == 2 * (4 + 3) * state
 
 
-def test_rounds_that_are_not_evaluated_have_no_metrics_but_the_last(tmp_path):
+def test_only_evaluated_rounds_have_metrics_and_the_last_is_evaluated(tmp_path):
     simulation = run(tmp_path, num_rounds=3, eval_every=2)
     records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     assert [bool(json.loads(line)["metrics"]) for line in records] == [False, True, True]
 
 
-def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
+def test_a_node_config_sets_budget_and_device(tmp_path, monkeypatch):
     from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Edge(InProcessGrid):
@@ -321,7 +325,7 @@ def test_relative_output_starts_at_the_working_directory(tmp_path, monkeypatch):
     assert simulate(short | {"output-dir": "mine"}, 2).run_dir.parent == tmp_path / "mine"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_path, capsys):
     main(["simulate", f"output-dir={tmp_path}", "num-clients=3", "num-rounds=2", "local-steps=1"])
     lines = capsys.readouterr().out.splitlines()
@@ -334,23 +338,21 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     assert any("; 3 clients a round, 1 local step of 32" in line for line in lines)
     assert lines[-3].startswith("done: accuracy 0.")
     assert " after 2 rounds in " in lines[-3]
-    assert "the preset is made for" not in "\n".join(lines)  # who says how many means that many
+    assert "the preset is made for" not in "\n".join(lines)  # the number of clients was set
 
 
-@pytest.mark.parametrize(("number", "told"), [(2, True), (3, False)])
-def test_who_runs_with_flowers_two_nodes_is_told_how_to_have_more(
-    tmp_path, capsys, monkeypatch, number, told
+@pytest.mark.parametrize(("number", "advised"), [(2, True), (3, False)])
+def test_flowers_default_of_two_nodes_gives_a_warning(
+    tmp_path, capsys, monkeypatch, number, advised
 ):
     monkeypatch.setattr(InProcessGrid, "in_process", False)  # as under Flower
     run(tmp_path, num_rounds=1, local_steps=1, num_clients=number)
     printed = capsys.readouterr().out
-    assert ("the preset is made for 20 clients" in printed) == told
+    assert ("the preset is made for 20 clients" in printed) == advised
     assert " after 1 round in " in printed
 
 
-def test_two_real_devices_or_two_that_were_asked_for_are_advised_nothing(
-    tmp_path, capsys, monkeypatch
-):
+def test_two_devices_or_two_chosen_nodes_give_no_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(InProcessGrid, "in_process", False)
     with monkeypatch.context() as patch:
         patch.setenv(NODES_CHOSEN, "1")  # as with `--engine flower num-clients=2`
@@ -361,29 +363,33 @@ def test_two_real_devices_or_two_that_were_asked_for_are_advised_nothing(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["num-clients=5000"], "5000 clients share 1438 examples, expected at least one each"),
         (["precision=float16", "device=cpu"], "precision = 'float16': got a CPU"),
     ],
 )
-def test_what_every_client_would_refuse_is_refused_once_and_before_anything(
-    tmp_path, capsys, words, told
+def test_settings_that_no_client_accepts_are_refused_before_the_run(
+    tmp_path, capsys, words, message
 ):
     with pytest.raises(SystemExit) as end:
         main(["simulate", f"output-dir={tmp_path}", *words])
     assert end.value.code == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
-    assert told in printed.err
+    assert message in printed.err
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
+def test_each_setting_without_effect_gives_a_warning(tmp_path, capsys):
     words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
     words += ["report=false"]
-    words += ["epsilon=8", "delta=1e-6", "secure-minimum=5"]  # without what they are about
+    words += [
+        "epsilon=8",
+        "delta=1e-6",
+        "secure-minimum=5",
+    ]  # without the settings that they belong to
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
@@ -401,10 +407,10 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     assert sum("warning" in line for line in lines) == 4
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, capsys):
     def interrupted_in(round_number):
         def train(*arguments):
-            if turn_of(arguments).round == round_number:
+            if client_round_of(arguments).round == round_number:
                 raise KeyboardInterrupt
             return training.train_locally(*arguments)
 
@@ -422,7 +428,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
 
 
 def full_disk_for(monkeypatch, name):
-    """Let the disk be full for one file, as the system tells it: without its name."""
+    """Make the disk full for one file, with the system's error, which lacks the file's name."""
     flush = os.fsync
 
     def refuse(descriptor):
@@ -435,7 +441,7 @@ def full_disk_for(monkeypatch, name):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
 @pytest.mark.parametrize(
-    ("name", "file", "safe"),
+    ("name", "file", "saved_round"),
     [
         ("round-000002", "checkpoints/round-000002.safetensors", 1),
         ("adapter_model", "adapter/adapter_model.safetensors", 2),
@@ -443,8 +449,8 @@ def full_disk_for(monkeypatch, name):
         ("settings.json", "settings.json", None),
     ],
 )
-def test_a_full_disk_names_the_file_and_says_how_to_go_on(
-    tmp_path, monkeypatch, capsys, name, file, safe
+def test_an_error_of_a_full_disk_names_the_file_and_how_to_resume(
+    tmp_path, monkeypatch, capsys, name, file, saved_round
 ):
     words = [f"{key}={str(value).lower()}" for key, value in SMALL.items()]
     with monkeypatch.context() as patched:
@@ -453,15 +459,15 @@ def test_a_full_disk_names_the_file_and_says_how_to_go_on(
             main(["simulate", f"output-dir={tmp_path}", "num-clients=2", *words])
     assert end.value.code == 1
     (folder,) = tmp_path.iterdir()
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert f"{folder / file} cannot be written: No space left on device; " in told
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert f"{folder / file} cannot be written: No space left on device; " in errors
     assert not (folder / "status.json").exists()
-    if safe is None:
-        assert "no round has finished" in told
+    if saved_round is None:
+        assert "no round has finished" in errors
         return
-    assert f"round {safe} is safe in the last checkpoint; free some space" in told
-    assert f"resume={folder}" in told
+    assert f"round {saved_round} is safe in the last checkpoint; free some space" in errors
+    assert f"resume={folder}" in errors
     run(tmp_path, num_clients=2, resume=str(folder))
     assert (folder / "summary.json").is_file()
     assert not (folder / "failure.json").exists()
@@ -469,7 +475,7 @@ def test_a_full_disk_names_the_file_and_says_how_to_go_on(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
 @pytest.mark.parametrize("name", [".png", "index.html"])
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch, capsys, name):
     full_disk_for(monkeypatch, name)
     ended = run(tmp_path, num_clients=2, num_rounds=1, report=True)
@@ -479,25 +485,21 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeyp
     assert not (ended.run_dir / "failure.json").exists()
 
 
-def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_warning_counts_clients_without_training_examples(tmp_path, monkeypatch, capsys):
     rows = np.split(np.arange(1000), [1, 500, 501])
     monkeypatch.setattr("ravan_flwr.training.model_and_data.ModelAndData.rows", lambda *_: rows)
     run(tmp_path, method="local", num_rounds=1)
     lines = capsys.readouterr().out.splitlines()
-    told = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]
-    assert len(told) == 1
-    assert "2 of 4 clients would have no example left to train on" in told[0]
-    assert "use fewer clients" in told[0]
+    warnings = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]
+    assert len(warnings) == 1
+    assert "2 of 4 clients would have no example left to train on" in warnings[0]
+    assert "use fewer clients" in warnings[0]
 
 
 @pytest.mark.parametrize(
     ("method", "counts"), [("local", [0, 0, 0, 0]), ("centralised", [0, 5, 5, 5])]
 )
-def test_a_run_in_which_nobody_could_train_is_refused_before_it(
-    tmp_path, monkeypatch, method, counts
-):
+def test_a_run_without_training_examples_is_refused(tmp_path, monkeypatch, method, counts):
     monkeypatch.setattr(
         "ravan_flwr.training.model_and_data.ModelAndData.partition_sizes", lambda *_: counts
     )
@@ -507,7 +509,7 @@ def test_a_run_in_which_nobody_could_train_is_refused_before_it(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"),
+    ("num_rounds", "message"),
     [
         (1, "num-rounds = 1: 2 rounds are already done, so that nothing is trained; ask for more "
             "than 2, or go back with resume="),
@@ -516,32 +518,32 @@ def test_a_run_in_which_nobody_could_train_is_refused_before_it(
         (3, ""),
     ],
 )  # fmt: skip
-def test_who_goes_on_with_a_run_that_is_done_is_told(tmp_path, caplog, wanted, told):
+def test_resuming_a_finished_run_gives_a_warning(tmp_path, caplog, num_rounds, message):
     first = run(tmp_path)
     caplog.clear()
-    again = run(tmp_path, num_rounds=wanted, resume=str(first.run_dir))
-    assert again.summary["rounds"] == max(2, wanted)
-    assert ("already done" in caplog.text) == bool(told)
-    assert told in caplog.text
+    resumed = run(tmp_path, num_rounds=num_rounds, resume=str(first.run_dir))
+    assert resumed.summary["rounds"] == max(2, num_rounds)
+    assert ("already done" in caplog.text) == bool(message)
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--heads=8"], "'--heads=8'; keys are written without dashes: heads=8"),
         (["--num-clients", "8"], "keys are written without dashes: num-clients=VALUE"),
         (["--verbose"], "unrecognized argument '--verbose'\n"),
     ],
 )
-def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
+def test_an_error_shows_how_to_write_a_key_without_dashes(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["simulate", *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
@@ -549,11 +551,11 @@ def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
         (["limits=max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )
-def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status, told):
+def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status, message):
     with pytest.raises(SystemExit) as end:
         main(["simulate", f"output-dir={tmp_path}", *words])
     assert end.value.code == status
-    assert capsys.readouterr().err.startswith(f"ravan-flwr: {told}")
+    assert capsys.readouterr().err.startswith(f"ravan-flwr: {message}")
 
 
 def bytes_down(directory):
@@ -566,18 +568,18 @@ def bytes_down(directory):
     }
 
 
-def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
+def test_data_aware_bases_are_sent_to_each_client_once_and_are_counted(tmp_path):
     simulation = run(tmp_path, init="data-aware", num_rounds=4, clients_per_round=2)
     by_round = bytes_down(simulation.run_dir)
-    assert set(by_round[0]) == {0, 1, 2, 3}  # everybody calibrates
+    assert set(by_round[0]) == {0, 1, 2, 3}  # all clients calibrate
     state = 4 * (8 * 4 * 13 * 13 + 970)
     bases = 4 * 8 * 4 * 13 * (96 + 96)
-    seen = set()
+    sent_to = set()
     for number in range(1, 5):
         for client, size in by_round[number].items():
-            assert size == state + (0 if client in seen else bases)
-            seen.add(client)
-    assert len(seen) < 8  # of eight, some came a second time
+            assert size == state + (0 if client in sent_to else bases)
+            sent_to.add(client)
+    assert len(sent_to) < 8  # some clients trained twice
     assert simulation.summary["rounds"] == 4
     assert simulation.summary["bytes-down"] == sum(
         size for sizes in by_round.values() for size in sizes.values()
@@ -587,40 +589,42 @@ def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
     settings = {"method": method, "num_rounds": 2}
-    whole = run(tmp_path, **settings)
-    part = run(tmp_path, **settings | {"num_rounds": 1})
-    resumed = run(tmp_path, **settings, resume=str(part.run_dir))
-    states = [final_state(simulation) for simulation in (whole, resumed)]
+    uninterrupted = run(tmp_path, **settings)
+    stopped = run(tmp_path, **settings | {"num_rounds": 1})
+    resumed = run(tmp_path, **settings, resume=str(stopped.run_dir))
+    states = [final_state(simulation) for simulation in (uninterrupted, resumed)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert resumed.summary["metrics"] == whole.summary["metrics"]
-    assert whole.summary["rejected"] == 0
+    assert resumed.summary["metrics"] == uninterrupted.summary["metrics"]
+    assert uninterrupted.summary["rejected"] == 0
     losses = [
         json.loads(line)["train-loss"]
-        for line in (whole.run_dir / "rounds.jsonl").read_text().splitlines()
+        for line in (uninterrupted.run_dir / "rounds.jsonl").read_text().splitlines()
     ]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
+def test_clients_with_small_budgets_train_a_part_or_are_not_eligible(tmp_path, method):
     simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=2)
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["round"]]
-    shares = {c["partition-id"]: c["budget-fraction"] for r in records for c in r["clients"]}
-    by_share = {c["budget-fraction"]: c["bytes-up"] for r in records for c in r["clients"]}
+    fractions = {c["partition-id"]: c["budget-fraction"] for r in records for c in r["clients"]}
+    bytes_by_fraction = {c["budget-fraction"]: c["bytes-up"] for r in records for c in r["clients"]}
     assert all(record["not-eligible"] == simulation.summary["not-eligible"] for record in records)
     if get_model_and_data(read_config(SMALL | {"method": method})).model.method.parts:
         assert simulation.summary["not-eligible"] == []
-        assert len(by_share) > 1
-        assert list(dict(sorted(by_share.items())).values()) == sorted(by_share.values())
+        assert len(bytes_by_fraction) > 1
+        assert list(dict(sorted(bytes_by_fraction.items())).values()) == sorted(
+            bytes_by_fraction.values()
+        )
     else:
-        everybody = {p: budget_fraction("uniform", 0, p) for p in range(6)}
-        assert set(shares.values()) == {1.0}
-        expected = [p for p, share in everybody.items() if share < 1]
+        all_fractions = {p: budget_fraction("uniform", 0, p) for p in range(6)}
+        assert set(fractions.values()) == {1.0}
+        expected = [p for p, fraction in all_fractions.items() if fraction < 1]
         assert simulation.summary["not-eligible"] == expected
 
 
-def test_a_method_that_nobody_can_afford_says_so(tmp_path):
+def test_a_method_without_eligible_clients_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"'fedit' is trained whole or not at all, .*budgets of"):
         run(tmp_path, num_clients=2, method="fedit", budgets="skewed-right")
 
@@ -629,7 +633,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
     train = training.train_locally
 
     def fails(*arguments):
-        if turn_of(arguments).partition_id == 1:
+        if client_round_of(arguments).partition_id == 1:
             raise RuntimeError("no memory")
         return train(*arguments)
 
@@ -642,17 +646,17 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora", "raflora"])
-def test_what_each_client_is_sent_is_counted(tmp_path, method):
+def test_bytes_to_and_from_each_client_are_counted(tmp_path, method):
     simulation = run(
         tmp_path, num_clients=6, method=method, classifier="frozen", local_steps=1,
-        num_rounds=5 if method == "fedex-lora" else 2,  # until its residual is whole
+        num_rounds=5 if method == "fedex-lora" else 2,  # until its residual has full rank
         budgets="full" if method == "fedex-lora" else "uniform", clients_per_round=4,
     )  # fmt: skip
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     for number, record in enumerate(map(json.loads, lines)):
         for client in record["clients"]:
             factors = 4 * 8 * affordable(client["budget-fraction"], 4) * (96 + 96)
-            # Four replies of rank 4 add a residual of rank 12, until the matrix is smaller.
+            # Four replies of rank 4 add a residual of rank 12, until a full matrix is smaller.
             rank = 12 * number if method == "fedex-lora" else 0
             residual = 4 * 8 * min(rank * (96 + 96), 96 * 96)
             extra = 4 if method == "fedex-lora" else 0  # its rank
@@ -660,17 +664,17 @@ def test_what_each_client_is_sent_is_counted(tmp_path, method):
             assert client["bytes-up"] == factors
 
 
-def test_a_run_may_not_go_on_with_other_partitions_or_without_its_bases(tmp_path):
-    part = run(tmp_path, num_rounds=1, method="fed-sb", num_clients=4)
+def test_a_run_cannot_resume_with_other_partitions_or_without_its_bases(tmp_path):
+    stopped = run(tmp_path, num_rounds=1, method="fed-sb", num_clients=4)
     with pytest.raises(ValueError, match=r"num-partitions = 6, expected 4 as before"):
-        run(tmp_path, method="fed-sb", num_clients=6, resume=str(part.run_dir))
-    (part.run_dir / "checkpoints" / "fixed.safetensors").unlink()
+        run(tmp_path, method="fed-sb", num_clients=6, resume=str(stopped.run_dir))
+    (stopped.run_dir / "checkpoints" / "fixed.safetensors").unlink()
     with pytest.raises(ValueError, match=r"found no checkpoints/fixed.safetensors, expected"):
-        run(tmp_path, method="fed-sb", num_clients=4, resume=str(part.run_dir))
+        run(tmp_path, method="fed-sb", num_clients=4, resume=str(stopped.run_dir))
 
 
 def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkeypatch):
-    whole = run(tmp_path, method="fed-sb")
+    uninterrupted = run(tmp_path, method="fed-sb")
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -679,23 +683,23 @@ def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkey
         patch.setattr("ravan_flwr.client.answers.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, method="fed-sb")
-    (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
-    resumed = run(tmp_path, method="fed-sb", resume=str(broken))
-    one, two = final_state(whole), final_state(resumed)
-    assert all(torch.equal(one[key], two[key]) for key in one)
-    assert without_times(resumed.summary) == without_times(whole.summary)
+    (stopped,) = [path for path in tmp_path.iterdir() if path != uninterrupted.run_dir]
+    resumed = run(tmp_path, method="fed-sb", resume=str(stopped))
+    first, second = final_state(uninterrupted), final_state(resumed)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert without_times(resumed.summary) == without_times(uninterrupted.summary)
 
 
-def test_fed_sbs_first_round_takes_a_sample_and_its_bytes_are_counted(tmp_path):
+def test_fed_sbs_calibration_samples_clients_and_its_bytes_are_counted(tmp_path):
     simulation = run(tmp_path, method="fed-sb", num_clients=8, classifier="frozen", num_rounds=3)
     by_round = bytes_down(simulation.run_dir)
     assert len(by_round[0]) == 3
     core, bases = 4 * 8 * 27**2, 4 * 8 * 27 * (96 + 96)
-    seen = set()
+    sent_to = set()
     for number in (1, 2, 3):
         for client, size in by_round[number].items():
-            assert size == core + (0 if client in seen else bases)
-            seen.add(client)
+            assert size == core + (0 if client in sent_to else bases)
+            sent_to.add(client)
     first = json.loads((simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0])
     assert {client["bytes-up"] for client in first["clients"]} == {4 * 8 * 96 * 96}
 
@@ -711,45 +715,47 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
         states[mu] = safetensors.torch.load_file(path)
     initial = get_model_and_data(read_config(SMALL | {"method": method})).model.initial_state()
     name = {"ravan": "H", "full": "weights", "hetlora": "B"}[method]
-    moved = [float((state[name] - initial[name]).norm()) for state in states.values()]
-    assert moved[0] > moved[1] > 0
-    assert moved[2] < 0.7 * moved[0]
+    distances = [float((state[name] - initial[name]).norm()) for state in states.values()]
+    assert distances[0] > distances[1] > 0
+    assert distances[2] < 0.7 * distances[0]
 
 
 @pytest.mark.parametrize(("method", "kind"), [("ravan", "adam"), ("fedit", "momentum")])
 def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     settings = {"method": method, "server_optimizer": kind}
-    whole = run(tmp_path, num_rounds=2, **settings)
-    part = run(tmp_path, num_rounds=1, **settings)
-    resumed = run(tmp_path, num_rounds=2, resume=str(part.run_dir), **settings)
-    one, two = final_state(whole), final_state(resumed)
-    assert any(name.startswith("server-optimizer/") for name in one)
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    uninterrupted = run(tmp_path, num_rounds=2, **settings)
+    stopped = run(tmp_path, num_rounds=1, **settings)
+    resumed = run(tmp_path, num_rounds=2, resume=str(stopped.run_dir), **settings)
+    first, second = final_state(uninterrupted), final_state(resumed)
+    assert any(name.startswith("server-optimizer/") for name in first)
+    assert all(torch.equal(first[key], second[key]) for key in first)
     plain = run(tmp_path, num_rounds=2, method=method)
-    assert plain.summary["metrics"] != whole.summary["metrics"]
+    assert plain.summary["metrics"] != uninterrupted.summary["metrics"]
 
 
 @pytest.mark.parametrize(
     "method", [name for name, listed in METHODS.items() if not listed.averages]
 )
-def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
-    told = rf"'adam.*': got method '{method}', which does not compute .*expected one of ravan, full"
-    with pytest.raises(ValueError, match=told):
+def test_a_server_optimiser_requires_a_plain_mean(tmp_path, method):
+    message = (
+        rf"'adam.*': got method '{method}', which does not compute .*expected one of ravan, full"
+    )
+    with pytest.raises(ValueError, match=message):
         run(tmp_path, method=method, server_optimizer="adam")
 
 
 @pytest.mark.parametrize("init", ["data-aware", "first-round"])
 def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
     settings = {"init": init, "budgets": "uniform", "scoring": "gradient"}
-    whole = run(tmp_path, **settings)
-    part = run(tmp_path, num_rounds=1, **settings)
-    resumed = run(tmp_path, resume=str(part.run_dir), **settings)
-    one, two = final_state(whole), final_state(resumed)
-    assert all(torch.equal(one[key], two[key]) for key in one)
-    assert resumed.summary["metrics"] == whole.summary["metrics"]
+    uninterrupted = run(tmp_path, **settings)
+    stopped = run(tmp_path, num_rounds=1, **settings)
+    resumed = run(tmp_path, resume=str(stopped.run_dir), **settings)
+    first, second = final_state(uninterrupted), final_state(resumed)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert resumed.summary["metrics"] == uninterrupted.summary["metrics"]
 
 
-def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
+def test_a_node_that_lost_the_bases_gets_them_again(tmp_path, monkeypatch):
     from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Forgetful(InProcessGrid):
@@ -765,23 +771,23 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
     )  # fmt: skip
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     rejected = {json.loads(line)["round"]: json.loads(line)["rejected"] for line in lines}
-    assert [number for number, some in rejected.items() if some] == [2]
+    assert [number for number, replies in rejected.items() if replies] == [2]
     assert "does not have the fixed tensors" in rejected[2][0]["reason"]
     sizes = bytes_down(simulation.run_dir)
-    (kept,) = sizes[2]  # the client that kept its state
-    lost = 1 - kept
-    assert sizes[3][lost] > sizes[3][kept] == sizes[4][lost]
+    (unaffected,) = sizes[2]  # the client that has its state
+    affected = 1 - unaffected
+    assert sizes[3][affected] > sizes[3][unaffected] == sizes[4][affected]
 
 
 def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
-    """Which knows macOS, too, where there is no /proc."""
+    """psutil also works on macOS, which has no /proc."""
     assert free_memory(torch.device("cpu")) > 2**20
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12345))
     for kind in ("cpu", "mps"):
         assert free_memory(torch.device(kind)) == 12345
 
 
-def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
+def test_an_automatic_budget_fraction_fits_the_free_memory(tmp_path, monkeypatch):
     from ravan_flwr.launch.in_process_grid import InProcessGrid
     from ravan_flwr.training.cost import step_memory
 
@@ -792,7 +798,9 @@ def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
                 context.node_config["budget"] = "auto"
 
     need = step_memory(read_config(SMALL), 0.5).added
-    free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
+    free = iter(
+        [int(need / 0.9) + 2] * 8
+    )  # two queries of four nodes; afterwards no memory is free
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
     monkeypatch.setattr("ravan_flwr.client.client_request.free_memory", lambda _: next(free, 0))
     simulation = run(tmp_path)

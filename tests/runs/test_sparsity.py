@@ -1,4 +1,4 @@
-"""Runs that send the largest numbers alone: what they weigh, and what they go together with."""
+"""Runs with sparse messages: their bytes, and other settings with them."""
 
 import json
 from typing import Any
@@ -19,58 +19,58 @@ SHORT: dict[str, Any] = {
 
 
 def run(tmp_path, clients=2, **settings):
-    named = {key.replace("_", "-"): value for key, value in settings.items()}
-    return simulate(SHORT | named | {"output-dir": str(tmp_path)}, clients)
+    settings_by_key = {key.replace("_", "-"): value for key, value in settings.items()}
+    return simulate(SHORT | settings_by_key | {"output-dir": str(tmp_path)}, clients)
 
 
-def rounds(done):
-    lines = (done.run_dir / "rounds.jsonl").read_text().splitlines()
+def rounds(simulation):
+    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["round"]]
 
 
-def state_of(done, number=2):
-    return load_checkpoint(done.run_dir / "checkpoints", number).state
+def state_of(simulation, number=2):
+    return load_checkpoint(simulation.run_dir / "checkpoints", number).state
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.sparse_down and m.sparse_up])
 def test_a_runs_bytes_are_those_of_the_plan(name, tmp_path):
-    done = run(tmp_path, method=name, sparsity="1/4:1/16")
+    simulation = run(tmp_path, method=name, sparsity="1/4:1/16")
     settings = {**SHORT, "method": name}
-    built = Skeleton(read_config(settings | {"sparsity": "1/4:1/16"}))
-    records = rounds(done)
+    sparse_costs = Skeleton(read_config(settings | {"sparsity": "1/4:1/16"}))
+    records = rounds(simulation)
     for record in records:
-        own = name == "feddpa" and record["round"] == 2  # a round that sends nothing
-        up = 0 if own else built.bytes_up(1.0)
+        sends_nothing = name == "feddpa" and record["round"] == 2  # a round without uploads
+        up = 0 if sends_nothing else sparse_costs.bytes_up(1.0)
         clients = record["clients"]
         assert [c["bytes-up"] for c in clients] == [up] * (1 if METHODS[name].pools else 2)
         assert record["rejected"] == []
         assert "refused" not in record
     down = [c["bytes-down"] for c in records[-1]["clients"]]
-    assert all(number <= built.bytes_down(1.0) for number in down)
-    whole = Skeleton(read_config(settings))
-    if name != "local":  # a sixteenth of the numbers, with their places: below an eighth
-        assert built.bytes_up(1.0) < whole.bytes_up(1.0) / 8
-        assert built.bytes_down(1.0) < whole.bytes_down(1.0)
+    assert all(number <= sparse_costs.bytes_down(1.0) for number in down)
+    dense_costs = Skeleton(read_config(settings))
+    if name != "local":  # a sixteenth of the numbers, with positions: below an eighth
+        assert sparse_costs.bytes_up(1.0) < dense_costs.bytes_up(1.0) / 8
+        assert sparse_costs.bytes_down(1.0) < dense_costs.bytes_down(1.0)
 
 
 @pytest.mark.parametrize("name", ["ravan", "fedit", "flora", "fedsa-lora"])
-def test_all_numbers_give_the_bits_that_no_key_gives(name, tmp_path):
-    one, other = run(tmp_path, method=name), run(tmp_path, method=name, sparsity="1.0:1")
-    assert same(state_of(one), state_of(other))
-    assert [r["bytes-up"] for r in rounds(one)] == [r["bytes-up"] for r in rounds(other)]
+def test_density_one_gives_the_bits_of_a_run_without_sparsity(name, tmp_path):
+    first, second = run(tmp_path, method=name), run(tmp_path, method=name, sparsity="1.0:1")
+    assert same(state_of(first), state_of(second))
+    assert [r["bytes-up"] for r in rounds(first)] == [r["bytes-up"] for r in rounds(second)]
 
 
 @pytest.mark.parametrize("sparsity", ["1:0.999999999", "0.999999999:1"])
-def test_nearly_all_numbers_give_nearly_the_same(sparsity, tmp_path):
-    # The smallest number of each row is left out. Two steps of Adam move a number by 0.006 at most.
+def test_a_density_close_to_one_gives_nearly_the_same_state(sparsity, tmp_path):
+    # The smallest number of each row is dropped. Two steps of Adam change a number by up to 0.006.
     state = state_of(run(tmp_path, num_rounds=1), 1)
-    other = state_of(run(tmp_path, num_rounds=1, sparsity=sparsity), 1)
-    assert not same(state, other)
-    assert max(float((other[name] - state[name]).abs().max()) for name in state) < 0.003
+    second = state_of(run(tmp_path, num_rounds=1, sparsity=sparsity), 1)
+    assert not same(state, second)
+    assert max(float((second[name] - state[name]).abs().max()) for name in state) < 0.003
     assert max(float(state[name].abs().max()) for name in state) > 0.003
 
 
@@ -87,24 +87,24 @@ def test_nearly_all_numbers_give_nearly_the_same(sparsity, tmp_path):
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_what_it_goes_together_with_resumes_to_the_same_bits(settings, tmp_path):
+def test_sparsity_with_other_settings_resumes_to_the_same_bits(settings, tmp_path):
     settings = {"sparsity": "1/4:1/4", **settings}
-    whole = run(tmp_path, 4, **settings)
-    assert not any("refused" in record for record in rounds(whole))
-    assert not any(record["rejected"] for record in rounds(whole))
+    uninterrupted = run(tmp_path, 4, **settings)
+    assert not any("refused" in record for record in rounds(uninterrupted))
+    assert not any(record["rejected"] for record in rounds(uninterrupted))
     if settings.get("privacy") == "client":
-        return  # who trains, and the noise, are drawn anew
+        return  # a resumed run samples clients and noise again
     resumed = run(tmp_path, 4, resume=str(run(tmp_path, 4, **settings, num_rounds=1).run_dir),
                   **settings)  # fmt: skip
-    assert settings.get("privacy") or same(state_of(whole), state_of(resumed))
+    assert settings.get("privacy") or same(state_of(uninterrupted), state_of(resumed))
 
 
-def test_simulated_time_and_a_budget_of_bytes_count_what_travels(tmp_path):
-    times, done = {}, {}
+def test_simulated_time_and_max_bytes_count_sparse_bytes(tmp_path):
+    times, num_rounds = {}, {}
     for sparsity in ("1:1", "1/16:1/16"):
         timed = run(tmp_path, devices="phones", sparsity=sparsity)
         times[sparsity] = rounds(timed)[-1]["time"]
         limited = run(tmp_path, num_rounds=3, sparsity=sparsity, max_bytes=200_000.0)
-        done[sparsity] = len(rounds(limited))
+        num_rounds[sparsity] = len(rounds(limited))
     assert times["1/16:1/16"] < times["1:1"]
-    assert done["1/16:1/16"] > done["1:1"]
+    assert num_rounds["1/16:1/16"] > num_rounds["1:1"]

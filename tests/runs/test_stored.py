@@ -1,4 +1,4 @@
-"""A backbone kept in 16 bits: the same bits come out as from 32, in half the memory."""
+"""A backbone stored in 16 bits: the same bits as from 32, in half the memory."""
 
 import json
 
@@ -24,17 +24,17 @@ KINDS = ["llama", "phi3", "bert", "t5", "vit"]
 
 
 def save_in_16_bits(kind, folder):
-    """Save a small model as its checkpoint is: its classifier left out, its weights in bfloat16."""
+    """Save a small model as a checkpoint without a classifier, with weights in bfloat16."""
     save_model(kind, folder)
-    made, _ = MODELS[kind]
-    made.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    model_class, _ = MODELS[kind]
+    model_class.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
 
-    def of(kind):
+    def settings_of(kind):
         preset = {"t5": "newsgroups-t5", "vit": "svhn-vit-b16"}.get(kind, "glue-llama")
         task = "rte" if preset == "glue-llama" else ""
         if not (folder / kind).is_dir():
@@ -49,10 +49,10 @@ def settings(tmp_path_factory):
             **({} if kind in OF_IMAGES else {"max-length": 16}),
         }  # fmt: skip
 
-    return of
+    return settings_of
 
 
-def benches(settings, **more):
+def load_both(settings, **more):
     return [
         ModelAndData(read_config(settings | more | {"backbone-dtype": dtype}))
         for dtype in ("float32", "bfloat16")
@@ -71,53 +71,53 @@ def upload_of(loaded):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_what_is_kept_in_the_files_own_bits_computes_the_same_bits(kind, precision, settings):
-    whole, stored = benches(settings(kind), precision=precision)
-    first, second = upload_of(whole), upload_of(stored)
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-    assert whole.evaluate() == stored.evaluate()
+def test_a_backbone_in_16_bits_computes_the_same_bits(kind, precision, settings):
+    full_precision, stored = load_both(settings(kind), precision=precision)
+    first_upload, second_upload = upload_of(full_precision), upload_of(stored)
+    assert first_upload.keys() == second_upload.keys()
+    for name, tensor in first_upload.items():
+        assert torch.equal(tensor, second_upload[name]), name
+    assert full_precision.evaluate() == stored.evaluate()
 
 
 class FrozenCasts(TorchDispatchMode):
-    """Count how often a frozen tensor of the network is brought to 16 bits."""
+    """Count the casts of frozen tensors of the network to 16 bits."""
 
     def __init__(self, network):
         super().__init__()
         tensors = [*network.parameters(), *network.buffers()]
-        self.there = {t.data_ptr(): t for t in tensors if not t.requires_grad and t.dim() == 2}
+        self.frozen = {t.data_ptr(): t for t in tensors if not t.requires_grad and t.dim() == 2}
         self.number = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         copies = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype")
-        self.number += copies == torch.bfloat16 and args[0].data_ptr() in self.there
+        self.number += copies == torch.bfloat16 and args[0].data_ptr() in self.frozen
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["vit", "t5"])
 @pytest.mark.parametrize("method", ["ravan", "fedit"])
 def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settings, monkeypatch):
-    given = settings(kind) | {"precision": "bfloat16", "method": method, "seed": 2}
-    keeping = ModelAndData(read_config(given))
-    assert upload_of(keeping)
-    with FrozenCasts(keeping.model.network) as casts:
-        got = upload_of(keeping)
-    measured = keeping.evaluate()
-    # What another client leaves, and what is changed in place, is cast anew.
+    run_settings = settings(kind) | {"precision": "bfloat16", "method": method, "seed": 2}
+    cached = ModelAndData(read_config(run_settings))
+    assert upload_of(cached)
+    with FrozenCasts(cached.model.network) as casts:
+        actual = upload_of(cached)
+    measured = cached.evaluate()
+    # Without the cache, every step casts the weights.
     monkeypatch.setattr("ravan_flwr.training.model_and_data.keep_casts", lambda _: None)
-    plain = ModelAndData(read_config(given))
-    with FrozenCasts(plain.model.network) as before:
+    plain = ModelAndData(read_config(run_settings))
+    with FrozenCasts(plain.model.network) as casts_before:
         expected = upload_of(plain)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert measured == plain.evaluate()
     assert casts.number == 0
-    assert before.number > 8
+    assert casts_before.number > 8
 
 
-def test_a_kept_cast_follows_its_weight(settings):
-    given = settings("vit") | {"precision": "bfloat16", "seed": 3}
-    loaded = ModelAndData(read_config(given))
+def test_a_cached_cast_follows_its_weight(settings):
+    run_settings = settings("vit") | {"precision": "bfloat16", "seed": 3}
+    loaded = ModelAndData(read_config(run_settings))
     loaded.evaluate()
     linear = next(m for m in loaded.model.network.modules() if isinstance(m, StoredLinear))
     x = torch.randn(2, linear.in_features)
@@ -127,9 +127,9 @@ def test_a_kept_cast_follows_its_weight(settings):
             expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
             assert torch.equal(linear(x), expected)
         assert linear(x).dtype == torch.float32
-    # Where blocks are computed twice, copies of all at a time are not wanted; nor of what changes.
-    for more in ({"gradient-checkpointing": True}, {"precision": "float32"}, {"method": "full"}):
-        network = ModelAndData(read_config(given | more)).model.network
+    # No cache with checkpointing, which saves memory, in float32, and of trained weights.
+    for changes in ({"gradient-checkpointing": True}, {"precision": "float32"}, {"method": "full"}):
+        network = ModelAndData(read_config(run_settings | changes)).model.network
         assert not any(hasattr(p, "kept_cast") for p in network.parameters())
 
 
@@ -141,22 +141,22 @@ FROZEN = [name for name, method in METHODS.items() if method.frozen_backbone]
 )
 @pytest.mark.parametrize("kind", ["llama", "vit"])  # a ViT's layers have a bias
 def test_each_method_uploads_the_same_bits(kind, method, form, settings):
-    whole, stored = benches(settings(kind), method=method, scoring="weight")
-    for adapter in (*whole.model.adapters, *stored.model.adapters):
+    full_precision, stored = load_both(settings(kind), method=method, scoring="weight")
+    for adapter in (*full_precision.model.adapters, *stored.model.adapters):
         adapter.form = form
-    first, second = upload_of(whole), upload_of(stored)
+    first, second = upload_of(full_precision), upload_of(stored)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_linear_layers_and_embeddings_are_in_16_bits_and_all_else_in_32(settings):
-    network = benches(settings("llama"))[1].model.network
+def test_linear_layers_and_embeddings_are_in_16_bits_and_all_others_in_32(settings):
+    network = load_both(settings("llama"))[1].model.network
     kinds = {type(m): m.weight.dtype for m in network.modules() if hasattr(m, "weight")}
     assert kinds.pop(StoredLinear) == kinds.pop(StoredEmbedding) == torch.bfloat16
     assert set(kinds.values()) == {torch.float32}
     assert network.get_parameter("score.weight").dtype == torch.float32  # the classifier
 
 
-def test_a_weight_that_two_modules_share_stays_one():
+def test_a_weight_shared_by_two_modules_stays_shared():
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, tie_word_embeddings=True,
@@ -172,29 +172,29 @@ def test_a_weight_that_two_modules_share_stays_one():
     assert network(tokens, labels=tokens).loss.dtype == torch.float32
 
 
-def test_nothing_is_kept_in_32_bits_for_the_backward_pass(settings):
+def test_no_32_bit_copy_is_saved_for_the_backward_pass(settings):
     memory = [
         step_memory(read_config(settings("llama") | {"backbone-dtype": dtype}), 1.0)
         for dtype in ("float32", "bfloat16")
     ]
-    network = benches(settings("llama"))[1].model.network
-    small = sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16)
-    assert memory[0].weights - memory[1].weights == 2 * small
+    network = load_both(settings("llama"))[1].model.network
+    num_16_bit = sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16)
+    assert memory[0].weights - memory[1].weights == 2 * num_16_bit
     assert memory[0].activations == memory[1].activations
 
 
-def test_autocast_makes_no_copies_of_what_is_in_its_own_bits(settings):
+def test_autocast_makes_no_copies_of_weights_in_its_own_dtype(settings):
     def activations(**more):
-        given = settings("llama") | {"precision": "bfloat16"} | more
-        return step_memory(read_config(given), 1.0).activations
+        run_settings = settings("llama") | {"precision": "bfloat16"} | more
+        return step_memory(read_config(run_settings), 1.0).activations
 
     stored = activations(**{"backbone-dtype": "bfloat16"})
-    network = benches(settings("llama"))[1].model.network
+    network = load_both(settings("llama"))[1].model.network
     copies = sum(m.weight.numel() for m in network.modules() if isinstance(m, StoredLinear))
     assert activations(**{"backbone-dtype": "float32"}) - stored == 2 * copies
 
 
-def test_auto_is_the_checkpoints_own_on_a_gpu_and_whole_on_a_cpu(settings):
+def test_auto_is_the_checkpoints_dtype_on_a_gpu_and_float32_on_a_cpu(settings):
     config = read_config(settings("llama"))
     assert backbone_dtype(config, "cpu") == torch.float32
     assert backbone_dtype(config, "cuda") == stored_dtype(config.model) == torch.bfloat16
@@ -205,21 +205,23 @@ def test_auto_is_the_checkpoints_own_on_a_gpu_and_whole_on_a_cpu(settings):
 
 @pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb", "flora"])
 def test_methods_that_change_the_backbone_are_refused(method, settings):
-    told = f"backbone-dtype = 'bfloat16': got method '{method}', which changes pretrained weights"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        f"backbone-dtype = 'bfloat16': got method '{method}', which changes pretrained weights"
+    )
+    with pytest.raises(ValueError, match=message):
         read_config(settings("llama") | {"method": method, "backbone-dtype": "bfloat16"})
 
 
 def test_a_merged_export_rounds_once(settings, tmp_path):
-    given = settings("llama") | {"output-dir": str(tmp_path), "backbone-dtype": "bfloat16"}
-    given |= {"processes": 1}
-    run = simulate(given, 2).run_dir
+    run_settings = settings("llama") | {"output-dir": str(tmp_path), "backbone-dtype": "bfloat16"}
+    run_settings |= {"processes": 1}
+    run = simulate(run_settings, 2).run_dir
     assert json.loads((run / "config.json").read_text())["backbone-dtype"] == "bfloat16"
     with result_of(run) as loaded:
         name = f"{loaded.model.layers[0].name}.weight"
         merged = merged_network(loaded).get_parameter(name)
         source = transformers.AutoModelForCausalLM.from_pretrained(
-            str(given["model"]), dtype=torch.float32
+            str(run_settings["model"]), dtype=torch.float32
         )
         (delta, *_) = loaded.model.method.delta_weights(loaded.model.adapters)
         expected = source.get_parameter(name) + delta

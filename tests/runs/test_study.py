@@ -20,7 +20,7 @@ from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import markdown, rows_as_csv
 from ravan_flwr.training.machine import CORES, usable_cores
 from tests.hand_made import SUMMARY
-from tests.studies import chosen as chosen_of
+from tests.studies import chosen as choice_of
 
 TABLES = [
     {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
@@ -42,25 +42,25 @@ def write(tmp_path, **changes):
 
 
 @pytest.fixture
-def forked(python, monkeypatch):
-    """A study's runs begin with their imports done; test_signals.py has a study of cold ones."""
+def forked_runs(python, monkeypatch):
+    """Start a study's runs as forks."""
     monkeypatch.setattr(sys, "executable", python.executable)
 
 
-# What several tests look at, and none changes: the papers' studies take seconds to read.
+# Several tests read the same studies, which take seconds, and none changes them.
 study_of_conf = functools.cache(read_study)
 
 
 @pytest.mark.parametrize("path", sorted((conf_folder() / "studies").glob("*.yaml")), ids=str)
-def test_every_study_can_be_read(path):
+def test_every_study_of_conf_can_be_read(path):
     study = study_of_conf(path)
     assert study.rows
     assert study.tables
-    nothing = Results(Path("nowhere"))
-    assert candidates(study, nothing) or table_runs(study, nothing)
+    no_results = Results(Path("nowhere"))
+    assert candidates(study, no_results) or table_runs(study, no_results)
 
 
-def test_rows_that_mean_the_same_share_their_runs(tmp_path):
+def test_rows_with_equal_settings_share_their_runs(tmp_path):
     study = read_study(write(tmp_path))
     runs = table_runs(study, Results(tmp_path))
     assert len(runs) == 4
@@ -100,12 +100,12 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ),
     ],
 )
-def test_a_study_file_is_checked_before_anything_runs(tmp_path, changes, message):
+def test_a_study_file_is_checked_before_any_run(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read_study(write(tmp_path, **changes))
 
 
-def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsys, forked):
+def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsys, forked_runs):
     path, folder = write(tmp_path), tmp_path / "out"
     main(["study", str(path), "--output", str(folder), "--jobs", "2"])
     summaries = sorted(folder.glob("runs/*/*/summary.json"))
@@ -123,12 +123,12 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     assert "(one-accuracy-by-bytes.png)" in text
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
-    main(["study", str(path), "--output", str(folder)])  # nothing is left to run
+    main(["study", str(path), "--output", str(folder)])  # all runs are done
     assert (folder / "results.md").read_text() == text
     assert "4 runs, 4 of them done" in capsys.readouterr().out
 
 
-def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_path, forked):
+def test_a_table_draws_spectra_of_runs_with_other_numbers_of_clients(tmp_path, forked_runs):
     rows = {"alone": {"num-clients": 1, "method": "full", "learning-rate": 1e-3}, "three": {}}
     tables = [{"title": "T", "rows": rows, "spectra": True}]
     path, folder = write(tmp_path, tables=tables, seeds=[0]), tmp_path / "out"
@@ -145,7 +145,7 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
         assert {row["group"] for row in csv.DictReader(file)} == {"alone", "three"}
 
 
-def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
+def test_a_run_is_repeated_if_its_preset_changed(tmp_path):
     study = read_study(write(tmp_path))
     run, folder = table_runs(study, Results(tmp_path))[0], tmp_path / "out"
     directory = run.folder(folder) / "x"
@@ -160,45 +160,45 @@ def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
 METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}}
 
 
-def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
+def test_equal_parameters_requires_methods_of_similar_size(tmp_path):
     table = {"title": "T", "equal-parameters": True, "rows": METHODS}
-    told = r"parameters differ by 98.2 % \(fedit 6,144, full 301,536, ravan 5,440\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"parameters differ by 98.2 % \(fedit 6,144, full 301,536, ravan 5,440\)"
+    with pytest.raises(ValueError, match=message):
         read_study(write(tmp_path, tables=[table]))
     table["references"] = ["full"]
     with pytest.raises(ValueError, match="differ by 11.5 %"):
         read_study(write(tmp_path, tables=[table]))
-    for references, told in (
+    for references, message in (
         (["ful"], r"references \['ful'\] are no rows"),
         (["full", "ravan"], r"has rows \['fedit'\], expected at least two"),
     ):
         table["references"] = references
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read_study(write(tmp_path, tables=[table]))
     table["references"] = ["full"]
     table["settings"] = {"lora-rank": 7}
     assert read_study(write(tmp_path, tables=[table])).tables[0].rows
 
 
-def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, forked):
+def test_a_learning_rate_is_chosen_on_the_validation_split(tmp_path, forked_runs):
     rates = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
     rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
     settings = {"num-rounds": 2, "local-steps": 5, "classifier": "frozen"}
     tables = [{"title": "T", "rows": rows}]
     path = write(tmp_path, choose=rates, tables=tables, settings=settings, seeds=[0])
     study, folder = read_study(path), tmp_path / "out"
-    nothing = Results(folder)
-    for candidate in candidates(study, nothing):
-        given = dict(candidate.settings)
-        assert (given["evaluate-on"], given["validation-share"], given["seed"]) == (
+    no_results = Results(folder)
+    for candidate in candidates(study, no_results):
+        config = dict(candidate.settings)
+        assert (config["evaluate-on"], config["validation-share"], config["seed"]) == (
             "clients", 0.2, 7,
         )  # fmt: skip
-    assert len(candidates(study, nothing)) == 3
-    assert runs_of(study.tables[0].rows["chosen"], nothing) == []  # nothing is known yet
+    assert len(candidates(study, no_results)) == 3
+    assert runs_of(study.tables[0].rows["chosen"], no_results) == []  # no rate is chosen yet
     assert run_study(path, folder, jobs=2)
     chosen = study.tables[0].rows["chosen"]
     results = Results(folder)
-    assert chosen_of(chosen, results).rate == 1e-2
+    assert choice_of(chosen, results).rate == 1e-2
     (final,) = runs_of(chosen, results)
     assert "evaluate-on" not in dict(final.settings)
     text = markdown(study, results)
@@ -207,13 +207,13 @@ def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, fork
     assert "(edge)" not in text
 
 
-def test_a_file_that_is_no_yaml_is_told(tmp_path):
+def test_a_file_that_is_no_yaml_is_an_error(tmp_path):
     (tmp_path / "x.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="expected YAML; correct the file"):
         read_study(tmp_path / "x.yaml")
 
 
-def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
+def test_killed_runs_without_output_are_listed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", "kill -9 $$"])
     assert not run_study(write(tmp_path), tmp_path / "out", jobs=2)
     assert caplog.text.count("failed: ") == 4
@@ -222,38 +222,38 @@ def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
     assert listed.count("seed=1") == 2
 
 
-SHARE = max(1, usable_cores({}) // 2)
+CORES_EACH = max(1, usable_cores({}) // 2)
 
 
 @pytest.mark.parametrize(
-    ("jobs", "given", "expected"),
+    ("jobs", "variables", "expected"),
     [
-        (2, {}, f"- - {SHARE}"),  # by its cores a run decides on its threads
+        (2, {}, f"- - {CORES_EACH}"),  # a run derives its threads from its cores
         (1, {}, "- - -"),
-        (2, {"OMP_NUM_THREADS": "7"}, f"7 - {SHARE}"),
-        (2, {"MKL_NUM_THREADS": "5"}, f"- 5 {SHARE}"),
+        (2, {"OMP_NUM_THREADS": "7"}, f"7 - {CORES_EACH}"),
+        (2, {"MKL_NUM_THREADS": "5"}, f"- 5 {CORES_EACH}"),
     ],
 )
 def test_a_study_keeps_the_users_number_of_threads(
-    tmp_path, monkeypatch, caplog, jobs, given, expected
+    tmp_path, monkeypatch, caplog, jobs, variables, expected
 ):
-    """And side by side its runs have no more processes than there are cores."""
+    """Runs at the same time have together no more processes than there are cores."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", CORES):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    told = "echo threads ${OMP_NUM_THREADS:--} ${MKL_NUM_THREADS:--} ${RAVAN_FLWR_CORES:--} >&2"
-    told += "; false"
-    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", told])
+    command = "echo threads ${OMP_NUM_THREADS:--} ${MKL_NUM_THREADS:--} ${RAVAN_FLWR_CORES:--} >&2"
+    command += "; false"
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", command])
     assert not run_study(write(tmp_path), tmp_path / "out", jobs=jobs)
     assert caplog.text.count(f": threads {expected}\n") >= 4
 
 
-def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
-    begun = []
+def test_an_interrupted_study_starts_no_further_run(tmp_path, monkeypatch):
+    started = []
 
     def command(run, *_):
-        begun.append(run)
+        started.append(run)
         return ["sleep", "0.3"]
 
     def interrupt(*_):
@@ -263,10 +263,10 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
     monkeypatch.setattr("ravan_flwr.studies.running.minutes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(write(tmp_path), tmp_path / "out", jobs=1)
-    assert len(begun) <= 2  # the one that ended, and the one that began meanwhile
+    assert len(started) <= 2  # the finished run, and one that started meanwhile
 
 
-def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog, forked):
+def test_a_failed_run_is_listed_and_the_others_continue(tmp_path, caplog, forked_runs):
     tables = [{"title": "T", "rows": {"good": {}, "bad": {"limits": "max-update-norm=1e-9"}}}]
     path = write(tmp_path, tables=tables, seeds=[0])
     assert not run_study(path, tmp_path / "out", jobs=1)
@@ -277,14 +277,14 @@ def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog, forked):
     assert "bad" not in markdown(read_study(path), results)
 
 
-def test_mistakes_on_the_command_line(tmp_path, capsys):
+def test_mistakes_on_the_command_line_are_errors(tmp_path, capsys):
     for words in (["study", str(tmp_path / "x.yaml")], ["study", __file__, "--jobs", "0"]):
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"found no file {Path(tmp_path / 'x.yaml')}" in told
-    assert "--jobs 0: expected a whole number at least 1" in told
+    errors = capsys.readouterr().err
+    assert f"found no file {Path(tmp_path / 'x.yaml')}" in errors
+    assert "--jobs 0: expected a whole number at least 1" in errors
 
 
 # The paper's numbers, and its studies.
@@ -301,7 +301,7 @@ def with_paper(tmp_path, numbers, **changes):
     return path
 
 
-def test_the_papers_numbers_stand_beside_ours(tmp_path):
+def test_tables_show_the_papers_numbers(tmp_path):
     path = with_paper(tmp_path, {"ravan": 84.42})
     study = read_study(path)
     for run in table_runs(study, Results(tmp_path)):
@@ -322,27 +322,27 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
     tables = [{"title": "A", "rows": {"ravan": {}}, "metric": "f1"}]
     other = read_study(with_paper(tmp_path, {}, tables=tables))
     assert "| ravan | **90.0** |" in markdown(other, Results(tmp_path))
-    # A reference is no competitor.
-    both = {"ravan": {}, "fedit": {"method": "fedit"}}
-    alone = [{"title": "A", "rows": both, "references": ["ravan"]}]
-    last = markdown(read_study(with_paper(tmp_path, {}, tables=alone)), Results(tmp_path))
+    # A reference row is not marked as the best.
+    two_rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    with_reference = [{"title": "A", "rows": two_rows, "references": ["ravan"]}]
+    last = markdown(read_study(with_paper(tmp_path, {}, tables=with_reference)), Results(tmp_path))
     assert "| ravan | 50.0 |" in last
     assert "| fedit | **25.0** |" in last
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         ({"x": 1.0}, r"paper \['x'\] are no rows, expected some of"),
         ({"ravan": "x"}, "tables.0.paper.ravan: got 'x': Input should be a valid number"),
     ],
 )
-def test_numbers_that_fit_nothing(numbers, told, tmp_path):
-    with pytest.raises(ValueError, match=told):
+def test_paper_numbers_that_fit_no_row_are_errors(numbers, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         read_study(with_paper(tmp_path, numbers))
 
 
-# study -> tables, runs of its tables, a number of its table in the paper
+# study -> number of tables, number of runs, (table, row, value) from the paper
 PAPER = {
     "vision": (16, 264, ("SVHN, 50 clients, non-IID, higher budget", "ffa-lora", 84.24)),
     "language": (16, 264, ("MRQA, 20 clients, IID, lower budget", "fed-sb", 59.93)),

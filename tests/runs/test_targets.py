@@ -1,4 +1,4 @@
-"""A run refuses targets that do not fit before it trains anything."""
+"""A run rejects labels longer than `target-length` before it trains."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ def folder(tmp_path_factory):
     return save_model("t5", tmp_path_factory.mktemp("targets") / "model")
 
 
-def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeypatch):
-    """By the server, even where clients alone have examples: no weights, no node, no round."""
+def test_labels_are_checked_before_training(folder, tmp_path, monkeypatch):
+    """The server checks them, also if only clients have examples, before it loads weights."""
 
     def refuse(*_):
         raise AssertionError("the run went on")
@@ -26,8 +26,8 @@ def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeyp
         "training.model_and_data.load_splits",
         "server.strategy.FederatedTuning.start",
     )
-    for what in places:
-        monkeypatch.setattr(f"ravan_flwr.{what}", refuse)
+    for name in places:
+        monkeypatch.setattr(f"ravan_flwr.{name}", refuse)
     real = read_config({"preset": "newsgroups-t5"}).data
     short = dataclasses.replace(real, target_length=1)
     monkeypatch.setattr("ravan_flwr.config.preset.Preset.data_of", lambda *_: short)

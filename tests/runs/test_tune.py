@@ -1,4 +1,4 @@
-"""A tuning on the real digits: what it runs, chooses, draws and writes."""
+"""A tuning on the digits: its runs, choice, charts and files."""
 
 import csv
 import json
@@ -20,8 +20,8 @@ SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
 
 @pytest.fixture
-def forked(python, monkeypatch):
-    """Let runs begin with their imports done, and the last rung have two seeds."""
+def forked_runs(python, monkeypatch):
+    """Start runs as forks, with two seeds in the last rung."""
     monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)
     monkeypatch.setattr(sys, "executable", python.executable)
 
@@ -33,16 +33,16 @@ data: {source: sklearn-digits, columns: {image: image, label: label}}  # it know
 """
 
 
-def mine(folder, rates="  ravan: 3.0e-3\n"):
-    """Write a preset of the digits, with these rates and comments of a person's own."""
+def write_preset(folder, rates="  ravan: 3.0e-3\n"):
+    """Write a preset of the digits with these learning rates and comments."""
     path = folder / "mine.yaml"
     path.write_text(f"{PRESET}learning-rate:  # mine\n{rates}# the end\n")
     return path
 
 
-def chosen(given, rate=1e-2):
-    """A tuning that has measured this rate as the best."""
-    tuning = plan_tuning(given)
+def tuning_with_best(settings, rate=1e-2):
+    """Return a tuning and its choice, in which this learning rate is the best."""
+    tuning = plan_tuning(settings)
     scores = {
         rate: Score("accuracy", [0.9, 0.92, 0.91], []),
         1e-3: Score("accuracy", [0.8] * 3, []),
@@ -53,26 +53,28 @@ def chosen(given, rate=1e-2):
     )
 
 
-def measured(folder):
-    """The rates of `rates.csv`, with the row of the study that they belong to."""
+def read_rates(folder):
+    """Read `rates.csv`."""
     with (folder / "rates.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, capsys):
-    # A wrong default: the best of the grid around it is its edge, so that the grid must grow.
+def test_a_tuning_halves_its_grid_extends_it_resumes_and_draws(
+    tmp_path, forked_runs, monkeypatch, capsys
+):
+    # With a wrong default the best rate is at the grid's edge, so the grid is extended.
     out = tmp_path / "out"
     words = ["tune", *SHORT, "--output", str(out), "--jobs", "2"]
     monkeypatch.setattr("ravan_flwr.studies.tuning.grid_around", lambda _: [1e-5, 3e-5, 1e-4])
     monkeypatch.setattr("ravan_flwr.studies.tuning.EXTENSIONS", 1)
     before = (conf_folder() / "digits-vit.yaml").read_text()
     main(words)
-    told = capsys.readouterr().out
-    assert "3 rates, 1 round, seed 100" in told
-    assert "2 rates, 2 rounds, seed 100 101" in told
-    assert "learning rate 0.0003: accuracy" in told
-    assert "it is at the edge of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in told
-    rates = measured(out)
+    output = capsys.readouterr().out
+    assert "3 rates, 1 round, seed 100" in output
+    assert "2 rates, 2 rounds, seed 100 101" in output
+    assert "learning rate 0.0003: accuracy" in output
+    assert "it is at the edge of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in output
+    rates = read_rates(out)
     assert all(0 <= float(row["value"]) <= 1 for row in rates)
     assert {(row["row"], row["seed"]) for row in rates} == {
         ("ravan, 1 round", "100"), ("ravan, 2 rounds", "100"), ("ravan, 2 rounds", "101"),
@@ -82,41 +84,41 @@ def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, 
     text = (out / "results.md").read_text()
     assert "|  | 1e-05 | 3e-05 | 0.0001 | 0.0003 | runs |" in text
     assert "![The accuracy on the validation split of clients, by learning rate" in text
-    # The preset of the paper's kind keeps its numbers; what to write is told.
-    assert "keeps its numbers" in told
-    assert "  ravan: 3.0e-4" in told
+    # The preset has rates of a paper and is not changed; the lines to write are printed.
+    assert "keeps its numbers" in output
+    assert "  ravan: 3.0e-4" in output
     assert (conf_folder() / "digits-vit.yaml").read_text() == before
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
-    main(words)  # nothing is left to run
+    main(words)  # all runs are done
     assert (out / "results.md").read_text() == text
 
 
-def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monkeypatch):
+def test_the_best_rate_is_written_into_the_preset(tmp_path, forked_runs, capsys, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text(PRESET)
     words = ["tune", f"preset={path}", *SHORT, "--rates", "1e-5,1e-2,5", "--output", str(tmp_path)]
     main(words)
-    told = capsys.readouterr().out
-    assert "learning rate 0.01: accuracy" in told
-    assert "not significantly worse" not in told
-    assert "the edge of the rates tried" not in told
-    # Each value is that of a run on examples that clients held back.
+    output = capsys.readouterr().out
+    assert "learning rate 0.01: accuracy" in output
+    assert "not significantly worse" not in output
+    assert "the edge of the rates tried" not in output
+    # Each value is a run's accuracy on the clients' validation splits.
     runs = [path.parent for path in tmp_path.glob("runs/*/*/summary.json")]
     finals = [json.loads((run / "summary.json").read_text())["metrics"]["final"] for run in runs]
-    values = [float(row["value"]) for row in measured(tmp_path)]
+    values = [float(row["value"]) for row in read_rates(tmp_path)]
     assert sorted(values) == sorted(final["accuracy"] for final in finals)
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
     assert {config["evaluate-on"] for config in configs} == {"clients"}
-    # Of the two rates that learn nothing, the last rung has either: that depends on the processor.
-    assert re.search(r"^  (1e-05|5): ", told, re.MULTILINE)
-    # It stands in the preset, which is otherwise as it was; the next run has it.
-    assert told.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
+    # Two rates learn nothing; which of them is in the last rung depends on the CPU.
+    assert re.search(r"^  (1e-05|5): ", output, re.MULTILINE)
+    # The preset has the rate and is otherwise unchanged; the next run uses it.
+    assert output.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
     text = path.read_text()
     assert text.startswith(PRESET + "learning-rate:\n  # tune of ravan: accuracy ")
     assert text.endswith("\n  ravan: 1.0e-2\n")
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
-    # The runs are those of this preset still, though it leaves the labels to the data.
+    # The runs still count as this preset's, whose labels come from the data.
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     main(words)
     assert path.read_text() == text
@@ -124,27 +126,25 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monk
 
 def test_a_dry_run_runs_nothing(tmp_path, capsys):
     main(["tune", "method=fedit", "--dry-run", "--output", str(tmp_path / "out")])
-    told = capsys.readouterr().out
-    assert "learning rate of fedit in preset digits-vit, 20 clients" in told
-    assert "14 runs, 175 rounds in all" in told
+    output = capsys.readouterr().out
+    assert "learning rate of fedit in preset digits-vit, 20 clients" in output
+    assert "14 runs, 175 rounds in all" in output
     assert not (tmp_path / "out").exists()
 
 
-def test_when_every_rate_fails_the_first_reason_is_told(tmp_path, forked, capsys):
-    bad = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
+def test_when_every_rate_fails_the_error_has_the_first_reason(tmp_path, forked_runs, capsys):
+    failing = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
     with pytest.raises(SystemExit) as end:
-        main(["tune", *SHORT, *bad, "--output", str(tmp_path)])
+        main(["tune", *SHORT, *failing, "--output", str(tmp_path)])
     assert end.value.code == 1
-    told = capsys.readouterr().err
-    assert "every learning rate failed; the first: " in told
-    assert "got no valid reply" in told
+    errors = capsys.readouterr().err
+    assert "every learning rate failed; the first: " in errors
+    assert "got no valid reply" in errors
     assert not (tmp_path / "results.md").exists()
 
 
 @pytest.mark.parametrize("words", [["tune"], ["study", "conf/studies/scales.yaml"]])
-def test_a_device_that_is_not_there_is_told_once_before_any_run(
-    words, tmp_path, monkeypatch, capsys
-):
+def test_a_missing_device_is_an_error_before_any_run(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(conf_folder().parent)
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: pytest.fail("too late"))
     with pytest.raises(SystemExit) as end:
@@ -154,7 +154,7 @@ def test_a_device_that_is_not_there_is_told_once_before_any_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_tuning_prints_how_to_continue(tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -168,11 +168,11 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
     )
 
 
-def test_the_edit_keeps_what_a_person_wrote(tmp_path):
-    path = mine(tmp_path, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
+def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
+    path = write_preset(tmp_path, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
     path.chmod(0o640)
-    told = adopt(*chosen({"preset": str(path), "batch-size": 8}))
-    assert told == f"written: learning-rate of ravan is 1.0e-2 in {path}"
+    message = adopt(*tuning_with_best({"preset": str(path), "batch-size": 8}))
+    assert message == f"written: learning-rate of ravan is 1.0e-2 in {path}"
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  # tune of ravan: ")
     assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
@@ -184,58 +184,58 @@ def test_the_edit_keeps_what_a_person_wrote(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_preset_is_left_alone_where_that_is_asked_for(tmp_path):
-    path = mine(tmp_path)
+def test_without_write_a_preset_is_not_changed(tmp_path):
+    path = write_preset(tmp_path)
     before = path.read_bytes()
-    assert "not written" in adopt(*chosen({"preset": str(path)}), write=False)
+    assert "not written" in adopt(*tuning_with_best({"preset": str(path)}), write=False)
     assert path.read_bytes() == before
 
 
-def test_a_link_stays_a_link(tmp_path):
-    path = mine(tmp_path)
+def test_a_preset_behind_a_symlink_is_written(tmp_path):
+    path = write_preset(tmp_path)
     path.rename(tmp_path / "elsewhere.yaml")
     path.symlink_to(tmp_path / "elsewhere.yaml")
-    adopt(*chosen({"preset": str(path)}))
+    adopt(*tuning_with_best({"preset": str(path)}))
     assert path.is_symlink()
     assert "ravan: 1.0e-2" in (tmp_path / "elsewhere.yaml").read_text()
 
 
 @pytest.mark.parametrize(
-    ("given", "rates", "mode", "told"),
+    ("settings", "rates", "mode", "reason"),
     [
         ({}, "  ravan: 3.0e-3\n", 0o444, "the file is read-only"),
         ({"targets": "query"}, "  ravan: 3.0e-3\n", 0o644, "chosen with targets=query, which"),
         ({}, "  ravan: {frozen: 3.0e-3, trained: 1.0e-3}\n", 0o644, "keeps its numbers"),
     ],
 )
-def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path):
-    path = mine(tmp_path, rates)
+def test_presets_that_are_not_written(settings, rates, mode, reason, tmp_path):
+    path = write_preset(tmp_path, rates)
     path.chmod(mode)
     before = path.read_bytes()
-    found = adopt(*chosen({"preset": str(path), **given}))
-    assert found.startswith(f"not written to {path}: ")
-    assert told in found
-    assert yaml.safe_load(found.partition("\n")[2]) == {"learning-rate": {"ravan": 1e-2}}
+    message = adopt(*tuning_with_best({"preset": str(path), **settings}))
+    assert message.startswith(f"not written to {path}: ")
+    assert reason in message
+    assert yaml.safe_load(message.partition("\n")[2]) == {"learning-rate": {"ravan": 1e-2}}
     assert path.read_bytes() == before
     assert [other.name for other in path.parent.glob(".*")] == []
 
 
-def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
-    path = mine(tmp_path)
-    choice = chosen({"preset": str(path)})
-    for text, told in (
+def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path):
+    path = write_preset(tmp_path)
+    choice = tuning_with_best({"preset": str(path)})
+    for text, message in (
         ("a: [", "no YAML any more"),
         (None, "No such file"),
     ):
         path.unlink()
         if text is not None:
             path.write_text(text)
-        assert told in adopt(*choice)
+        assert message in adopt(*choice)
         assert text is None or path.read_text() == text
         path.touch()
 
 
-def test_clients_with_too_little_to_hold_back(caplog):
+def test_small_validation_splits_give_an_error_or_a_warning(caplog):
     assert check_validation_size(plan_tuning({"num-rounds": 1}, 20)) >= 0.2 * 1438
     with pytest.raises(ValueError, match="a client has 1 of the 1,438 examples under seed 100"):
         check_validation_size(plan_tuning({"partition": "iid"}, 1438))
@@ -244,8 +244,8 @@ def test_clients_with_too_little_to_hold_back(caplog):
     assert "changes the metric by 5.0 %" in caplog.text
 
 
-def test_rates_that_are_no_numbers(capsys):
-    for words, told in (
+def test_invalid_arguments_of_tune_are_errors(capsys):
+    for words, message in (
         (["--rates", "fast"], "--rates fast: expected numbers with commas between"),
         (["--jobs", "0"], "--jobs 0: expected a whole number at least 1"),
         (["seed"], "got 'seed', expected KEY=VALUE"),
@@ -253,4 +253,4 @@ def test_rates_that_are_no_numbers(capsys):
         with pytest.raises(SystemExit) as end:
             main(["tune", *words])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run ends in good order when its metric reaches a value, and not before."""
+"""A run ends when its metric reaches a value, with a result, and not before."""
 
 import json
 from typing import Any
@@ -24,45 +24,49 @@ def rounds(run):
 
 
 def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
-    """The value is one that an unbounded run measures in its second round, or passes sooner."""
+    """The value is the larger accuracy of the first two rounds of an unbounded run."""
     settings = QUICK | {"output-dir": str(tmp_path)}
-    whole = simulate(settings, 4)
-    measured = [record["metrics"]["accuracy"] for record in rounds(whole)]
+    unbounded = simulate(settings, 4)
+    measured = [record["metrics"]["accuracy"] for record in rounds(unbounded)]
     value = max(measured[:2])
-    first = next(n for n, got in enumerate(measured, 1) if got >= value)
+    first = next(n for n, accuracy in enumerate(measured, 1) if accuracy >= value)
     run = simulate(settings | {"until-metric": value}, 4)
     records = rounds(run)
     assert [record["metrics"] for record in records] == [
-        record["metrics"] for record in rounds(whole)[:first]
+        record["metrics"] for record in rounds(unbounded)[:first]
     ]
     assert [record.get("reached") for record in records] == [None] * (first - 1) + [value]
     assert run.summary["rounds"] == run.summary["reached"] == first
     assert run.summary["until-metric"] == value
-    assert "reached" not in whole.summary.keys() | rounds(whole)[-1].keys()
+    assert "reached" not in unbounded.summary.keys() | rounds(unbounded)[-1].keys()
     assert (run.run_dir / "adapter" / "adapter_config.json").is_file()
-    told = (
+    message = (
         f"until-metric = {value:g}: reached in round {first} (accuracy {value:.4f}); the run ends"
     )
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     facts = view_of(RunSnapshot.of(RecordedRun.read(run.run_dir)), live=False)["facts"]
     assert facts["until-metric"] == f"{value:g}, reached in round {first}"
 
     same = simulate(settings | {"until-metric": value, "resume": str(run.run_dir)}, 4)
     assert same.summary["rounds"] == first
-    assert told in capsys.readouterr().out
-    assert simulate({"resume": str(run.run_dir)}).summary["rounds"] == first  # it keeps the value
-    more = simulate({"resume": str(run.run_dir), "until-metric": 0})  # and with none, all rounds
-    assert more.summary["rounds"] == 3
-    assert "reached" not in more.summary
+    assert message in capsys.readouterr().out
+    assert (
+        simulate({"resume": str(run.run_dir)}).summary["rounds"] == first
+    )  # the value is the recorded one
+    continued = simulate(
+        {"resume": str(run.run_dir), "until-metric": 0}
+    )  # 0 removes the value: all rounds run
+    assert continued.summary["rounds"] == 3
+    assert "reached" not in continued.summary
 
 
-def test_only_evaluations_count_and_what_is_not_reached_is_told(tmp_path, capsys):
+def test_only_evaluated_rounds_count_and_a_missed_value_gives_a_warning(tmp_path, capsys):
     settings = QUICK | {"until-metric": 1e-6, "eval-every": 2, "output-dir": str(tmp_path)}
     assert simulate(settings, 4).summary["reached"] == 2
-    missed = simulate(settings | {"until-metric": 1, "num-rounds": 2}, 4)
-    assert missed.summary["rounds"] == 2
-    assert missed.summary["until-metric"] == 1
-    assert "reached" not in missed.summary
+    not_reached = simulate(settings | {"until-metric": 1, "num-rounds": 2}, 4)
+    assert not_reached.summary["rounds"] == 2
+    assert not_reached.summary["until-metric"] == 1
+    assert "reached" not in not_reached.summary
     assert "warning: until-metric = 1 was not reached" in capsys.readouterr().out
 
 
@@ -73,23 +77,23 @@ def test_a_perplexity_is_reached_from_above():
     ]
     config = read_config({"until-metric": 20.0})
     assert reached(config, "perplexity", records) is records[2]
-    alone = [reached(config, "perplexity", [record]) is not None for record in records]
-    assert alone == [False, False, True, False]
+    reached_alone = [reached(config, "perplexity", [record]) is not None for record in records]
+    assert reached_alone == [False, False, True, False]
     assert reached(read_config({"until-metric": 19.0}), "perplexity", records) is None
     assert reached(read_config({}), "perplexity", records) is None
 
 
 @pytest.mark.parametrize(
-    ("metric", "value", "told"),
+    ("metric", "value", "message"),
     [
         ("accuracy", 85, "the metric is accuracy, expected a fraction, 1 at most; .* write 0.85?"),
         ("f1", 1.01, "the metric is f1, expected a fraction"),
         ("perplexity", 0.5, "the metric is perplexity, expected 1 or more"),
     ],
 )
-def test_what_cannot_be_reached_is_refused(metric, value, told):
+def test_an_impossible_value_is_refused(metric, value, message):
     config = read_config({"until-metric": value})
-    with pytest.raises(ValueError, match=f"until-metric = {value:g}: {told}"):
+    with pytest.raises(ValueError, match=f"until-metric = {value:g}: {message}"):
         check_limits(config, metric, [])
 
 
@@ -99,7 +103,7 @@ def test_a_refused_value_leaves_no_directory(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_value_below_nothing_is_refused_and_a_plan_says_it():
+def test_a_negative_value_is_refused_and_a_plan_states_the_value():
     with pytest.raises(ValueError, match="until-metric = -1: expected a number at least 0"):
         read_config({"until-metric": -1})
     assert "until-metric    0.9: the round that reaches it" in plan_of({"until-metric": 0.9})

@@ -1,11 +1,11 @@
-"""A result that is used: measured on other examples, and asked for answers."""
+"""Evaluation and prediction with a run's result."""
 
 import csv
 import json
 import shutil
 
 import numpy as np
-import pandas as pd  # its types are a package of their own
+import pandas as pd  # its type stubs are a separate package
 import pytest
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
@@ -19,7 +19,7 @@ from ravan_flwr.specs import DataSpec, Scalar
 from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
 
-# `datasets` leaves the closing of CSV files and damaged images to the garbage collector.
+# `datasets` does not close CSV files and damaged images before garbage collection.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -35,9 +35,9 @@ def digits(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """Digits in a folder a label."""
-    folder = tmp_path_factory.mktemp("shown")
+def image_folders(tmp_path_factory):
+    """Save digits as images, in a folder for each label."""
+    folder = tmp_path_factory.mktemp("image_folders")
     for number, (image, label) in enumerate(zip(*digit_images(8, "L"), strict=True)):
         (folder / label).mkdir(exist_ok=True)
         image.save(folder / label / f"{number:03}.png")
@@ -54,25 +54,25 @@ def examples_of(data):
     return texts, labels
 
 
-def test_on_its_own_test_examples_a_result_is_as_good_as_the_run_said(texts):
+def test_an_evaluation_on_the_test_examples_gives_the_runs_metrics(texts):
     run, data = texts
-    found = evaluate(run.run_dir, data)
+    evaluated = evaluate(run.run_dir, data)
     classes = read_json(run.run_dir / "classes.json")
     metrics = run.summary["metrics"]["final"] | {"macro-f1": classes["macro-f1"]}
-    assert found["metrics"] == pytest.approx(metrics)
-    assert found["split"] == "validation"  # which the preset takes for the test
-    assert found["examples"] == classes["examples"] == len(examples_of(data)[0])
-    assert found["classes"] == classes["classes"]
-    assert found["confusion"] == classes["confusion"]
+    assert evaluated["metrics"] == pytest.approx(metrics)
+    assert evaluated["split"] == "validation"  # the preset's test split
+    assert evaluated["examples"] == classes["examples"] == len(examples_of(data)[0])
+    assert evaluated["classes"] == classes["classes"]
+    assert evaluated["confusion"] == classes["confusion"]
 
 
-def test_predictions_have_the_accuracy_that_the_evaluation_says(texts, tmp_path):
+def test_predictions_have_the_accuracy_of_the_evaluation(texts, tmp_path):
     run, data = texts
-    told = predict(run.run_dir, data / "sst2" / "validation.jsonl", tmp_path / "out.parquet")
+    result = predict(run.run_dir, data / "sst2" / "validation.jsonl", tmp_path / "out.parquet")
     rows = pd.read_parquet(tmp_path / "out.parquet")
     assert [*rows] == ["row", "label", "probability", "problem"]
     _, right = examples_of(data)
-    assert (told.rows, told.unreadable, told.problems) == (len(right), 0, [])
+    assert (result.rows, result.unreadable, result.problems) == (len(right), 0, [])
     assert rows["row"].tolist() == list(range(1, len(right) + 1))
     classes = read_json(run.run_dir / "classes.json")
     assert accuracy_score(right, rows["label"]) == pytest.approx(classes["accuracy"])
@@ -83,7 +83,7 @@ def test_predictions_have_the_accuracy_that_the_evaluation_says(texts, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_every_kind_of_table_gives_the_same_answers(kind, texts, tmp_path, capsys):
+def test_every_file_format_gives_the_same_predictions(kind, texts, tmp_path, capsys):
     run, data = texts
     frame = pd.DataFrame({"sentence": examples_of(data)[0][:40]})
     path = tmp_path / f"in.{kind}"
@@ -93,12 +93,12 @@ def test_every_kind_of_table_gives_the_same_answers(kind, texts, tmp_path, capsy
     main(["predict", str(run.run_dir), "--data", str(path), "--output", str(tmp_path / "o.csv")])
     assert "40 of 40 rows predicted" in capsys.readouterr().out
     labels = pd.read_csv(tmp_path / "o.csv")["label"]
-    whole = tmp_path / "whole.csv"
-    predict(run.run_dir, data / "sst2" / "validation.jsonl", whole)
-    assert labels.tolist() == pd.read_csv(whole)["label"].tolist()[:40]
+    all_predictions = tmp_path / "whole.csv"
+    predict(run.run_dir, data / "sst2" / "validation.jsonl", all_predictions)
+    assert labels.tolist() == pd.read_csv(all_predictions)["label"].tolist()[:40]
 
 
-def test_a_row_that_cannot_be_read_costs_itself(texts, tmp_path, capsys):
+def test_an_unreadable_row_is_skipped_with_a_problem(texts, tmp_path, capsys):
     run, data = texts
     good = json.dumps({"sentence": examples_of(data)[0][0]})
     lines = [good, "{", json.dumps({"sentence": ""}), json.dumps({"other": 1}), good]
@@ -116,71 +116,71 @@ def test_a_row_that_cannot_be_read_costs_itself(texts, tmp_path, capsys):
     assert "2 of 5 rows predicted" in printed.out
 
 
-def test_images_that_cannot_be_read_cost_themselves(digits, shown, tmp_path):
+def test_unreadable_images_are_skipped_with_a_problem(digits, image_folders, tmp_path):
     folder = tmp_path / "images"
-    shutil.copytree(shown, folder)
+    shutil.copytree(image_folders, folder)
     first, second, third = sorted(folder.rglob("*.png"))[:3]
     first.write_bytes(first.read_bytes()[:-40])
     second.write_bytes(b"")
-    Image.open(third).resize((40, 60)).convert("RGBA").save(third)  # of another size and mode
+    Image.open(third).resize((40, 60)).convert("RGBA").save(third)  # with another size and mode
     (folder / "notes.txt").write_text("not an image")
-    told = predict(digits.run_dir, folder, tmp_path / "out.csv")
+    result = predict(digits.run_dir, folder, tmp_path / "out.csv")
     rows = pd.read_csv(tmp_path / "out.csv", dtype=str, keep_default_na=False)
     assert [*rows] == ["file", "label", "probability", "problem"]
-    assert told.rows == len(rows) == 240
-    assert told.unreadable == 2
+    assert result.rows == len(rows) == 240
+    assert result.unreadable == 2
     assert rows["label"][:3].tolist()[:2] == ["", ""]
     assert rows["label"][2] in set("0123456789")
     assert not (rows["label"][2:] == "").any()
-    named = [name for name, _, _ in (problem.partition(": ") for problem in told.problems)]
+    named = [name for name, _, _ in (problem.partition(": ") for problem in result.problems)]
     assert named == rows["file"].tolist()[:2]
-    evaluated = evaluate(digits.run_dir, shown)
+    evaluated_again = evaluate(digits.run_dir, image_folders)
     right = [name.split("/")[0] for name in rows["file"]]
-    share = np.mean([a == b for a, b in zip(right[3:], rows["label"][3:], strict=True)])
-    assert share == pytest.approx(evaluated["metrics"]["accuracy"], abs=3 / 240)
+    accuracy = np.mean([a == b for a, b in zip(right[3:], rows["label"][3:], strict=True)])
+    assert accuracy == pytest.approx(evaluated_again["metrics"]["accuracy"], abs=3 / 240)
 
 
-def test_one_image(digits, shown, tmp_path):
-    image = next(shown.rglob("*.png"))
+def test_a_single_image_is_predicted(digits, image_folders, tmp_path):
+    image = next(image_folders.rglob("*.png"))
     predict(digits.run_dir, image, tmp_path / "one.jsonl")
     row = read_json(tmp_path / "one.jsonl")
     assert row["file"] == image.name
     assert row["label"] in set("0123456789")
 
 
-def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
-    """A batch is on its way to the output before the next one is read."""
+def test_predictions_are_written_batch_by_batch(texts, tmp_path, monkeypatch):
+    """A batch is predicted before the next one is read."""
     run, _ = texts
     read: list[int] = []
-    written: list[object] = []
+    generating_run: list[object] = []
 
-    def counted(path, columns):
+    def count_rows(path, columns):
         for row in rows_of(path, columns):
             read.append(row.number)
-            assert row.number <= len(written) + 8
+            assert row.number <= len(generating_run) + 8
             yield row
 
-    def noted(*given):
-        for cells in answered(*given):
-            written.append(cells)
+    def record_cells(*arguments):
+        for cells in original(*arguments):
+            generating_run.append(cells)
             yield cells
 
-    answered = prediction._predicted
-    monkeypatch.setattr(prediction, "rows_of", counted)
-    monkeypatch.setattr(prediction, "_predicted", noted)
+    original = prediction._predicted
+    monkeypatch.setattr(prediction, "rows_of", count_rows)
+    monkeypatch.setattr(prediction, "_predicted", record_cells)
     monkeypatch.setattr("ravan_flwr.tasks.base.EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
-    told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
-    assert told.rows == len(read) == len(written) == 50
+    result = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
+    assert result.rows == len(read) == len(generating_run) == 50
 
 
-def test_nothing_is_written_where_nothing_can_be_predicted(texts, tmp_path, capsys):
+def test_without_a_prediction_no_file_is_written(texts, tmp_path, capsys):
     run, data = texts
     (tmp_path / "bad.jsonl").write_text("{\n{\n")
     (tmp_path / "empty.csv").write_text("sentence\n")
     (tmp_path / "there.csv").write_text("mine")
     good, new = data / "sst2" / "validation.jsonl", tmp_path / "new.csv"
-    for source, output, told in (
+    for source, output, result in (
         (tmp_path / "bad.jsonl", new, "none of its 2 rows can be read, the first since row 1"),
         (tmp_path / "empty.csv", new, "it has no rows"),
         (good, tmp_path / "there.csv", "is there already"),
@@ -191,14 +191,14 @@ def test_nothing_is_written_where_nothing_can_be_predicted(texts, tmp_path, caps
         with pytest.raises(SystemExit) as end:
             main(["predict", str(run.run_dir), "--data", str(source), "--output", str(output)])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["bad.jsonl", "empty.csv", "there.csv"]
+        assert result in capsys.readouterr().err
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["bad.jsonl", "empty.csv", "there.csv"]
     assert (tmp_path / "there.csv").read_text() == "mine"
 
 
 @LEFT_OPEN
-def test_an_evaluation_says_which_examples_it_took(texts, digits, shown, tmp_path, capsys):
+def test_an_evaluation_names_its_examples(texts, digits, image_folders, tmp_path, capsys):
     run, data = texts
     lines = (data / "sst2" / "validation.jsonl").read_text()
     splits = tmp_path / "splits"
@@ -210,85 +210,85 @@ def test_an_evaluation_says_which_examples_it_took(texts, digits, shown, tmp_pat
     (tmp_path / "tables").mkdir()
     frame.to_csv(tmp_path / "tables" / "mine.csv", index=False)
     number = len(lines.splitlines())
-    for place, split in (
+    for path, split in (
         (splits, "test"),
         (tmp_path / "one.jsonl", "all examples"),
         (tmp_path / "tables", "all examples"),
     ):
-        main(["evaluate", str(run.run_dir), "--data", str(place), "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert (found["split"], found["examples"]) == (split, number)
-        assert found["metrics"]["accuracy"] == run.summary["metrics"]["final"]["accuracy"]
-    main(["evaluate", str(digits.run_dir), "--data", str(shown)])
+        main(["evaluate", str(run.run_dir), "--data", str(path), "--json"])
+        evaluated = json.loads(capsys.readouterr().out)
+        assert (evaluated["split"], evaluated["examples"]) == (split, number)
+        assert evaluated["metrics"]["accuracy"] == run.summary["metrics"]["final"]["accuracy"]
+    main(["evaluate", str(digits.run_dir), "--data", str(image_folders)])
     printed = capsys.readouterr().out
-    found = evaluate(digits.run_dir, shown)
+    evaluated = evaluate(digits.run_dir, image_folders)
     assert "240 examples (all examples of" in printed
-    assert f"accuracy {found['metrics']['accuracy']:.4f}" in printed
+    assert f"accuracy {evaluated['metrics']['accuracy']:.4f}" in printed
     assert [line.split()[0] for line in printed.splitlines()[-10:]] == list("0123456789")
 
 
-def test_a_run_knows_what_it_trained_on(tmp_path, monkeypatch):
+def test_training_data_are_recognised_by_their_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own, digits = DataSpec("hub", str(tmp_path / "data")), DataSpec("sklearn-digits")
+    trained_data, digits = DataSpec("hub", str(tmp_path / "data")), DataSpec("sklearn-digits")
     for name in ("data", "./data/", "data/train.csv", str(tmp_path / "data")):
-        assert _is_trained_on(name, own)
+        assert _is_trained_on(name, trained_data)
         assert not _is_trained_on(name, digits)
-    assert not any(_is_trained_on(name, own) for name in ("data/test.csv", "other", "."))
+    assert not any(_is_trained_on(name, trained_data) for name in ("data/test.csv", "other", "."))
 
 
-def test_a_result_is_not_evaluated_with_other_bases(digits, shown, tmp_path):
-    bad = tmp_path / "bad"
-    shutil.copytree(digits.run_dir, bad)
-    config = read_json(bad / "config.json")
-    (bad / "config.json").write_text(json.dumps(config | {"seed": 7}))
+def test_a_result_is_not_evaluated_with_other_bases(digits, image_folders, tmp_path):
+    damaged = tmp_path / "bad"
+    shutil.copytree(digits.run_dir, damaged)
+    config = read_json(damaged / "config.json")
+    (damaged / "config.json").write_text(json.dumps(config | {"seed": 7}))
     with pytest.raises(ValueError, match="got a checkpoint of other bases.*restore config.json"):
-        evaluate(bad, shown)
+        evaluate(damaged, image_folders)
 
 
 @LEFT_OPEN
-def test_mistakes_of_an_evaluation(texts, tmp_path, capsys):
+def test_mistakes_of_an_evaluation_are_errors(texts, tmp_path, capsys):
     run, _ = texts
     rows = {
         "label": ("sentence,label\na,neutral\n", "got unknown labels neutral"),
         "column": ("sentence,other\na,positive\n", "expected 'label'"),
         "empty": ("sentence,label\n", "no example"),
     }
-    for name, (content, told) in rows.items():
+    for name, (content, result) in rows.items():
         (tmp_path / f"{name}.csv").write_text(content)
         with pytest.raises(SystemExit) as end:
             main(["evaluate", str(run.run_dir), "--data", str(tmp_path / f"{name}.csv")])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert result in capsys.readouterr().err
     (tmp_path / "in.xlsx").write_text("")
-    for place, told in (("absent", "found no such folder"), ("in.xlsx", "got a file of kind")):
+    for path, result in (("absent", "found no such folder"), ("in.xlsx", "got a file of kind")):
         with pytest.raises(SystemExit) as end:
-            main(["evaluate", str(run.run_dir), "--data", str(tmp_path / place)])
+            main(["evaluate", str(run.run_dir), "--data", str(tmp_path / path)])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert result in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module", params=["newsgroups-t5", "mrqa-t5"])
-def written(request, tmp_path_factory):
-    """A run whose model writes texts: names of labels, or answers."""
+def generating_run(request, tmp_path_factory):
+    """Return a run of a text-to-text model, which generates names of labels, or answers."""
     folder = tmp_path_factory.mktemp(request.param)
-    given: dict[str, Scalar] = {
+    settings: dict[str, Scalar] = {
         "preset": request.param, "model": str(save_model("t5", folder / "model")),
         "data": str(save_data(request.param, folder / "data")), "max-length": 16,
         "output-dir": str(folder / "runs"),
     }  # fmt: skip
-    return simulate(QUICK | given, 2), folder / "data"
+    return simulate(QUICK | settings, 2), folder / "data"
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_model_that_writes_texts(written, tmp_path):
-    run, data = written
+@pytest.mark.usefixtures("without_charts")
+def test_a_text_to_text_run_is_evaluated_predicted_and_reported(generating_run, tmp_path):
+    run, data = generating_run
     labelled = run.summary["preset"] == "newsgroups-t5"
     assert (run.run_dir / "classes.json").is_file() == labelled
     write_report([run.run_dir], tmp_path / "report")
     assert (tmp_path / "report" / "confusion.png").is_file() == labelled
-    found = evaluate(run.run_dir, data)
+    evaluated = evaluate(run.run_dir, data)
     assert (
-        found["metrics"].items()
+        evaluated["metrics"].items()
         >= {
             key: pytest.approx(value) for key, value in run.summary["metrics"]["final"].items()
         }.items()
@@ -299,28 +299,28 @@ def test_a_model_that_writes_texts(written, tmp_path):
     predict(run.run_dir, test, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert len(rows) == found["examples"]
+    assert len(rows) == evaluated["examples"]
     assert all(row["text"] and not row["problem"] for row in rows)
     if labelled:
         counts = read_json(run.run_dir / "classes.json")
         others = sum(not row["label"] for row in rows)
-        assert others == sum(counts.get("no-label", [])) == sum(found.get("no-label", []))
+        assert others == sum(counts.get("no-label", [])) == sum(evaluated.get("no-label", []))
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_of_an_earlier_version_has_a_report_and_a_card_all_the_same(digits, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(digits.run_dir, old)
-    (old / "classes.json").unlink()
-    page = write_report([old], tmp_path / "report")
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_without_classes_json_has_a_report_and_a_card(digits, tmp_path):
+    earlier = tmp_path / "old"
+    shutil.copytree(digits.run_dir, earlier)
+    (earlier / "classes.json").unlink()
+    page = write_report([earlier], tmp_path / "report")
     assert "Class by class" not in page.read_text()
     assert not (tmp_path / "report" / "confusion.png").exists()
-    main(["export", str(old), "--as", "merged", str(tmp_path / "merged")])
+    main(["export", str(earlier), "--as", "merged", str(tmp_path / "merged")])
     assert "macro-F1" not in (tmp_path / "merged" / "README.md").read_text()
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_clients_that_evaluate_send_no_counts(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_evaluated_on_clients_has_no_table_by_class(tmp_path):
     settings: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
     run = simulate(QUICK | settings | {"output-dir": str(tmp_path)}, 3)
     assert not (run.run_dir / "classes.json").exists()
@@ -328,44 +328,49 @@ def test_clients_that_evaluate_send_no_counts(tmp_path):
     assert "Class by class" not in page
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_counts_are_those_of_the_last_evaluation_also_of_a_run_that_goes_on(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_the_table_by_class_is_of_the_last_evaluation_also_after_resuming(tmp_path):
     settings = QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}
     run = simulate(settings, 2)
     first = read_json(run.run_dir / "classes.json")
     assert first["round"] == 2
-    again = simulate(settings | {"num-rounds": 3, "resume": str(run.run_dir)}, 2)
+    resumed = simulate(settings | {"num-rounds": 3, "resume": str(run.run_dir)}, 2)
     last = read_json(run.run_dir / "classes.json")
     assert last["round"] == 3
-    assert last["accuracy"] == pytest.approx(again.summary["metrics"]["final"]["accuracy"])
-    # Those of a round that is not the last one are not shown.
+    assert last["accuracy"] == pytest.approx(resumed.summary["metrics"]["final"]["accuracy"])
+    # A table of an earlier round is not shown.
     (run.run_dir / "classes.json").write_text(json.dumps(first))
     page = write_report([run.run_dir], tmp_path / "report").read_text()
     assert "Class by class" not in page
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_report_has_the_numbers_of_the_run(digits, tmp_path):
     page = write_report([digits.run_dir], tmp_path).read_text()
     classes = read_json(digits.run_dir / "classes.json")
     assert classes["accuracy"] == pytest.approx(digits.summary["metrics"]["final"]["accuracy"])
     assert f"{classes['macro-f1']:.4f}" in page
-    for one in classes["classes"]:
-        cells = (one["label"], one["examples"], f"{one['precision']:.4f}", f"{one['recall']:.4f}")
+    for table_row in classes["classes"]:
+        cells = (
+            table_row["label"],
+            table_row["examples"],
+            f"{table_row['precision']:.4f}",
+            f"{table_row['recall']:.4f}",
+        )
         row = "".join(f"<td>{cell}</td>" for cell in cells[1:])
         assert f'<th scope="row">{cells[0]}</th>{row}' in page
 
 
 @LEFT_OPEN
-def test_a_hostile_table_of_labels_is_only_text(texts, tmp_path):
-    """Names come from data: a page shows them as they are."""
+def test_hostile_labels_are_shown_as_text(texts, tmp_path):
+    """Names come from data, so that a page must escape them."""
     run, _ = texts
-    bad = tmp_path / "bad"
-    shutil.copytree(run.run_dir, bad)
-    content = read_json(bad / "classes.json")
+    damaged = tmp_path / "bad"
+    shutil.copytree(run.run_dir, damaged)
+    content = read_json(damaged / "classes.json")
     content["classes"][0]["label"] = "<script>alert(1)</script> $x_y^$"
-    (bad / "classes.json").write_text(json.dumps(content))
-    page = write_report([bad], tmp_path / "report").read_text()
+    (damaged / "classes.json").write_text(json.dumps(content))
+    page = write_report([damaged], tmp_path / "report").read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
@@ -375,28 +380,28 @@ def test_a_hostile_table_of_labels_is_only_text(texts, tmp_path):
     ["{", "[]", '{"round": 1}', {"classes": [1]}, {"confusion": [[1]]}, {"no-label": ["a", 1]},
      {"accuracy": "high"}],
 )  # fmt: skip
-def test_a_damaged_file_is_named(damage, texts, tmp_path):
+def test_an_error_names_a_damaged_classes_json(damage, texts, tmp_path):
     run, _ = texts
-    bad = tmp_path / "bad"
-    shutil.copytree(run.run_dir, bad)
-    content = read_json(bad / "classes.json")
+    damaged = tmp_path / "bad"
+    shutil.copytree(run.run_dir, damaged)
+    content = read_json(damaged / "classes.json")
     text = damage if isinstance(damage, str) else json.dumps(content | damage)
-    (bad / "classes.json").write_text(text)
+    (damaged / "classes.json").write_text(text)
     with pytest.raises(ValueError, match=r"classes\.json"):
-        write_report([bad], tmp_path / "report")
+        write_report([damaged], tmp_path / "report")
 
 
-def test_labels_of_images_below_one_folder_are_its_name(digits, shown, tmp_path):
-    """Of one class alone `datasets` would make no label."""
-    shutil.copytree(shown / "7", tmp_path / "data" / "7")
-    found = evaluate(digits.run_dir, tmp_path / "data")
-    counts = {one["label"]: one["examples"] for one in found["classes"]}
-    assert counts == {str(n): 0 for n in range(10)} | {"7": len([*(shown / "7").iterdir()])}
+def test_images_of_one_folder_have_its_name_as_label(digits, image_folders, tmp_path):
+    """`datasets` makes no label if there is only one class."""
+    shutil.copytree(image_folders / "7", tmp_path / "data" / "7")
+    evaluated = evaluate(digits.run_dir, tmp_path / "data")
+    counts = {row["label"]: row["examples"] for row in evaluated["classes"]}
+    assert counts == {str(n): 0 for n in range(10)} | {"7": len([*(image_folders / "7").iterdir()])}
 
 
 @LEFT_OPEN
-def test_an_evaluation_names_images_that_cannot_be_read(digits, shown, tmp_path):
-    shutil.copytree(shown, tmp_path / "data")
+def test_an_evaluation_names_unreadable_images(digits, image_folders, tmp_path):
+    shutil.copytree(image_folders, tmp_path / "data")
     image = sorted((tmp_path / "data" / "3").iterdir())[1]
     image.write_bytes(image.read_bytes()[:-40])
     with pytest.raises(ValueError, match=rf"cannot be read: \S+{image.name} .*truncated"):

@@ -1,4 +1,4 @@
-"""A run's messages weigh what its plan says, for every wire."""
+"""The bytes of a run's messages agree with its plan, for every `wire`."""
 
 import json
 
@@ -20,18 +20,18 @@ def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
         "clients-per-round": 2, "classifier": "trained", "tracking": "none", "report": False,
     }  # fmt: skip
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
-    built = Skeleton(read_config(settings))
+    costs = Skeleton(read_config(settings))
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if r["round"]]
     for record in records:
         sizes = [c["bytes-up"] for c in record["clients"]]
-        own = method == "feddpa" and record["round"] == 2  # a round that sends nothing
-        up = 0 if own else built.bytes_up(1.0)
+        no_uploads = method == "feddpa" and record["round"] == 2  # a round without uploads
+        up = 0 if no_uploads else costs.bytes_up(1.0)
         assert sizes == [up] * (1 if METHODS[method].pools else 2)
         assert record["rejected"] == []
-    once = {"fed-sb"}  # its first message brings the bases, too
-    down = [c["bytes-down"] for c in records[method in once]["clients"]]
-    assert all(bytes_down <= built.bytes_down(1.0) for bytes_down in down)
-    whole = Skeleton(read_config(settings | {"wire": "float32"}))
+    sends_bases = {"fed-sb"}  # the first message has the bases as well
+    down = [c["bytes-down"] for c in records[method in sends_bases]["clients"]]
+    assert all(bytes_down <= costs.bytes_down(1.0) for bytes_down in down)
+    costs_in_float32 = Skeleton(read_config(settings | {"wire": "float32"}))
     ratio = {"int8": 1 / 4, "float16": 1 / 2, "bfloat16": 1 / 2}[wire]
-    assert built.bytes_up(1.0) == pytest.approx(ratio * whole.bytes_up(1.0), rel=0.04)
+    assert costs.bytes_up(1.0) == pytest.approx(ratio * costs_in_float32.bytes_up(1.0), rel=0.04)

@@ -1,4 +1,4 @@
-"""Who holds back all examples is told."""
+"""Validation splits that leave a client no training example."""
 
 import numpy as np
 import pytest
@@ -10,17 +10,17 @@ from ravan_flwr.training.model_and_data import ModelAndData
 @pytest.mark.parametrize(
     ("number", "share", "advice"), [(1, 0.1, "; use fewer"), (2, 0.9, "; lower it, or use fewer")]
 )
-def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monkeypatch):
-    """In the same words for all of them, which are counted where many are told."""
+def test_a_validation_split_of_all_examples_is_an_error(number, share, advice, monkeypatch):
+    """All clients have the same message, so that equal messages can be counted."""
     loaded = ModelAndData(read_config({"validation-share": share}))
     monkeypatch.setattr(loaded, "rows", lambda _: [np.arange(number)] * 2)
-    told = (
+    message = (
         rf"a client with {number} examples? would have none left to train on, since {number} "
         f"would be its validation split{advice} clients"
     )
     reasons = set()
     for partition in range(2):
-        with pytest.raises(ValueError, match=told) as raised:
+        with pytest.raises(ValueError, match=message) as raised:
             loaded.partition(partition, 2)
         reasons.add(str(raised.value))
     assert len(reasons) == 1

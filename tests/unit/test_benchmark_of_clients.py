@@ -1,4 +1,4 @@
-"""benchmarks/clients.py: its images, its clock, and that each row is asked for the same work."""
+"""benchmarks/clients.py: its images, its clock, and equal work of all rows."""
 
 import os
 import sys
@@ -41,14 +41,14 @@ for number in range(4):
 def test_a_round_is_the_time_between_two_lines(tmp_path):
     out = tmp_path / "run"
     found = measured(command(ROUNDS, out), out, os.environ)
-    assert len(found.rounds) == 2  # of four, the first starts up and the last evaluates
+    assert len(found.rounds) == 2  # of four rounds, the first starts up and the last evaluates
     assert all(0.15 < seconds < 60 for seconds in found.rounds)
     assert found.processor == pytest.approx([0.2, 0.2], abs=0.1)
     assert found.memory > 1
     assert found.clients_a_second == 50 / np.median(found.rounds)
 
 
-def test_a_run_that_fails_says_why(tmp_path):
+def test_a_failed_run_is_reported_with_its_output(tmp_path):
     with pytest.raises(RuntimeError, match="(?s)ended with 1: .*ZeroDivisionError"):
         measured(command("1 / 0", tmp_path / "run"), tmp_path / "run", os.environ)
 
@@ -67,7 +67,7 @@ def test_all_rows_do_the_same_work(tmp_path):
     assert str(ours["learning-rate"]) == theirs["--learning-rate"]
 
 
-def test_a_ratio_is_taken_run_by_run():
+def test_ratios_are_computed_run_by_run():
     def run(seconds):
         return Measured(rounds=[seconds], processor=[seconds], start=0, memory=0)
 

@@ -1,4 +1,4 @@
-"""A script that shares nothing with the studies recomputes their tables, and finds errors."""
+"""scripts/check_results.py recomputes the tables independently of the studies, and finds errors."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def docs(tmp_path, monkeypatch):
     return tmp_path / "docs"
 
 
-def test_a_wrong_number_is_named(docs, capsys):
+def test_a_wrong_number_is_reported(docs, capsys):
     page = docs / "results-digits.md"
     with pytest.raises(SystemExit) as end:
         check_results.main()
@@ -50,7 +50,7 @@ def test_a_wrong_number_is_named(docs, capsys):
     assert len([*check_results.wrong(page)]) >= 1
 
 
-def test_a_number_that_readers_see_first_stands_in_a_table_or_between_two_rows(docs, capsys):
+def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, capsys):
     text = (docs / "results-digits.md").read_text()
     lines = (docs / "results-digits" / "methods-digits.jsonl").read_text().splitlines()
     ends, rates = {}, {"fedit": "0.003", "ffa-lora": "0.01"}
@@ -60,12 +60,15 @@ def test_a_number_that_readers_see_first_stands_in_a_table_or_between_two_rows(d
         if first.endswith(of_table):
             ends[first.split()[-2], seed] = run["final"]["accuracy"]
     seeds = [seed for method, seed in ends if method == "method=fedit"]
-    apart = [ends["method=fedit", seed] - ends["method=ffa-lora", seed] for seed in seeds]
-    middle, reach = np.mean(apart), stats.sem(apart) * stats.t.ppf(0.975, len(apart) - 1)
-    told = f"FedIT is {abs(100 * middle):.1f} ± {100 * reach:.1f} away, and 74.4 ± 5.4"
+    differences = [ends["method=fedit", seed] - ends["method=ffa-lora", seed] for seed in seeds]
+    middle, reach = (
+        np.mean(differences),
+        stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1),
+    )
+    sentence = f"FedIT is {abs(100 * middle):.1f} ± {100 * reach:.1f} away, and 74.4 ± 5.4"
     assert len(seeds) == 5
     assert "74.4 ± 5.4" in text
-    for says, ends_with in ((told, 0), (told + ", or 9.9 ± 9.8", 1)):
+    for says, ends_with in ((sentence, 0), (sentence + ", or 9.9 ± 9.8", 1)):
         (docs.parent / "README.md").write_text(says)
         with pytest.raises(SystemExit) as end:
             check_results.main()
@@ -74,8 +77,8 @@ def test_a_number_that_readers_see_first_stands_in_a_table_or_between_two_rows(d
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_programs_agree_on_random_results(tmp_path, monkeypatch, seed):
-    """Leave-one-seed-out, means of evaluations, Holm's correction: no code in common."""
+def test_both_implementations_agree_on_random_results(tmp_path, monkeypatch, seed):
+    """Leave-one-seed-out, means of evaluations, Holm's correction, by independent code."""
     random = np.random.default_rng(seed)
     rows = {name: {"method": name} for name in ("ravan", "fedit", "ffa-lora", "hetlora")}
     own = {"title": "Own", "rows": rows, "leave-one-seed-out": True, "mean-of-last": 2}

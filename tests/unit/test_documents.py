@@ -1,4 +1,4 @@
-"""Documents point at what is there: links, headings, pictures, files, tests."""
+"""Documents refer to existing links, headings, pictures, files, and tests."""
 
 import re
 
@@ -11,13 +11,13 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def headings(page):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def links(page):
-    """What a page links to in this repository: path and anchor."""
+    """Yield the targets of a page's links in this repository: path and anchor."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in target:
@@ -26,7 +26,7 @@ def links(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for path, anchor in links(page):
         assert path.exists(), f"{page.name} links to {path}"
         assert not anchor or anchor in headings(path), f"{page.name} links to {path}#{anchor}"
@@ -34,12 +34,16 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_and_picture_is_linked():
     linked = {path for page in PAGES for path, _ in links(page)}
-    there = {*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.svg")}
-    assert not there - linked
+    existing = {
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("docs/**/*.png"),
+        *ROOT.glob("docs/**/*.svg"),
+    }
+    assert not existing - linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_tests_that_documents_name_are_there(page):
+def test_files_and_tests_named_in_documents_exist(page):
     tests = list(ROOT.glob("tests/**/*.py"))
     functions = "".join(path.read_text(encoding="utf-8") for path in tests)
     text = page.read_text(encoding="utf-8")
@@ -54,7 +58,7 @@ def test_files_and_tests_that_documents_name_are_there(page):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "statement"),
     [
         ("docs/methods-details.md", "Fed-SB's own code trains no such round"),
         ("docs/methods-details.md", "squared, as implementations have it"),
@@ -67,11 +71,11 @@ def test_files_and_tests_that_documents_name_are_there(page):
         ("ravan_flwr/methods/fedrot_lora.py", "reflections included"),
     ],
 )
-def test_where_a_method_departs_from_its_source_is_said(place, said):
-    assert said in (ROOT / place).read_text()
+def test_deviations_from_a_methods_source_are_documented(place, statement):
+    assert statement in (ROOT / place).read_text()
 
 
-def test_documents_use_the_words_of_the_field_and_are_short():
+def test_documents_and_comments_use_the_fields_words():
     assert not check_words.wrong()
 
 

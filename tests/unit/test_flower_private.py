@@ -1,4 +1,4 @@
-"""Each use of Flower's private parts, by itself: what fails here says which one Flower changed."""
+"""Each use of Flower's private parts by itself: a failure shows which one Flower changed."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from tests import ROOT
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr"}
 
 
-def test_nothing_else_is_private_in_the_package():
+def test_the_package_uses_no_other_private_part():
     for path in (ROOT / "ravan_flwr").rglob("*.py"):
         if path.name == "flower_private.py":
             continue
@@ -22,54 +22,54 @@ def test_nothing_else_is_private_in_the_package():
         assert used <= PUBLIC, f"{path}: {used - PUBLIC} belongs into flower_private.py"
 
 
-def test_task_identity_has_the_numbers_of_a_process():
-    """client/on_device.py, launch/worker_process.py: which process works for which message."""
+def test_task_identity_has_the_ids_of_a_process():
+    """client/on_device.py, launch/worker_process.py: the process that works for a message."""
     private.TaskIdentity.task_id = 8
     assert private.TaskIdentity.task_id == 8
 
 
-def test_a_task_identity_that_nobody_has_set_raises():
-    """client/on_device.py takes this for: no SuperNode has started the process."""
+def test_an_unset_task_identity_raises():
+    """client/on_device.py concludes from it that no SuperNode started the process."""
     code = (
         "from flwr.supercore.task_identity import TaskIdentity\n"
         "try: print(TaskIdentity.task_id)\nexcept RuntimeError: print('none')"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert told.stdout == "none\n", told.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "none\n", done.stderr
 
 
-def test_kinds_of_tasks():
-    """server/reply_fetcher.py, launch/in_process_grid.py: is this a simulation?"""
+def test_the_types_of_tasks():
+    """server/reply_fetcher.py, launch/in_process_grid.py: whether this is a simulation."""
     assert len({private.TaskType.SIMULATION, private.TaskType.SERVER_APP}) == 2
 
 
-def test_a_run_can_be_made_by_hand():
-    """launch/in_process_grid.py gives its grid one."""
+def test_a_run_can_be_constructed():
+    """launch/in_process_grid.py makes one for its grid."""
     run = private.Run.create_empty(3)
     assert run.run_id == 3
     assert hasattr(run, "primary_task_type")
 
 
-def test_a_node_is_listed_by_its_number():
+def test_a_node_is_listed_by_its_id():
     """launch/in_process_grid.py lists the clients of its grid."""
     assert private.NodeInfo(node_id=7).node_id == 7
     assert private.NodeInfo(node_id=7).last_activated_at == ""
 
 
-def test_errors_that_are_caught():
+def test_the_caught_exceptions_exist():
     """server_app.py, server/superlink.py."""
     assert issubclass(private.RunNotRunningException, BaseException)
     assert issubclass(private.ObjectPushError, Exception)
     assert private.ObjectPushError.__init__.__code__.co_argcount >= 1
 
 
-def test_flowers_home(monkeypatch, tmp_path):
-    """client/on_device.py keeps what a device has spent there."""
+def test_flowers_home_can_be_set(monkeypatch, tmp_path):
+    """client/on_device.py keeps a device's privacy account there."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     assert private.flower_home() == tmp_path
 
 
-def test_the_grid_puts_replies_together_by_the_function_that_is_replaced(monkeypatch):
+def test_the_grid_assembles_replies_by_the_patched_function(monkeypatch):
     """server/superlink.py checks sizes first."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
     from flwr.superlink.grid import http_grid
@@ -79,18 +79,18 @@ def test_the_grid_puts_replies_together_by_the_function_that_is_replaced(monkeyp
     assert "inflate_object_from_contents(" in source
     name = "inflate_object_from_contents"
     monkeypatch.setattr(http_grid, name, getattr(http_grid, name))
-    seen = []
-    private.check_before_inflating(lambda contents: seen.append(dict(contents)))
+    calls = []
+    private.check_before_inflating(lambda contents: calls.append(dict(contents)))
     record = RecordDict({"a": ArrayRecord()})
     contents = {key: one.deflate() for key, one in get_all_nested_objects(record).items()}
     inflate = http_grid.inflate_object_from_contents  # type: ignore[attr-defined]
-    made = inflate(record.object_id, dict(contents))
-    assert made.object_id == record.object_id
-    assert seen == [contents]
+    inflated = inflate(record.object_id, dict(contents))
+    assert inflated.object_id == record.object_id
+    assert calls == [contents]
 
 
 def test_the_grid_repeats_calls_by_an_invoker():
-    """server/superlink.py lets it repeat more of them, and for so long."""
+    """server/superlink.py lets it repeat more calls, until its own deadline."""
     from flwr.superlink.grid import HttpGrid
 
     grid = HttpGrid("http://127.0.0.1:9", token="a")
@@ -103,10 +103,10 @@ def test_the_grid_repeats_calls_by_an_invoker():
     assert invoker.should_giveup(refused) is True
 
 
-def test_a_node_config_is_read_as_the_supernode_reads_it():
+def test_a_node_config_is_parsed_as_by_the_supernode():
     """launch/doctor.py."""
-    given = 'partition-id=0 data-path="/a b" budget=0.5 warm-worker=true'
-    assert private.parse_node_config(given) == {
+    text_ = 'partition-id=0 data-path="/a b" budget=0.5 warm-worker=true'
+    assert private.parse_node_config(text_) == {
         "partition-id": 0, "data-path": "/a b", "budget": 0.5, "warm-worker": True,
     }  # fmt: skip
     for text in ("partition-id=0 data-path=/srv/data", "missing.toml"):
@@ -115,7 +115,7 @@ def test_a_node_config_is_read_as_the_supernode_reads_it():
 
 
 def test_a_message_is_made_outside_of_a_run():
-    """Everything: `Message` wants the run's numbers to be set."""
+    """Everywhere: `Message` requires the run's ids to be set."""
     private.TaskIdentity.run_id = private.TaskIdentity.node_id = private.TaskIdentity.task_id = 1
     message = Message(RecordDict(), 5, "train")
     assert message.metadata.dst_node_id == 5

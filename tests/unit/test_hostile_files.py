@@ -1,7 +1,7 @@
-"""Files from outside that are made to do harm: programs started, time and memory without bound.
+"""Malicious files must not start programs, nor use unlimited time or memory.
 
-Each is built here, small as it is. What it would do to a reader that does not look is written
-beside it, as measured before the readers looked.
+Each file is small and made here. Comments have its effect on a reader without checks, as
+measured before the checks were added.
 """
 
 import gzip
@@ -37,7 +37,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
 
-# Files of CSV are closed by the garbage collector, by `datasets`.
+# The garbage collector closes the CSV files of `datasets`.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
@@ -54,18 +54,18 @@ TEXTS = DataSpec("hub", "", columns=(("text", "text"), ("label", "label")), labe
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """A program called `gs` on the PATH, and the file that it makes when it is started."""
+    """Put a program `gs` on the PATH; return the file that it writes when it is started."""
     mark, program = tmp_path / "started", tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it has not looked for one yet
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # as before its first search
     return mark
 
 
 def folders(root, content):
-    """A folder of images as somebody sends it: a folder for each label, names of PNG."""
+    """Write a folder of images as a user has it: a folder for each label, with PNG names."""
     for split in ("train", "test"):
         for number, label in enumerate("ab"):
             (root / split / label).mkdir(parents=True)
@@ -99,7 +99,7 @@ def to_predict(root):
 
 
 def as_bytes(root, column):
-    """A table that says in its own metadata that a column holds images."""
+    """Write a table whose own metadata declares a column of images."""
     other = {"image": "label", "label": "image"}[column]
     features = {column: datasets.Image(), other: datasets.Value("string")}
     if column == "label":
@@ -136,18 +136,18 @@ def test_no_image_starts_a_program(use, started, tmp_path):
     assert not started.exists()
 
 
-def test_this_image_does_start_a_program_if_pillow_may_guess_what_it_is(started):
+def test_pillow_starts_a_program_for_this_image_if_it_may_guess_the_format(started):
     with pytest.raises((OSError, CalledProcessError)), Image.open(io.BytesIO(EPS)) as image:
         image.load()
     assert started.exists()
 
 
 def png(width, height):
-    """An image of one colour, of which a file of 164 kB holds 13,000 x 13,000."""
+    """Return an image of one colour; one of 13,000 x 13,000 pixels takes 164 kB."""
 
     def chunk(kind, data):
-        whole = kind + data
-        return struct.pack(">I", len(data)) + whole + struct.pack(">I", zlib.crc32(whole))
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
     packer = zlib.compressobj(9)
     rows = b"".join(packer.compress(bytes(width // 8 + 2)) for _ in range(height))
@@ -161,7 +161,7 @@ def png(width, height):
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("size", [(13_000, 13_000), (30_000, 8), (8, 30_000)])
 def test_an_image_of_too_many_pixels_is_not_unpacked(size, tmp_path):
-    """One of 8 x 30,000 has few, until a processor makes 224 of the 8."""
+    """An image of 8 x 30,000 has few pixels, until a processor enlarges the 8 to 224."""
     content = png(*size)
     assert len(content) < 100_000
     tracemalloc.start()
@@ -173,7 +173,7 @@ def test_an_image_of_too_many_pixels_is_not_unpacked(size, tmp_path):
         encode(device_examples(str(folders(tmp_path / "data", content) / "train"), IMAGES))
 
 
-def test_images_that_are_none_of_these_are_read_as_before(tmp_path):
+def test_other_images_are_read(tmp_path):
     for kind, mode in (("png", "RGBA"), ("jpeg", "L"), ("bmp", "RGB"), ("webp", "RGB"),
                        ("tiff", "CMYK"), ("gif", "P")):  # fmt: skip
         path = tmp_path / f"a.{kind}"
@@ -182,8 +182,8 @@ def test_images_that_are_none_of_these_are_read_as_before(tmp_path):
         assert image_of({"bytes": path.read_bytes(), "path": None}, tmp_path).size == (9, 7)
 
 
-# YAML: what it takes without a limit, on one core.
-LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
+# YAML: the effect without a limit, on one core.
+ALIASES = "a0: &a0 [lol, lol]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
 )
 MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(  # 2 ** 26 keys, gigabytes and minutes
@@ -193,9 +193,9 @@ SIXTIES = "a: 1" + ":30" * 130_000  # 400 kB: 6 s; the time is the square of its
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        (LAUGHS, "line .*: its aliases make it larger than 1,048,576 characters"),
+        (ALIASES, "line .*: its aliases make it larger than 1,048,576 characters"),
         (MERGES, "line .*: its aliases make it larger than"),
         ("a: &a [*a]", "its aliases make it larger than"),
         (f"a: &a {'x' * 600_000}\nb: [*a, *a]", "its aliases make it larger than"),
@@ -205,38 +205,38 @@ SIXTIES = "a: 1" + ":30" * 130_000  # 400 kB: 6 s; the time is the square of its
         ("a: 'x" + "x" * 2**20, "has 1,048,581 bytes, expected 1,048,576 at most"),
     ],
 )
-def test_a_small_yaml_file_stays_small(text, told, tmp_path):
+def test_a_yaml_file_that_expands_is_refused(text, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     start = time.process_time()
-    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+    with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         read_yaml(path)
     assert time.process_time() - start < 3
 
 
-def test_yaml_with_some_aliases_is_read(tmp_path):
+def test_yaml_with_a_few_aliases_is_read(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("a: &a {x: 1:30, y: &y [1.5, z]}\nb: {<<: *a, v: *y}\nc: [*a, *a]")
     mapping = {"x": 90, "y": [1.5, "z"]}
     assert read_yaml(path) == {"a": mapping, "b": mapping | {"v": [1.5, "z"]}, "c": [mapping] * 2}
 
 
-MUCH = 17  # MiB, in these tests one more than a small file may unpack to
+UNPACKED = 17  # MiB, in these tests one more than a small file may unpack to
 
 
 def gzipped(path):
-    """A table of 17 MiB in 17 kB, or of as much as one likes in a thousandth."""
-    line = gzip.compress(b"x" * 2**20 + b",a\n")  # a file may have many members
-    path.write_bytes(gzip.compress(b"text,label\n") + MUCH * line)
+    """Write a table of 17 MiB in 17 kB; gzip compresses to a thousandth."""
+    line = gzip.compress(b"x" * 2**20 + b",a\n")  # a gzip file may have several members
+    path.write_bytes(gzip.compress(b"text,label\n") + UNPACKED * line)
 
 
 def zipped(path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("train.csv", bytes(MUCH * 2**20), compresslevel=1)
+        archive.writestr("train.csv", bytes(UNPACKED * 2**20), compresslevel=1)
 
 
 def one_text(path):
-    """A hundred thousand rows with the same text of 100 kB, held once: 10 GB."""
+    """Write a hundred thousand rows with the same text of 100 kB, stored once: 10 GB."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 100_000])
     table = pa.table({"text": texts, "label": ["a"] * 100_000})
     pyarrow.parquet.write_table(table, path, compression="zstd")
@@ -250,7 +250,7 @@ def one_text_in_a_list(path):
 
 
 def one_number(path):
-    """So many rows with the same number: 40 MB, of 30 kB."""
+    """Write rows with the same number: 40 MB in 30 kB."""
     table = pa.table({"text": pa.array(np.zeros(10**7, np.int8)), "label": pa.nulls(10**7)})
     pyarrow.parquet.write_table(table, path, row_group_size=10**7)
 
@@ -262,10 +262,10 @@ BOMBS = [
 
 
 @pytest.mark.parametrize(("kind", "make"), BOMBS)
-def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", None)  # it is not asked to
+def test_a_file_that_expands_too_much_is_not_unpacked(kind, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)  # it must not be called
     monkeypatch.setattr(datasets, "load_dataset_builder", None)
-    monkeypatch.setattr("ravan_flwr.files._UNPACKED", 2**24)  # each reader unpacks as much
+    monkeypatch.setattr("ravan_flwr.files._UNPACKED", 2**24)  # a limit for all readers
     folder = tmp_path / "data"
     folder.mkdir()
     path = folder / f"train.{kind}"
@@ -274,9 +274,9 @@ def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypat
     assert size < 2**17
     spec = DataSpec(**vars(TEXTS) | {"name": str(folder)})
     of_file = DataSpec(**vars(TEXTS) | {"name": str(path)})
-    told = rf"train.{kind}: its {size:,} bytes unpack to [\d,]+ or more, expected"
+    message = rf"train.{kind}: its {size:,} bytes unpack to [\d,]+ or more, expected"
     if make is zipped:
-        told = "train.csv is packed by zip, expected a plain or gzipped file; unpack it"
+        message = "train.csv is packed by zip, expected a plain or gzipped file; unpack it"
     for read in (
         lambda: device_examples(str(folder), TEXTS),
         lambda: device_examples(str(path), TEXTS),
@@ -285,10 +285,10 @@ def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypat
         lambda: other_examples(of_file),
         lambda: summarise_data(str(folder), "", NamedColumns("", "", "", "")),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read()
     if kind == "parquet":
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             rows_of(path, {"text": "text"})
 
 
@@ -299,7 +299,7 @@ def test_a_file_may_unpack_to_256_mib_or_a_hundred_times_its_size(packed, most, 
         check_unpacked(tmp_path, packed, most + 1)
 
 
-def test_what_unpacks_to_a_few_times_its_size_is_read(tmp_path):
+def test_a_file_that_unpacks_to_a_few_times_its_size_is_read(tmp_path):
     rows = {"text": [f"text {number}" for number in range(500)] * 4, "label": ["a", "b"] * 1000}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -314,8 +314,8 @@ def test_what_unpacks_to_a_few_times_its_size_is_read(tmp_path):
         check_unpacked(tmp_path, LARGE // 50, LARGE + 1)
 
 
-def test_a_line_without_an_end_is_not_read_whole(tmp_path):
-    """A file of nothing, which takes no room on the disk, and would all the memory."""
+def test_an_endless_line_is_not_read_completely(tmp_path):
+    """A sparse file uses no disk space, and would fill the memory."""
     for name, begin in (("a.csv", b"text\n"), ("a.jsonl", b"{}\n")):
         with (tmp_path / name).open("wb") as file:
             file.write(begin)
@@ -327,7 +327,7 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path):
 
 @pytest.fixture(params=["pipe", "zero"])
 def endless(request):
-    """Put a pipe that nobody writes to, or a device without an end, in the place of a file."""
+    """Replace a file by a pipe without a writer, or by an endless device."""
 
     def put(path):
         path.unlink(missing_ok=True)
@@ -340,7 +340,7 @@ def endless(request):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
-def test_data_are_regular_files(name, endless, tmp_path):
+def test_data_must_be_regular_files(name, endless, tmp_path):
     endless(path := tmp_path / name)
     spec = DataSpec(**vars(TEXTS) | {"name": str(path)})
     for read in (
@@ -356,7 +356,7 @@ def test_data_are_regular_files(name, endless, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run under way, as far as a page looks at it."""
+    """Write the files of a running run that the dashboard reads."""
     directory = RunDirectory.create(tmp_path, "run")
     directory.write_json("config.json", {"method": "ravan", "preset": "x", "seed": 0})
     return directory.path
@@ -366,8 +366,8 @@ ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "summary.json"]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_runs_files_are_regular_files(name, endless, run):
-    """Whoever watches a run, or reports of it, does not wait for ever."""
+def test_a_runs_files_must_be_regular_files(name, endless, run):
+    """Neither the dashboard nor the report may block."""
     from ravan_flwr.runs.history import RecordedRun
 
     endless(run / name)
@@ -381,7 +381,7 @@ def test_a_runs_files_are_regular_files(name, endless, run):
             use()
 
 
-def test_checkpoints_are_regular_files(endless, run):
+def test_checkpoints_must_be_regular_files(endless, run):
     (run / "checkpoints").mkdir()
     endless(run / "checkpoints" / "round-000001.safetensors")
     with pytest.raises(ValueError, match="is damaged .*is a pipe or a device"):
@@ -391,7 +391,7 @@ def test_checkpoints_are_regular_files(endless, run):
 FORMULAS = ['=cmd|" /C calc"!A0', "+A1+B1", "-A1", "@SUM(A1)", "\t=1", "\r=1"]
 
 
-def test_no_cell_of_a_table_is_computed_by_a_spreadsheet(tmp_path):
+def test_no_cell_of_a_table_is_a_spreadsheet_formula(tmp_path):
     import csv
 
     path = tmp_path / "a.csv"

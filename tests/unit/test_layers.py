@@ -1,4 +1,4 @@
-"""The package is as docs/architecture.md draws it: layers, and imports that point down."""
+"""The package has the layers of docs/architecture.md, and imports point down."""
 
 import re
 from pathlib import Path
@@ -17,18 +17,18 @@ from scripts.draw_layers import (
     subpackages,
 )
 
-# The mathematics, and all that it needs: usable without Flower.
+# The mathematics and its imports are usable without Flower.
 WITHOUT_FLOWER = [
     "adapters", "config", "data", "methods", "privacy", "secure", "seeding", "specs", "tasks",
     "training",
 ]  # fmt: skip
 
 
-def modules_within(path, seen):
-    """The files of this package that a file imports, and those that they import."""
-    if path in seen:
+def modules_within(path, visited):
+    """Return the files of this package that a file imports, and the ones that these import."""
+    if path in visited:
         return
-    seen.add(path)
+    visited.add(path)
     for name in imported(path):
         parts = name.split(".")
         if parts[0] != PACKAGE.name:
@@ -37,7 +37,7 @@ def modules_within(path, seen):
             place = PACKAGE.joinpath(*parts[1:length])
             for file in (place.with_suffix(".py"), place / "__init__.py"):
                 if file.is_file():
-                    modules_within(file, seen)
+                    modules_within(file, visited)
 
 
 def test_imports_point_down():
@@ -49,13 +49,13 @@ def test_imports_point_down():
     assert sum(len(others) for others in below.values()) > 50
 
 
-def test_a_circle_is_found(monkeypatch):
+def test_a_circular_import_is_found(monkeypatch):
     monkeypatch.setattr(draw_layers, "arrows", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}})
     with pytest.raises(ValueError, match="circle: a -> b -> c -> a"):
         layers()
 
 
-def test_the_page_has_the_picture_of_today():
+def test_the_page_has_the_current_picture():
     page = PAGE.read_text()
     assert page == page_with(picture()), "run python scripts/draw_layers.py --write"
 
@@ -68,10 +68,10 @@ def test_the_page_has_a_line_for_each_subpackage():
 
 def test_the_walk_through_a_round_names_every_file_of_the_server():
     walk = PAGE.read_text().split("## What happens to one round")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", walk))
-    assert all((PACKAGE / path).is_file() for path in named)
+    named_files = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", walk))
+    assert all((PACKAGE / path).is_file() for path in named_files)
     files = {f"server/{path.name}" for path in (PACKAGE / "server").glob("*.py")}
-    assert files - {"server/__init__.py"} <= named
+    assert files - {"server/__init__.py"} <= named_files
 
 
 @pytest.mark.parametrize("subpackage", WITHOUT_FLOWER)

@@ -1,6 +1,6 @@
-"""Sdist, wheel and app bundle have what an app needs; the files that name a version agree.
+"""Sdist, wheel and app bundle are complete, and all files have the same version.
 
-`make release` goes further: it installs and runs each of them.
+`make release` also installs and runs each of them.
 """
 
 import re
@@ -13,7 +13,7 @@ from scripts import release
 from testing.checkout import copy_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
-# Flower asks pathspec for a pattern by its old name.
+# Flower uses pathspec's old name of a pattern.
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 
 
@@ -31,12 +31,12 @@ def test_each_package_has_what_the_app_needs_and_nothing_else(packages):
         assert f"ravan_flwr/{name}" in wheel
 
 
-def test_nothing_that_lies_in_a_checkout_gets_into_an_app_bundle(packages):
+def test_untracked_files_are_not_in_an_app_bundle(packages):
     folders = {name.split("/")[0] for name in release.members(packages[2]) if "/" in name}
     assert folders == {".info", "conf", "ravan_flwr"}
 
 
-def test_a_file_that_is_missing_or_too_much_is_named(packages, tmp_path):
+def test_missing_and_unexpected_files_are_reported(packages, tmp_path):
     for name in ("conf/new.yaml", "ravan_flwr/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -46,7 +46,7 @@ def test_a_file_that_is_missing_or_too_much_is_named(packages, tmp_path):
 
 @pytest.fixture
 def app(tmp_path):
-    """A folder that Flower Hub accepts."""
+    """Write a folder that Flower Hub accepts."""
     folder = tmp_path / "app"
     folder.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
@@ -54,9 +54,9 @@ def app(tmp_path):
     return folder
 
 
-def test_flower_hub_would_accept_the_checkout(tmp_path):
-    told = release.check_hub(copy_checkout(tmp_path / "checkout"))
-    files, size = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", told))
+def test_flower_hub_accepts_the_checkout(tmp_path):
+    report = release.check_hub(copy_checkout(tmp_path / "checkout"))
+    files, size = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", report))
     assert 400 < files < 1000
     assert 2e6 < size < 10e6
 
@@ -70,24 +70,24 @@ def test_flower_hub_would_accept_the_checkout(tmp_path):
         (1, 1, b"\xff", "0.md' is not UTF-8"),
     ],
 )
-def test_what_flower_hub_refuses_is_named(app, number, size, content, complaint):
+def test_files_that_flower_hub_refuses_are_reported(app, number, size, content, complaint):
     for index in range(number):
         (app / f"{index}.md").write_bytes(content * size)
     with pytest.raises(ValueError, match=f"Flower Hub would refuse .*{complaint}"):
         release.check_hub(app)
 
 
-def test_a_kind_of_file_that_flower_hub_leaves_out_is_not_counted(app):
+def test_file_types_that_flower_hub_skips_are_not_counted(app):
     (app / "picture.png").write_bytes(b"\xff" * 2**21)
     assert release.check_hub(app).startswith("2 files")
 
 
-def test_a_version_stands_in_all_files_that_name_it():
+def test_all_files_have_the_same_version():
     stated = release.versions(ROOT)
     assert len(set(stated.values())) == 1, stated
 
 
-def test_hooks_and_the_public_ci_run_what_make_check_runs():
+def test_hooks_and_the_public_ci_run_the_steps_of_make_check():
     makefile = (ROOT / "Makefile").read_text()
     parts = re.findall(r"^check: (.*)$", makefile, re.MULTILINE)[0].split()
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]

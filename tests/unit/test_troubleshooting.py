@@ -1,4 +1,4 @@
-"""The mistakes of docs/troubleshooting.md print what the page says."""
+"""The mistakes of docs/troubleshooting.md print the errors on the page."""
 
 import csv
 import re
@@ -19,7 +19,7 @@ QUICK = ["num-rounds=1", "local-steps=1", "report=false", "tracking=none", "outp
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model, texts, a preset for them, and two runs."""
+    """Make a folder with a model, texts, a preset for them, and two runs."""
     path = tmp_path_factory.mktemp("mistakes")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
@@ -44,16 +44,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_page_has_at_least_thirty_mistakes_that_are_tried():
+def test_the_page_has_at_least_thirty_tested_mistakes():
     symptoms = [line for line in PAGE.split("## On devices")[1].splitlines() if line[:2] == "| "]
     assert len(CASES) + len(symptoms) >= 30
     assert len(CASES) >= 25
 
 
-# `datasets` leaves a CSV that it has read open.
+# `datasets` does not close the CSV files that it has read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("command", "printed"), CASES, ids=[command for command, _ in CASES])
-def test_a_mistake_prints_what_the_page_says(command, printed, folder, monkeypatch, capsys):
+def test_a_mistake_prints_the_error_on_the_page(command, printed, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     for name, method in (("RUN", "ravan"), ("FULL", "full")):
         (run,) = folder.glob(f"runs/*-{method}-*")
@@ -61,13 +61,13 @@ def test_a_mistake_prints_what_the_page_says(command, printed, folder, monkeypat
     with pytest.raises(SystemExit) as end:
         main(shlex.split(command)[1:])
     assert end.value.code == 2
-    told = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     pattern = ".*".join(re.escape(part.strip()) for part in printed.split("..."))
-    assert re.search(pattern, told), told
+    assert re.search(pattern, output), output
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_a_commands_help_has_an_example_and_fits_a_terminal(command, capsys, monkeypatch):
+def test_a_commands_help_has_an_example_within_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -1,4 +1,4 @@
-"""Files that wait and files that compute run side by side, and every test is run once."""
+"""Waiting and computing test files run side by side, and every test runs once."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,26 +13,26 @@ TESTS = [f"{path}::test_{number}" for path in FILES for number in range(4)]
 
 
 class Worker:
-    """A worker of pytest-xdist that writes down what it is told to run."""
+    """Act as a worker of pytest-xdist that records the tests sent to it."""
 
     def __init__(self, number):
         self.gateway = SimpleNamespace(id=f"gw{number}")
         self.shutting_down = False
-        self.told: list[int] = []
+        self.indices_sent: list[int] = []
 
     def send_runtest_some(self, indices):
-        self.told += indices
+        self.indices_sent += indices
 
     def shutdown(self):
         self.shutting_down = True
 
     @property
     def files(self):
-        return list(dict.fromkeys(TESTS[index].split("::")[0] for index in self.told))
+        return list(dict.fromkeys(TESTS[index].split("::")[0] for index in self.indices_sent))
 
 
 def started(number):
-    """So many workers, which have been given their first files."""
+    """Return workers that have been sent their first files."""
     options = {"tx": ["popen"] * number}
     config: Any = SimpleNamespace(
         getvalue=options.get, option=SimpleNamespace(loadscopereorder=False)
@@ -46,26 +46,26 @@ def started(number):
     return queues, workers
 
 
-def test_every_second_worker_begins_with_files_that_wait():
+def test_every_second_worker_begins_with_waiting_files():
     _, (first, second, third) = started(3)
     assert first.files[0] == FILES[0]
     assert second.files == [FILES[1]]
     assert third.files == [FILES[4]]
 
 
-def test_all_is_run_once_and_workers_go_on_with_the_other_kind():
+def test_every_test_runs_once_and_workers_continue_with_the_other_kind():
     for number in (1, 2, 3):
         queues, workers = started(number)
         done: list[int] = []
         for _ in range(len(TESTS)):
             for worker in workers:
-                if left := [index for index in worker.told if index not in done]:
-                    done.append(left[0])
-                    queues.mark_test_complete(cast(Any, worker), left[0])
+                if remaining := [index for index in worker.indices_sent if index not in done]:
+                    done.append(remaining[0])
+                    queues.mark_test_complete(cast(Any, worker), remaining[0])
         assert sorted(done) == list(range(len(TESTS)))
         kinds = [[waits(path) for path in worker.files] for worker in workers]
         assert all(len(set(kind)) <= 2 for kind in kinds)
-        assert kinds[0] == sorted(kinds[0])  # those that compute first
+        assert kinds[0] == sorted(kinds[0])  # computing files first
         if number > 1:
             assert kinds[1] == sorted(kinds[1], reverse=True)
         assert all(worker.shutting_down for worker in workers)

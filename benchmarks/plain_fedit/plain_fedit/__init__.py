@@ -1,1 +1,1 @@
-"""FedIT, written as Flower's fine-tuning examples are."""
+"""FedIT, written like Flower's fine-tuning examples."""

@@ -1,4 +1,4 @@
-"""Run the rounds: Flower's FedAvg, and a note of the time after every round."""
+"""Run the rounds: Flower's FedAvg, and a timestamp after every round."""
 
 import itertools
 import json

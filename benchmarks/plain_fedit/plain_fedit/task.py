@@ -1,4 +1,4 @@
-"""Load model and data anew in every message; the partitioner is kept, as in the examples."""
+"""Load model and data in every message; the partitioner is cached, as in the examples."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -31,7 +31,7 @@ def load_model(settings: Any) -> PeftModel:
 
 
 def load_train(settings: Any, partition_id: int, num_partitions: int) -> DataLoader[Any]:
-    """Load a client's part of the training set."""
+    """Load a client's partition of the training set."""
     global _federated  # noqa: PLW0603 (as Flower's examples do)
     if _federated is None:
         partitioner: Partitioner = IidPartitioner(num_partitions)
@@ -45,7 +45,7 @@ def load_train(settings: Any, partition_id: int, num_partitions: int) -> DataLoa
 
 
 def load_test(settings: Any) -> DataLoader[Any]:
-    """Load what the server evaluates on."""
+    """Load the server's test set."""
     path = str(Path(settings["data"]) / "test.parquet")
     test = load_dataset("parquet", data_files=path, split="train").with_transform(_to_tensors)
     return DataLoader(test, batch_size=256)
@@ -77,7 +77,7 @@ def train(model: PeftModel, loader: DataLoader[Any], steps: int, learning_rate: 
 
 
 def accuracy(model: PeftModel, loader: DataLoader[Any]) -> float:
-    """Measure the share of right answers."""
+    """Measure the fraction of correct answers."""
     model.eval()
     right = number = 0
     with torch.no_grad():

@@ -4,7 +4,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 @pytest.fixture
 def on_a_device(tmp_path, monkeypatch):
-    """Be a process that a SuperNode has started; return the folder of what it must not forget."""
+    """Pretend to be a process of a SuperNode; return the folder of its persistent state."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     monkeypatch.setattr(TaskIdentity, "_task_id", 77)
     return tmp_path / "flwr" / "ravan-flwr" / "once"

@@ -1,4 +1,4 @@
-"""What a device has spent stays in a file of its own, whatever becomes of its state."""
+"""A device keeps its privacy account in a file of its own, independently of its run state."""
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -28,7 +28,7 @@ def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
     assert all(path.stat().st_mode & 0o077 == 0 for path in on_a_device.iterdir())
 
 
-def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
+def test_an_incomplete_line_invalidates_no_other(on_a_device):
     write_entry(RecordDict(), {"number": 1})
     (path,) = on_a_device.iterdir()
     with path.open("ab") as file:
@@ -42,7 +42,7 @@ def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
     ]
 
 
-def test_where_messages_take_turns_it_is_in_the_state_alone():
+def test_in_a_simulation_the_account_is_in_the_state_alone():
     state = RecordDict()
     write_entry(state, {"number": 1})
     assert entries(state) == [{"number": 1}]

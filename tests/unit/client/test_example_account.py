@@ -1,4 +1,4 @@
-"""A client's account of its examples: counted before it trains, believed where it says most."""
+"""A client's account of its examples: written before training, never below the server's count."""
 
 import copy
 
@@ -29,9 +29,9 @@ EACH = Releases(2.0, 0.4, 5)
 
 
 def take(state, earlier=0, rate=0.4, mark="m", **settings):
-    given = PRIVATE | {k.replace("_", "-"): v for k, v in settings.items()}
+    config = PRIVATE | {k.replace("_", "-"): v for k, v in settings.items()}
     message = {"noise-multiplier": 2.0, "earlier-rounds": earlier}
-    return count_round(state, mark, read_config(given), rate, message, 0)
+    return count_round(state, mark, read_config(config), rate, message, 0)
 
 
 def found(state, mark="m"):
@@ -58,7 +58,7 @@ def test_other_numbers_of_examples_are_another_kind_of_release():
 
 
 def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
-    """The third does: the account is that of a direct call of the library."""
+    """The third round does; the account equals that of a direct call of the library."""
     event = dp_accounting.PoissonSampledDpEvent(0.4, dp_accounting.GaussianDpEvent(2.0))
     two, three = (
         dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
@@ -88,7 +88,7 @@ def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
         lambda state: state.update({ACCOUNT: to_record({})}),
     ],
 )
-def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(lost):
+def test_a_lost_or_damaged_account_is_rebuilt_from_the_servers_record(lost):
     state = RecordDict()
     take(state)
     take(state, earlier=1)
@@ -98,18 +98,18 @@ def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(los
     assert found(state) == ExampleAccount(3, (EACH._replace(number=15),))
 
 
-def test_a_server_that_says_too_little_is_not_believed():
+def test_a_servers_count_below_the_clients_own_is_ignored():
     state = RecordDict()
     for _ in range(4):
         _, missing = take(state, earlier=0)
         assert not missing
     assert found(state).rounds == 4
-    take(state, earlier=7)  # nor one that is ahead, as where a round's account was not stored
+    take(state, earlier=7)  # a larger count is used, as where a round's account was not stored
     assert found(state).rounds == 8
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "error_text"),
     [
         ({"noise-multiplier": 2.0}, "earlier-rounds = None"),
         ({"noise-multiplier": 2.0, "earlier-rounds": -1}, "earlier-rounds = -1"),
@@ -119,15 +119,15 @@ def test_a_server_that_says_too_little_is_not_believed():
         ({"noise-multiplier": float("nan"), "earlier-rounds": 0}, "noise-multiplier = nan"),
     ],
 )
-def test_messages_of_no_such_server_are_refused(message, told):
+def test_messages_with_invalid_privacy_fields_are_refused(message, error_text):
     config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
     state = RecordDict()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error_text):
         count_round(state, "m", config, 0.4, message, 0)
     assert ACCOUNT not in state
 
 
-def test_a_noise_that_is_set_is_not_the_servers_to_choose():
+def test_the_server_cannot_override_a_configured_noise_multiplier():
     noise, _ = count_round(
         RecordDict(), "m", read_config(PRIVATE), 0.4,
         {"noise-multiplier": 0.2, "earlier-rounds": 0}, 0,
@@ -135,8 +135,8 @@ def test_a_noise_that_is_set_is_not_the_servers_to_choose():
     assert noise.multiplier == 2.0
 
 
-def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_a_device):
-    """Nor is what was lost counted by another noise than it had."""
+def test_a_round_whose_state_is_lost_stays_in_the_account(on_a_device):
+    """Its noise multiplier stays as well."""
     del on_a_device
     config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
     state = RecordDict()
@@ -156,11 +156,11 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
         list(map(ask, range(6, 20)))
 
 
-# As a whole answer.
+# Whole messages.
 
 
 @pytest.fixture
-def asked():
+def send_request():
     """Ask a client of the digits to train, in the way that a message does."""
     run_config = PRIVATE | {"epsilon": 8.0, "local-steps": 2, "lora-rank": 1}
     loaded = get_model_and_data(read_config(run_config))
@@ -186,8 +186,8 @@ def rounds_in(context):
     return found(context.state, mark).rounds
 
 
-def test_a_round_is_in_the_nodes_state_before_its_training_begins(asked, monkeypatch):
-    ask, context, _ = asked
+def test_a_round_is_in_the_nodes_state_before_its_training_begins(send_request, monkeypatch):
+    send, context, _ = send_request
 
     def fails(*_):
         assert rounds_in(context) == 1
@@ -195,12 +195,12 @@ def test_a_round_is_in_the_nodes_state_before_its_training_begins(asked, monkeyp
 
     monkeypatch.setattr(answers, "train_privately", fails)
     with pytest.raises(RuntimeError, match="could not work on its examples; its own log"):
-        ask()
+        send()
     assert rounds_in(context) == 1
 
 
-def test_a_reply_tells_no_loss_and_no_number_of_examples(asked):
-    ask, context, loaded = asked
+def test_a_reply_has_no_loss_and_no_number_of_examples(send_request):
+    ask, context, loaded = send_request
     reply = ask()
     assert set(reply.metric_records["metrics"]) == {"round", "derived", "recounted"}
     assert set(reply.array_records["arrays"]) == set(loaded.model.upload(loaded.model.method))
@@ -210,8 +210,8 @@ def test_a_reply_tells_no_loss_and_no_number_of_examples(asked):
     assert rounds_in(context) == 5
 
 
-def test_a_client_without_room_says_so_in_a_reply_of_its_own(asked):
-    ask, _, _ = asked
+def test_a_client_without_privacy_budget_sends_a_refusal(send_request):
+    ask, _, _ = send_request
     assert epsilon_of(2.0, 32 / 72, 1e-5, 2 * 40) > 8.0
     reply = ask(earlier=200)
     assert not reply.array_records

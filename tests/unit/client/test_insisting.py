@@ -1,4 +1,4 @@
-"""A device that requires protection takes part in no run, and in no round, without it."""
+"""A device that requires protection refuses runs and rounds without it."""
 
 import pytest
 
@@ -28,25 +28,25 @@ CASES: dict[str, tuple[dict[str, Scalar], dict[str, Scalar], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_does_not_protect_as_wanted_is_refused(case):
-    wanted, settings, told = CASES[case]
-    with pytest.raises(ValueError, match=told):
-        check_node_requirements(read_node(PLACE | wanted), read_config(settings))
+def test_a_run_without_the_required_protection_is_refused(case):
+    required, settings, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        check_node_requirements(read_node(PLACE | required), read_config(settings))
     check_node_requirements(read_node(PLACE), read_config(settings))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "settings"),
+    ("required", "settings"),
     [
         ({"require-secure-aggregation": True}, MASKED),
         ({"max-epsilon": 8}, PRIVATE),
         ({"max-epsilon": 8, "max-delta": 1e-3}, PRIVATE | {"delta": 1e-3}),
-        # Here it counts by itself, so that no promise is needed.
+        # The client counts by itself here, so that no promise of the server is needed.
         ({"max-epsilon": 1}, {"privacy": "example", "noise-multiplier": 1.0}),
     ],
 )
-def test_a_run_that_does_is_not(wanted, settings):
-    check_node_requirements(read_node(PLACE | wanted), read_config(settings))
+def test_a_run_with_the_required_protection_is_accepted(required, settings):
+    check_node_requirements(read_node(PLACE | required), read_config(settings))
 
 
 def test_the_lower_of_two_limits_counts():

@@ -1,4 +1,4 @@
-"""A client answers what a run of its settings asks: else a server could go round its protection."""
+"""A client answers only the kinds of messages that a run of its settings sends."""
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -17,7 +17,7 @@ BY_EXAMPLE = {"privacy": "example", "epsilon": 8.0}
         (SECURE, "train"),
         (SECURE, "calibrate"),
         (SECURE, "evaluate"),
-        # What is made of examples without noise; masks hide an upload, but not a sum.
+        # Results of examples without noise; masks hide an upload, but not a sum.
         (BY_EXAMPLE, "calibrate"),
         (BY_EXAMPLE, "evaluate"),
         (BY_EXAMPLE, "masked"),
@@ -25,7 +25,7 @@ BY_EXAMPLE = {"privacy": "example", "epsilon": 8.0}
         ({"privacy": "client", "epsilon": 8.0}, "masked"),
     ],
 )
-def test_a_message_that_such_a_run_does_not_send_is_refused(settings, kind, monkeypatch):
+def test_a_message_kind_that_the_run_does_not_send_is_refused(settings, kind, monkeypatch):
     monkeypatch.setattr(client_request, "get_model_and_data", None)  # nothing is loaded for it
     node: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 5}
     context = Context(

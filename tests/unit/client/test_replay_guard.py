@@ -1,4 +1,4 @@
-"""What a node may be asked once is answered once, also by processes that begin at the same time."""
+"""A node answers each request once, also if several processes start at the same time."""
 
 import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -11,10 +11,10 @@ from ravan_flwr.config.node_config import read_node
 
 @pytest.fixture
 def ask(on_a_device):
-    """Ask a node whose state is that of before, as processes do that begin together."""
+    """Return a function that asks a node with the earlier state, as parallel processes do."""
     del on_a_device
 
-    def asked(kind, partition=0, run=5, rounds=0, **settings):
+    def send_request(kind, partition=0, run=5, rounds=0, **settings):
         state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
         context = Context(
             run_id=run, node_id=1, node_config={}, state=state, run_config={"privacy": "example"}
@@ -22,7 +22,7 @@ def ask(on_a_device):
         content = RecordDict({"config": ConfigRecord(settings)})
         replay_guard.answer_once(kind, content, context, partition)
 
-    return asked
+    return send_request
 
 
 def test_a_phase_is_answered_once_and_in_order(ask):
@@ -37,7 +37,7 @@ def test_a_phase_is_answered_once_and_in_order(ask):
     ask("agree", round=2, partition=1)
 
 
-def test_two_private_rounds_that_begin_together_are_one(ask):
+def test_of_two_simultaneous_private_rounds_one_is_answered(ask):
     ask("train", **{"earlier-rounds": 0})
     with pytest.raises(ValueError, match="asked at the same time"):
         ask("train", **{"earlier-rounds": 0})
@@ -46,7 +46,7 @@ def test_two_private_rounds_that_begin_together_are_one(ask):
     ask("train", rounds=9, **{"earlier-rounds": 0})
 
 
-def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch):
+def test_in_a_simulation_nothing_is_written(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(TaskIdentity, "_task_id", 0)
     for _ in range(2):
         ask("agree", round=1)
@@ -57,7 +57,7 @@ def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_its_folder_is_the_users_alone_and_stays(ask, on_a_device):
+def test_its_folder_is_private_to_the_user_and_is_kept(ask, on_a_device):
     ask("agree", round=1)
     assert [oct(folder.stat().st_mode)[-3:] for folder in (on_a_device, on_a_device.parent)] == [
         "700",
@@ -66,10 +66,10 @@ def test_its_folder_is_the_users_alone_and_stays(ask, on_a_device):
     assert len(list(on_a_device.iterdir())) == 1
 
 
-def test_a_line_that_was_not_written_whole_lowers_no_number(ask, on_a_device):
+def test_an_incomplete_line_lowers_no_number(ask, on_a_device):
     ask("agree", round=20)
     (file,) = on_a_device.iterdir()
-    file.write_bytes(file.read_bytes() + b"1")  # of what would have been 103
+    file.write_bytes(file.read_bytes() + b"1")  # the beginning of 103
     with pytest.raises(ValueError, match="what this node does once"):
         ask("agree", round=2)
     ask("agree", round=21)
@@ -78,7 +78,7 @@ def test_a_line_that_was_not_written_whole_lowers_no_number(ask, on_a_device):
 
 
 @pytest.mark.parametrize("broken", ["a file", "open to others", "a file in its way"])
-def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
+def test_an_unusable_flower_home_is_replaced_by_the_runtime_folder(
     ask, on_a_device, tmp_path, monkeypatch, caplog, broken
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "session"))

@@ -1,4 +1,4 @@
-"""A node answers for one run of a series at a time, and takes nothing from one to the next."""
+"""A node serves one run of a series at a time, and carries nothing from one to the next."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def message_of(on_a_device, monkeypatch):
     del on_a_device
     monkeypatch.setattr(TaskIdentity, "_node_id", 1)
 
-    def made(run):
+    def make(run):
         monkeypatch.setattr(TaskIdentity, "_run_id", run)
         return Message(RecordDict(), 7, "query")
 
-    return made
+    return make
 
 
 def context_of(run, state):
@@ -28,7 +28,7 @@ def context_of(run, state):
     return Context(run_id=run, node_id=7, node_config={}, state=state, run_config={}, series_id=11)
 
 
-def test_what_a_run_has_left_is_gone_in_the_next_of_its_series(message_of):
+def test_the_state_of_a_run_is_removed_in_the_next_run_of_its_series(message_of):
     first = context_of(1, RecordDict())
     enforce_run_scope(message_of(1), first)
     first.state["privacy-account"] = ConfigRecord({"rounds": 5})
@@ -42,7 +42,7 @@ def test_what_a_run_has_left_is_gone_in_the_next_of_its_series(message_of):
     assert read_personal(second.state) is None
 
 
-def test_a_message_of_the_run_before_is_refused_by_every_answer(message_of):
+def test_every_handler_refuses_a_message_of_the_previous_run(message_of):
     context = context_of(2, RecordDict({"kept": ConfigRecord({"x": 1})}))
     with pytest.raises(ValueError, match="message of run 1 while this node is in run 2"):
         app(message_of(1), context)

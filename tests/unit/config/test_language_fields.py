@@ -1,4 +1,4 @@
-"""What a preset may say of a language model, and what is refused."""
+"""The fields of a preset for a language model: defaults, and errors."""
 
 import pytest
 import yaml
@@ -15,7 +15,7 @@ def read(tmp_path, data, task="causal"):
     return read_preset(PresetPath(path))
 
 
-def test_what_is_not_said_has_a_default(tmp_path):
+def test_missing_fields_have_defaults(tmp_path):
     preset = read(tmp_path, {})
     assert preset.data.columns == (("messages", "messages"),)
     assert (preset.data.overlong, preset.data.loss_on) == ("cut", "answers")
@@ -33,7 +33,7 @@ def test_prompts_over_columns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ({"columns": {"messages": "m", "text": "t"}}, "data.columns.text is unknown"),
         ({"columns": {"prompt": "p"}}, "expected messages, a column of conversations, or a prompt"),
@@ -53,12 +53,12 @@ def test_prompts_over_columns(tmp_path):
         ({"labels": ["a", "b"]}, "expected the names of the classes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(data, told, tmp_path):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_fields_are_refused(data, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         read(tmp_path, data)
 
 
-def test_other_tasks_do_not_have_them(tmp_path):
+def test_other_tasks_refuse_these_fields(tmp_path):
     with pytest.raises(ValueError, match="data.overlong: only task causal or preference has it; l"):
         read(tmp_path, {"overlong": "drop", "labels": ["a", "b"]}, "text")
     with pytest.raises(ValueError, match="data.loss-on: only task causal has it; leave it out"):
@@ -70,21 +70,21 @@ def test_columns_of_preferences(tmp_path):
     assert dict(preset.data.columns).keys() == {"prompt", "chosen", "rejected"}
     assert (preset.data.prompts, preset.run["classifier"]) == (("{prompt}",), "frozen")
     pair = {"chosen": "a", "rejected": "b"}
-    whole = read(tmp_path, {"columns": pair, "chat-template": "x"}, "preference")
-    assert (whole.data.prompts, whole.data.chat_template) == ((), "x")
-    made = {"columns": pair | {"instruction": "i"}, "prompt": "{instruction}: "}
-    assert read(tmp_path, made, "preference").data.prompts == ("{instruction}: ",)
-    for data, told in (
+    conversations = read(tmp_path, {"columns": pair, "chat-template": "x"}, "preference")
+    assert (conversations.data.prompts, conversations.data.chat_template) == ((), "x")
+    with_prompt = {"columns": pair | {"instruction": "i"}, "prompt": "{instruction}: "}
+    assert read(tmp_path, with_prompt, "preference").data.prompts == ("{instruction}: ",)
+    for data, message in (
         ({"columns": {"prompt": "p", "chosen": "c"}}, "expected a prompt with chosen and rejected"),
         ({"columns": pair, "prompt": "{chosen}"}, "has chosen and rejected.* leave it out"),
         ({"columns": pair | {"messages": "m"}}, "expected braces around {messages} alone"),
         ({"columns": {"chosen": "a", "rejected": "a"}}, "a column of its own for each role"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read(tmp_path, data, "preference")
 
 
-def test_what_a_run_records_is_read_again(tmp_path):
+def test_a_recorded_configuration_is_read_again(tmp_path):
     read(tmp_path, ALPACA | {"prompt": "{instruction}{input}", "loss-on": "all"})
     config = read_config({"preset": PresetPath(tmp_path / "mine.yaml")})
     assert recorded_config(config.as_dict(), "here") == config

@@ -12,13 +12,13 @@ OWN: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 2}
 
 def test_a_node_config_is_read():
     assert read_node(OWN) == Node(0, 2)
-    told = OWN | {
+    environment = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
         "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
         "secure-keys": "/secrets", "max-epsilon": 8,
         "max-delta": 1e-6,
     }  # fmt: skip
-    assert read_node(told) == Node(
+    assert read_node(environment) == Node(
         0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
         result_form="merged", secure_keys="/secrets",
         max_epsilon=8.0, max_delta=1e-6,
@@ -66,12 +66,12 @@ def test_a_node_config_is_read():
         ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),
     ],
 )
-def test_what_a_node_config_may_not_hold(changes, complaint):
+def test_an_invalid_node_config_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         read_node(OWN | changes)
 
 
-def test_a_cache_that_comes_too_late_or_cannot_be_made_is_refused(tmp_path, monkeypatch):
+def test_a_cache_folder_that_is_set_too_late_or_cannot_be_made_is_refused(tmp_path, monkeypatch):
     use_cache(None)
     monkeypatch.setitem(sys.modules, "huggingface_hub", sys)
     with pytest.raises(ValueError, match="this process has another cache already"):

@@ -1,4 +1,4 @@
-"""Tests of presets that a person writes: what they need not say, and what is wrong in them."""
+"""Handwritten presets: defaults, paths, and errors."""
 
 import pickle
 
@@ -14,7 +14,7 @@ SHORTEST = "task: text\nmodel: org/bert\ndata: org/texts\n"
 
 @pytest.fixture
 def file(tmp_path):
-    """Write a preset, and name it as a person does."""
+    """Return a function that writes a preset and returns its name as a command takes it."""
 
     def write(text=SHORTEST, name="mine.yaml"):
         path = tmp_path / name
@@ -44,13 +44,13 @@ def test_task_model_and_data_are_enough(file):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_rate_and_a_preset_may_name_another(method, file):
+def test_every_method_has_a_learning_rate_that_a_preset_may_override(method, file):
     assert config_of(file(), method=method).learning_rate == METHODS[method].learning_rate
     own = file(f"{SHORTEST}learning-rate: {{{method}: 0.25}}\n")
     assert config_of(own, method=method).learning_rate == 0.25
 
 
-def test_what_is_said_is_taken_and_the_rest_is_not_touched(file):
+def test_given_fields_are_used_and_others_keep_their_defaults(file):
     config = config_of(file(SHORTEST + "run: {num-clients: 4, heads: 2}\n"))
     assert (config.num_clients, config.heads, config.num_rounds) == (4, 2, 20)
     config = config_of(file(SHORTEST + "parameter-budgets: {higher: {lora-rank: 6}}\n"))
@@ -62,7 +62,7 @@ def test_what_is_said_is_taken_and_the_rest_is_not_touched(file):
     assert config_of(file("task: vision\nmodel: o/v\ndata: o/i\n")).max_length == 0
 
 
-def test_folders_begin_at_the_presets_own(file, tmp_path):
+def test_relative_folders_are_resolved_from_the_presets_folder(file, tmp_path):
     text = "task: vision\nmodel: ./model\ndata: {name: ../images, test-share: 0.5}\n"
     config = config_of(file(text))
     assert config.model.name == str(tmp_path / "model")
@@ -70,25 +70,25 @@ def test_folders_begin_at_the_presets_own(file, tmp_path):
     assert config.data.test_share == 0.5
 
 
-def test_a_path_is_taken_from_who_reads_it_and_from_nobody_else(file):
+def test_a_path_is_accepted_from_local_configuration_alone(file):
     path = file()
     with pytest.raises(ValueError, match=r"got the path of a file, but under .* `cp .*conf/`"):
         read_config({"preset": path})
-    named = with_preset_path({"preset": path, "seed": 1})["preset"]
-    assert isinstance(named, PresetPath)
-    assert isinstance(pickle.loads(pickle.dumps(named)), PresetPath)
+    preset = with_preset_path({"preset": path, "seed": 1})["preset"]
+    assert isinstance(preset, PresetPath)
+    assert isinstance(pickle.loads(pickle.dumps(preset)), PresetPath)
     assert with_preset_path({"preset": "digits-vit"}) == {"preset": "digits-vit"}
     with pytest.raises(ValueError, match=r"nowhere.yaml': found no such file; correct the path"):
         read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
 
 
-def test_an_unknown_name_says_what_there_is():
+def test_an_unknown_name_lists_the_presets():
     with pytest.raises(ValueError, match=r"preset 'min' is unknown.*glue-llama.*`ravan-flwr new`"):
         read_preset("min")
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ("lables: [a]\n", "lables is unknown. Expected the fields .*'learning-rate'"),
         ("run: {num-round: 3}\n", "run.num-round is unknown: did you mean 'num-rounds'"),
@@ -104,13 +104,13 @@ def test_an_unknown_name_says_what_there_is():
         ("task: vision\n", "line 4, column 1: the key 'task' is repeated"),
     ],
 )
-def test_mistakes_are_named(more, told, file):
-    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+def test_mistakes_are_named(more, message, file):
+    with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         config_of(file(SHORTEST + more))
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ("{}", "data.name is missing; expected an id of the hub, or a folder"),
         ("3", "data is no mapping"),
@@ -140,13 +140,13 @@ def test_mistakes_are_named(more, told, file):
         ("{name: a/b, max-lenth: 9}", "data.max-lenth is unknown: did you mean 'max-length'"),
     ],
 )
-def test_mistakes_in_the_data_are_named(data, told, file):
-    with pytest.raises(ValueError, match=f"mine.yaml: {told}"):
+def test_mistakes_in_the_data_are_named(data, message, file):
+    with pytest.raises(ValueError, match=f"mine.yaml: {message}"):
         config_of(file(f"task: text\nmodel: org/bert\ndata: {data}\n"))
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ("{name: a/b, prompt: '{foo} {'}", "data.prompt = .*; expected braces around {text} alone"),
         (
@@ -158,13 +158,13 @@ def test_mistakes_in_the_data_are_named(data, told, file):
         ("{name: a/b, target-length: 0}", "data.target-length = 0: expected a whole number at le"),
     ],
 )
-def test_mistakes_in_what_a_model_is_given_are_named(data, told, file):
-    with pytest.raises(ValueError, match=f"mine.yaml: {told}"):
+def test_mistakes_in_the_model_section_are_named(data, message, file):
+    with pytest.raises(ValueError, match=f"mine.yaml: {message}"):
         config_of(file(f"task: text-to-label\nmodel: org/t5\ndata: {data}\n"))
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"task: [text", r"line 1, column 12: expected ',' or '\]'"),
         (b"a: 1\nb: {c: 1, c: 2}", "line 2, column 11: the key 'c' is repeated"),
@@ -173,27 +173,27 @@ def test_mistakes_in_what_a_model_is_given_are_named(data, told, file):
         (b"[" * 100_000, "expected"),
     ],
 )
-def test_what_is_no_yaml_is_named(content, told, tmp_path):
+def test_invalid_yaml_is_named(content, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+    with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         read_yaml(path)
 
 
 @pytest.mark.parametrize("shape", ["5", "[1]", "{hidden_size: 3}"])
-def test_a_shape_that_is_none_is_named(shape, file):
+def test_an_invalid_shape_is_named(shape, file):
     text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
     with pytest.raises(ValueError, match="mine.yaml: model.shape"):
         config_of(file(text))
 
 
-def test_yaml_may_merge_what_stands_above(tmp_path):
+def test_yaml_merge_keys_are_accepted(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
     assert read_yaml(path)["b"] == {"x": 1, "y": 3}
 
 
-def test_an_id_of_the_hub_stays_one_where_a_file_has_its_name(tmp_path, monkeypatch):
+def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "name").touch()

@@ -1,4 +1,4 @@
-"""What breaks a private run's account is refused by name, before anything is loaded."""
+"""Settings that break a private run's account are refused by name, before anything is loaded."""
 
 import pytest
 
@@ -33,34 +33,34 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_breaks_the_account_is_refused_by_name(case):
-    changes, told = REFUSED[case]
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_break_the_account_are_refused_by_name(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
         read_config(PRIVATE | {"clients-per-round": 10} | changes)
 
 
-# A private cohort is drawn by chance.
+# A private cohort is sampled by chance.
 ABLE = [name for name, m in METHODS.items() if m.sums_changes and not m.all_clients]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ABLE])
-def test_methods_that_use_more_than_the_sum_of_changes_are_refused(name):
+def test_methods_that_need_more_than_the_sum_of_changes_are_refused(name):
     with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of ravan, full"):
         read_config(PRIVATE | {"method": name})
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_methods_that_sum_changes_are_taken(name):
+def test_methods_that_sum_changes_are_accepted(name):
     config = read_config(PRIVATE | {"method": name, "clip-norm": 0.3, "noise-cohort": 5000})
     assert (config.privacy, config.epsilon, config.clip_norm) == ("client", 8.0, 0.3)
     assert (config.noise_multiplier, config.noise_cohort, config.delta) == (None, 5000, 1e-5)
 
 
-def test_a_study_that_protects_nobody_may_measure_on_its_clients():
-    asked: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
-    assert read_config(PRIVATE | asked | {"noise-cohort": 50}).evaluate_on == "clients"
+def test_a_simulated_noise_cohort_permits_evaluation_on_clients():
+    evaluation: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
+    assert read_config(PRIVATE | evaluation | {"noise-cohort": 50}).evaluate_on == "clients"
     with pytest.raises(ValueError, match="got evaluate-on = 'clients', expected 'server'"):
-        read_config(PRIVATE | asked)
+        read_config(PRIVATE | evaluation)
 
 
 EXAMPLE: dict[str, Scalar] = {"privacy": "example", "epsilon": 8.0}
@@ -88,14 +88,14 @@ REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_OF_EXAMPLES)
-def test_what_breaks_the_account_of_examples_is_refused_by_name(case):
-    changes, told = REFUSED_OF_EXAMPLES[case]
-    with pytest.raises(ValueError, match=f"privacy = 'example': {told}"):
+def test_settings_that_break_the_account_of_examples_are_refused_by_name(case):
+    changes, message = REFUSED_OF_EXAMPLES[case]
+    with pytest.raises(ValueError, match=f"privacy = 'example': {message}"):
         read_config(EXAMPLE | changes)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_are_taken_whose_gradients_by_example_are_known(name):
+def test_methods_with_per_example_gradients_are_accepted(name):
     if METHODS[name].by_example:
         config = read_config(EXAMPLE | {"method": name})
         assert (config.privacy, config.clip_norm, config.noise_multiplier) == ("example", 1.0, None)
@@ -104,7 +104,7 @@ def test_methods_are_taken_whose_gradients_by_example_are_known(name):
             read_config(EXAMPLE | {"method": name})
 
 
-def test_what_works_on_noised_uploads_goes_with_private_examples():
+def test_options_on_noised_uploads_are_accepted_with_private_examples():
     allowed: tuple[dict[str, Scalar], ...] = (
         {"weighting": "median", "clients-per-round": 3}, {"weighting": "examples"},
         {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12},
@@ -115,8 +115,8 @@ def test_what_works_on_noised_uploads_goes_with_private_examples():
         read_config(EXAMPLE | changes)
 
 
-def test_keys_of_privacy_change_nothing_without_it():
-    (told,) = without_effect({"epsilon": 8.0, "clip-norm": 0.5})
-    assert told.startswith("no effect, and no client is protected, without privacy=client or")
-    assert told.endswith(": clip-norm=0.5, epsilon=8.0")
+def test_privacy_keys_have_no_effect_without_privacy():
+    (message,) = without_effect({"epsilon": 8.0, "clip-norm": 0.5})
+    assert message.startswith("no effect, and no client is protected, without privacy=client or")
+    assert message.endswith(": clip-norm=0.5, epsilon=8.0")
     assert without_effect(PRIVATE) == []

@@ -1,4 +1,4 @@
-"""Every check of the configuration, and what its errors tell."""
+"""Every check of the configuration, and its error messages."""
 
 import json
 import subprocess
@@ -53,12 +53,12 @@ PUBLIC_KEYS = [
 ]
 
 
-def test_a_key_stands_once_on_a_command_line():
+def test_a_key_may_be_given_once_on_a_command_line():
     with pytest.raises(ValueError, match="heads: got it twice, as 8 and 4, expected each"):
         read_settings(["heads=8", "seed=1", "heads=4"])
 
 
-def test_the_reference_lists_the_keys_as_they_are():
+def test_the_reference_lists_all_current_keys():
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert list_keys.tables() in page, "python -m scripts.list_keys --write"
     assert all(f"| `{key}` | " in page for key in [*KEYS, *MOVED])
@@ -73,7 +73,7 @@ def test_pyproject_has_the_keys_and_the_defaults():
 
 
 def takes(preset):
-    """The methods under which the preset's task has the reference that it may need."""
+    """Return the methods under which the preset's task has the reference that it may need."""
     needs = TASKS[read_config({"preset": preset}).task].has_reference
     return [name for name, method in METHODS.items() if method.frozen_backbone or not needs]
 
@@ -85,17 +85,17 @@ def test_every_preset_resolves(path):
     assert config.learning_rate > 0
     for method in takes(path.stem):
         for classifier in ("frozen", "trained"):
-            given = {"preset": path.stem, "method": method, "classifier": classifier}
-            assert 0 < read_config(given).learning_rate < 1
+            selected = {"preset": path.stem, "method": method, "classifier": classifier}
+            assert 0 < read_config(selected).learning_rate < 1
 
 
-def test_what_is_given_wins_over_the_preset():
+def test_given_settings_override_the_preset():
     config = read_config({"num-rounds": 3, "learning-rate": 1, "heads": 8, "rank": 5})
     assert (config.num_rounds, config.learning_rate, config.heads, config.rank) == (3, 1.0, 8, 5)
     assert isinstance(config.learning_rate, float)
 
 
-def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
+def test_local_steps_or_local_epochs_set_the_length_of_training(tmp_path, monkeypatch):
     def work(**given):
         config = read_config(given)
         return config.local_steps, config.local_epochs
@@ -125,7 +125,7 @@ def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
         work(preset=both)
 
 
-def test_the_data_say_how_many_clients_a_natural_partition_has(tmp_path, monkeypatch):
+def test_a_natural_partition_takes_its_number_of_clients_from_the_data(tmp_path, monkeypatch):
     assert read_config({"partition": "natural"}).num_clients is None
     assert read_config({"partition": "natural:user"}).data.partition_by == "user"
     content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text())
@@ -139,7 +139,7 @@ def test_the_data_say_how_many_clients_a_natural_partition_has(tmp_path, monkeyp
     assert read_config({"preset": "seven"}).num_clients == 7
 
 
-def test_a_pass_is_recorded_and_read_again():
+def test_local_epochs_are_recorded_and_read_again():
     config = read_config({"local-epochs": 0.25})
     written = json.loads(json.dumps(config.as_dict()))
     assert (written["local-steps"], written["local-epochs"]) == (None, 0.25)
@@ -147,7 +147,7 @@ def test_a_pass_is_recorded_and_read_again():
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "error"),
     [
         (["heads"], 10**9, "heads = 1000000000: expected a whole number at least 1 and at most"),
         (["seed"], "x", "seed = 'x': expected a whole number"),
@@ -158,18 +158,18 @@ def test_a_pass_is_recorded_and_read_again():
         (["model", "source"], "evil", "model.source: got 'evil'"),
     ],
 )
-def test_a_damaged_record_of_the_configuration_is_named(path, value, told):
+def test_a_damaged_record_of_the_configuration_is_named(path, value, error):
     written = read_config({}).as_dict()
     *parts, last = path
     part = written
     for name in parts:
         part = part[name]
     part[last] = value
-    with pytest.raises(ValueError, match=f"here: its config.json is damaged: {told}.*restore it"):
+    with pytest.raises(ValueError, match=f"here: its config.json is damaged: {error}.*restore it"):
         recorded_config(written, "here")
 
 
-def test_ranks_of_a_preset_are_those_of_its_own_model():
+def test_automatic_ranks_depend_on_the_presets_own_model():
     def rank(**changed):
         return read_config({"preset": "svhn-vit-b16", **changed}).rank
 
@@ -232,7 +232,7 @@ def test_errors_name_the_key_the_value_and_what_is_allowed(settings, message):
         read_config(settings)
 
 
-def test_words_of_the_command_line():
+def test_command_line_words_are_parsed():
     config, clients = read_settings(
         ["seed=1", "learning-rate=1e-2", "method='ravan'", "num-clients=5", "resume=/a=b"]
     )
@@ -249,7 +249,7 @@ def test_words_of_the_command_line():
         ("resume=", "resume = '': got nothing, expected a value; is a shell variable empty"),
     ],
 )
-def test_words_that_are_no_settings(word, message):
+def test_invalid_command_line_words_are_refused(word, message):
     with pytest.raises(ValueError, match=message):
         read_settings([word])
 
@@ -270,7 +270,7 @@ def test_words_that_are_no_settings(word, message):
         ),
     ],
 )
-def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):
+def test_an_invalid_preset_is_refused(change, message, tmp_path, monkeypatch):
     content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text()) | change
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
@@ -282,7 +282,7 @@ def names(text):
     return set(text.split())
 
 
-def test_what_makes_two_runs_the_same():
+def test_identifying_keys_decide_whether_two_runs_are_the_same():
     """Resuming, grouping seeds and finding what a study has done follow the flags of the keys."""
     elsewhere = names("deliver device output-dir processes report resume round-timeout tracking")
     assert set(NOT_OF_RESULT) == elsewhere
@@ -294,7 +294,7 @@ def test_what_makes_two_runs_the_same():
     assert set(spec._NOT_COMPARED) == elsewhere | {"rank"}
 
 
-def test_what_a_preset_says():
+def test_a_preset_has_the_expected_settings():
     assert RUN.keys() - {"num-clients"} == names(
         "backbone-dtype batch-size beta classifier clients-per-round eval-every "
         "gradient-checkpointing heads init learning-rate-schedule local-epochs local-steps "
@@ -304,7 +304,7 @@ def test_what_a_preset_says():
 
 
 @pytest.mark.parametrize("key", ["report", "gradient-checkpointing"])
-def test_booleans_are_booleans(key):
+def test_boolean_keys_accept_booleans_alone(key):
     for value, word in ((True, "yes"), (False, "no")):
         assert getattr(read_config({key: value}), key.replace("-", "_")) is value
         assert read_settings([f"{key}={str(value).lower()}"])[0] == {key: value}
@@ -318,15 +318,15 @@ def test_bounds_are_written_with_all_their_digits():
     assert KEYS["learning-rate"].allowed == "a number above 0 and at most 10"
 
 
-def test_a_configuration_is_parsed_once_however_often_it_is_asked_for():
-    given = {"heads": 2, "learning-rate": 1}
-    assert read_config(given) is read_config(dict(given))
-    assert read_config({"heads": 2, "learning-rate": 0.5}) is not read_config(given)
+def test_a_configuration_is_parsed_once_and_cached():
+    selected = {"heads": 2, "learning-rate": 1}
+    assert read_config(selected) is read_config(dict(selected))
+    assert read_config({"heads": 2, "learning-rate": 0.5}) is not read_config(selected)
     with pytest.raises(ValueError, match="seed = True: expected a whole number"):
         read_config({"seed": 1}), read_config({"seed": True})
 
 
-def test_help_needs_no_library_that_checks_files():
+def test_help_imports_no_validation_library():
     program = (
         "import sys, ravan_flwr.cli; print({'pydantic', 'yaml', 'numpy'} & sys.modules.keys())"
     )
@@ -335,7 +335,7 @@ def test_help_needs_no_library_that_checks_files():
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("setting", "read"),
     [
         ({"partition": "dirichlet"}, "dirichlet:0.3"),
         ({"partition": "dirichlet:1.0:user"}, "dirichlet:1:user"),
@@ -348,15 +348,15 @@ def test_help_needs_no_library_that_checks_files():
         ({"server-optimizer": "momentum:1:0"}, "momentum:1:0"),
     ],
 )
-def test_a_setting_may_have_parts(given, read):
-    (key,) = given
-    written = read_config(given).as_dict()
+def test_a_setting_with_several_parts_is_parsed(setting, read):
+    (key,) = setting
+    written = read_config(setting).as_dict()
     assert written[key] == read
     assert read_config({key: read}).as_dict() == written
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("setting", "message"),
     [
         (
             {"partition": "dirichlet:0"},
@@ -369,25 +369,25 @@ def test_a_setting_may_have_parts(given, read):
         ({"learning-rate-schedule": "constant:0.5"}, "warm-up = 0.5: expected a whole number"),
     ],
 )
-def test_a_wrong_part_is_named(given, told):
-    with pytest.raises(ValueError, match=told):
-        read_config(given)
+def test_a_wrong_part_is_named(setting, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(setting)
 
 
 @pytest.mark.parametrize("key", MOVED)
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
-    told = "it is a part of another key, expected " if MOVED[key] else "it is no key any more"
-    with pytest.raises(ValueError, match=f"{key} = 1: {told}"):
+    message = "it is a part of another key, expected " if MOVED[key] else "it is no key any more"
+    with pytest.raises(ValueError, match=f"{key} = 1: {message}"):
         read_config({key: 1})
     assert key not in KEYS
     if MOVED[key]:
-        given, _ = read_settings(
+        old_settings, _ = read_settings(
             ["preset=code", "learning-rate=0.1", "clients-per-round=3", MOVED[key]]
         )
-        assert read_config(given)
+        assert read_config(old_settings)
 
 
-def test_keys_of_several_parts_are_read_as_these():
+def test_keys_of_several_parts_have_the_expected_fields():
     config = read_config({"preset": "code", "batching": "packed", "init": "data-aware:3"})
     assert (config.packing, config.calibration_steps) == (True, 3)
     plain = read_config({"preset": "digits-vit", "init": "data-aware"})
@@ -401,18 +401,18 @@ def test_keys_of_several_parts_are_read_as_these():
             read_config({"init": wrong})
 
 
-def test_limits_of_an_operator_are_one_key():
+def test_an_operators_limits_are_one_key():
     config = read_config({"limits": "max-share=0.5, max-examples=1000,min-replies=2"})
     assert (config.max_share, config.max_examples, config.min_replies) == (0.5, 1000, 2)
     assert config.max_update_norm is None
     assert read_config({}).max_share == 1.0
-    for wrong, told in (
+    for wrong, message in (
         ("max-shar=1", "limits: 'max-shar' is unknown: did you mean 'max-share'"),
         ("max-share=2", "max-share = 2: expected a number above 0 and at most 1"),
         ("min-replies", "min-replies = '': expected a whole number"),
         ("min-replies=2,min-replies=3", "got min-replies twice, expected once"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read_config({"limits": wrong})
 
 

@@ -1,4 +1,4 @@
-"""What does not go with masked uploads is refused by name, before anything is loaded."""
+"""Settings that are incompatible with secure aggregation are refused by name, before any load."""
 
 import pytest
 
@@ -38,32 +38,32 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_tells_more_than_sums_is_refused_by_name(case):
-    changes, told = REFUSED[case]
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_reveal_more_than_sums_are_refused_by_name(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
         read_config(SECURE | changes)
 
 
 @pytest.mark.parametrize("name", [name for name, m in METHODS.items() if not m.sums_changes])
 def test_methods_that_need_more_than_sums_are_refused(name):
-    """Those in which all or one take part are refused by the number of clients, some others too."""
+    """Methods for all clients or for one are refused by the number of clients."""
     with pytest.raises(ValueError, match=rf"secure-aggregation = true: got method = {name!r}|256"):
         read_config(SECURE | {"method": name, "evaluate-on": "server"})
 
 
 @pytest.mark.parametrize("name", [name for name, m in METHODS.items() if m.sums_changes])
-def test_methods_that_sum_changes_are_taken(name):
+def test_methods_that_sum_changes_are_accepted(name):
     config = read_config(SECURE | {"method": name})
     assert (config.secure_aggregation, config.secure_minimum, config.min_replies) == (True, 4, 4)
 
 
-def test_a_sum_of_fewer_is_not_used():
+def test_min_replies_is_at_least_the_secure_minimum():
     assert read_config(SECURE | {"secure-minimum": 5}).min_replies == 5
     assert read_config(SECURE | {"limits": "min-replies=7"}).min_replies == 7
     assert read_config({}).min_replies == 1
 
 
-def test_the_minimum_changes_nothing_without_it():
-    (told,) = without_effect({"secure-minimum": 5})
-    assert told.endswith("is protected, without secure-aggregation=true: secure-minimum=5")
+def test_secure_minimum_has_no_effect_without_secure_aggregation():
+    (message,) = without_effect({"secure-minimum": 5})
+    assert message.endswith("is protected, without secure-aggregation=true: secure-minimum=5")
     assert without_effect(SECURE | {"secure-minimum": 5}) == []

@@ -1,4 +1,4 @@
-"""Tests of settings as a person types them."""
+"""Settings as a user types them on the command line."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from ravan_flwr.specs import Scalar
     ("word", "value"),
     [
         ("report=false", False),
-        ("report=False", False),  # as Python writes it
+        ("report=False", False),  # Python's spelling
         ("colour=True", "True"),
         ("report=no", "no"),
         ("output-dir=2024", "2024"),
@@ -27,12 +27,12 @@ from ravan_flwr.specs import Scalar
         ("colour=3", 3),
     ],
 )
-def test_a_word_is_read_as_what_its_key_takes(word, value):
+def test_a_word_is_read_as_the_type_of_its_key(word, value):
     (got,) = read_settings([word])[0].values()
     assert (type(got), got) == (type(value), value)
 
 
-def test_words_read_back_as_the_settings_that_they_were_written_from():
+def test_settings_round_trip_through_words():
     settings: dict[str, Scalar] = {
         "report": False,
         "seed": 3,
@@ -42,7 +42,7 @@ def test_words_read_back_as_the_settings_that_they_were_written_from():
     assert read_settings(as_key_values(settings)) == (settings, None)
 
 
-def test_a_key_that_is_given_twice_is_refused():
+def test_a_duplicate_key_is_refused():
     with pytest.raises(ValueError, match="seed: got it twice, as 1 and 2"):
         read_settings(["seed=1", "seed=2"])
 
@@ -58,12 +58,12 @@ def test_a_key_that_is_given_twice_is_refused():
         ("zzz", ("ravan", "full"), None),
     ],
 )
-def test_the_nearest_choice_whatever_its_case(value, choices, meant):
+def test_the_nearest_choice_ignores_case(value, choices, meant):
     assert nearest(value, choices) == meant
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["num-client=5"], "unknown key 'num-client': did you mean 'num-clients'?"),
         (["--num-rounds=3"], "keys are written without dashes: num-rounds=3"),
@@ -74,11 +74,11 @@ def test_the_nearest_choice_whatever_its_case(value, choices, meant):
         (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
     ],
 )
-def test_what_is_mistyped_is_told_once(words, told, capsys):
+def test_a_typing_error_is_reported_once(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["simulate", *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
         ("target_modules", "targets"),
     ],
 )
-def test_what_other_programs_call_a_key_leads_to_it(typed, meant, capsys):
+def test_names_of_other_programs_suggest_the_key(typed, meant, capsys):
     with pytest.raises(SystemExit):
         main(["simulate", f"{typed}=1"])
     assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
 
 
-def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
+def test_an_unsupported_key_has_no_suggestion(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "lora-dropout=0.05"])
     assert "unknown key 'lora-dropout'. Expected one" in capsys.readouterr().err
@@ -110,37 +110,37 @@ def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
 
 @pytest.mark.parametrize("engine", ["process", "flower"])
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["resume=/nowhere"], "resume = '/nowhere': found no config.json there"),
         (["limits=min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
     ],
 )
-def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
-    engine, words, told, capsys, monkeypatch
+def test_errors_that_need_no_pytorch_are_reported_before_its_import(
+    engine, words, message, capsys, monkeypatch
 ):
     for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
         monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
     with pytest.raises(SystemExit) as end:
         main(["simulate", f"--engine={engine}", *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["output-dir=/dev/null/runs"], ["num-clients=1439"]])
-def test_flowers_engine_is_not_started_in_vain(words, capsys, monkeypatch):
+def test_invalid_settings_do_not_start_flowers_engine(words, capsys, monkeypatch):
     monkeypatch.setattr(
         "ravan_flwr.launch.superlink.LocalSuperLink", lambda: pytest.fail("too late")
     )
     with pytest.raises(SystemExit) as end:
         main(["simulate", "--engine=flower", *words])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert "no writable folder" in told or "expected at least one each" in told
+    output = capsys.readouterr().err
+    assert "no writable folder" in output or "expected at least one each" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["output-dir=/dev/null/runs"],
@@ -150,15 +150,15 @@ def test_flowers_engine_is_not_started_in_vain(words, capsys, monkeypatch):
         (["device=cuda:99"], "device = 'cuda:99' is not there"),
     ],
 )
-def test_what_is_known_later_is_told_as_well(words, told, capsys):
+def test_errors_found_after_imports_are_reported(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["simulate", *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
-def test_keys_stand_before_an_option_or_after_it(words, tmp_path, capsys):
+def test_keys_are_accepted_before_and_after_an_option(words, tmp_path, capsys):
     (file := tmp_path / "study.yaml").write_text("")
     with pytest.raises(SystemExit):
         main(["study", str(file), *words])

@@ -1,4 +1,4 @@
-"""Who gives a key that changes nothing is told so, and it is true that it changes nothing."""
+"""Keys without effect are reported, and have none."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("given", "idle"),
+    ("settings", "idle"),
     [
         ({}, ""),
         (
@@ -47,18 +47,18 @@ OTHERS = [
         ({"batching": "packed", "micro-batch-size": 2}, ""),
     ],
 )
-def test_keys_without_effect(given, idle):
-    told = [f"no effect {idle}"] if idle else []
-    assert without_effect(given) == told
-    assert without_effect({name: key.default for name, key in KEYS.items()} | given) == told
+def test_keys_without_effect_are_reported(settings, idle):
+    expected = [f"no effect {idle}"] if idle else []
+    assert without_effect(settings) == expected
+    assert without_effect({name: key.default for name, key in KEYS.items()} | settings) == expected
 
 
 @pytest.mark.parametrize(("method", "key"), IGNORED)
-def test_what_a_method_ignores_changes_nothing(method, key):
+def test_a_key_that_a_method_ignores_changes_no_upload(method, key):
     def uploaded(**changes):
-        made, adapters = build(method, **changes)
-        state = some_state(made, adapters)
-        return state, train_client(made, adapters, state, 1.0, 3)
+        method_, adapters = build(method, **changes)
+        state = some_state(method_, adapters)
+        return state, train_client(method_, adapters, state, 1.0, 3)
 
     for one, other in zip(uploaded(), uploaded(**{key.replace("-", "_"): OTHER[key]}), strict=True):
         assert one.keys() == other.keys()
@@ -66,13 +66,13 @@ def test_what_a_method_ignores_changes_nothing(method, key):
 
 
 @pytest.mark.parametrize(("method", "key"), OTHERS)
-def test_what_a_method_says_itself_is_taken_from_nobody(method, key):
-    given: dict[str, Scalar] = {"clients-per-round": 7, "weighting": "examples"}
-    assert read_config({"method": method, key: given[key]}) == read_config({"method": method})
+def test_a_key_that_a_method_sets_itself_has_no_effect(method, key):
+    settings: dict[str, Scalar] = {"clients-per-round": 7, "weighting": "examples"}
+    assert read_config({"method": method, key: settings[key]}) == read_config({"method": method})
 
 
 @pytest.mark.parametrize("preset", ["digits-vit", "svhn-vit-b16"])
 @pytest.mark.parametrize("method", ["fedit", "fed-sb", "hetlora"])
-def test_heads_change_no_rank_of_a_method_that_has_none(preset, method):
-    given = {"preset": preset, "method": method}
-    assert read_config({**given, "heads": 8}).rank == read_config(given).rank
+def test_heads_change_no_rank_of_a_method_without_heads(preset, method):
+    settings = {"preset": preset, "method": method}
+    assert read_config({**settings, "heads": 8}).rank == read_config(settings).rank

@@ -1,4 +1,4 @@
-"""YAML files are parsed once for each content, and every reader has a copy of its own."""
+"""A YAML file is parsed once for each content, and each reader gets a copy."""
 
 import os
 
@@ -10,24 +10,24 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 
 
-def test_a_changed_file_is_read_anew(tmp_path):
+def test_a_changed_file_is_parsed_again(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("a: {b: [1, 2]}")
     status = path.stat()
     assert read_yaml(path) == {"a": {"b": [1, 2]}}
-    path.write_text("a: {b: [1, 3]}")  # as long as before, in the same instant
+    path.write_text("a: {b: [1, 3]}")  # of the same length, at the same time
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert read_yaml(path) == {"a": {"b": [1, 3]}}
 
 
-def test_what_one_reader_changes_no_other_sees(tmp_path):
+def test_a_readers_changes_do_not_affect_other_readers(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("a: {b: [1, 2]}")
     read_yaml(path)["a"]["b"].append(3)
     assert read_yaml(path) == {"a": {"b": [1, 2]}}
 
 
-def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
+def test_an_invalid_file_raises_every_time(tmp_path):
     for name in ("a.yaml", "b.yaml"):
         path = tmp_path / name
         path.write_text("a: 1\na: 2")
@@ -37,7 +37,7 @@ def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ("!!timestamp 'x'", "'x' is no timestamp"),
         ("2024-13-45", "'2024-13-45' is no timestamp"),
@@ -47,14 +47,14 @@ def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
         ("!!float x", "'x' is no float"),
     ],
 )
-def test_a_value_that_its_tag_does_not_fit_is_named_with_its_place(value, told, tmp_path):
+def test_a_value_that_does_not_match_its_tag_is_reported_with_its_line(value, message, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(f"a: 1\nb: {value}")
-    with pytest.raises(ValueError, match=f"a.yaml, line 2, column 4: {told} of YAML; expected"):
+    with pytest.raises(ValueError, match=f"a.yaml, line 2, column 4: {message} of YAML; expected"):
         read_yaml(path)
 
 
-def test_a_run_config_is_read_many_times_and_its_preset_parsed_once(monkeypatch):
+def test_the_preset_of_repeated_run_configs_is_parsed_once(monkeypatch):
     parsed = []
 
     def load(text, **how):

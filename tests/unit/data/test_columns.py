@@ -1,4 +1,4 @@
-"""A column to divide by, whatever is in it."""
+"""Partitioning by a column, for values of any type."""
 
 import datetime
 import time
@@ -38,10 +38,10 @@ def examples(values, feature=None):
 )
 def test_each_value_is_a_client(values):
     train = examples(values)
-    different = sorted(set(values))
-    dealt = partition_rows(train, Partition("natural", 2, len(different), 0), "user")
-    slow = [[row for row, value in enumerate(values) if value == one] for one in different]
-    assert [rows.tolist() for rows in dealt] == slow
+    distinct = sorted(set(values))
+    parts = partition_rows(train, Partition("natural", 2, len(distinct), 0), "user")
+    expected = [[row for row, value in enumerate(values) if value == client] for client in distinct]
+    assert [rows.tolist() for rows in parts] == expected
 
 
 @pytest.mark.parametrize("kind", ["dirichlet", "dirichlet-by-client", "natural", "shards"])
@@ -58,22 +58,22 @@ def test_each_value_is_a_client(values):
         (datasets.Dataset.from_dict({"x": [1, 2]}), r"the examples have \['x'\], expected one"),
     ],
 )
-def test_what_is_no_name_of_a_client_is_refused_by_name(train, message, kind):
+def test_values_that_cannot_name_clients_are_refused_by_name(train, message, kind):
     with pytest.raises(ValueError, match=f"got the column 'user': .*{message}"):
         partition_rows(train, Partition(kind, 2, 1, 0), "user")
 
 
-def test_a_hundred_thousand_values_take_moments():
+def test_a_hundred_thousand_values_are_partitioned_quickly():
     values = [f"user {number}" for number in range(100_000)] + ["x" * 10**6]
     began = time.process_time()
-    different, numbers = numbered(values)
-    rows = rows_by_number(numbers, len(different))
+    distinct, numbers = numbered(values)
+    rows = rows_by_number(numbers, len(distinct))
     assert time.process_time() - began < 5
     assert len(rows) == 100_001
     assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(values)))
 
 
-def test_a_column_is_found_by_its_own_name_and_by_its_role():
+def test_a_column_is_found_by_its_name_and_by_its_role():
     spec = DataSpec("hub", columns=(("text", "body"), ("label", "topic")))
     for by, column in (("label", "label"), ("topic", "label"), ("user", "user"), ("body", "text")):
         assert column_of(DataSpec("hub", columns=spec.columns, partition_by=by)) == column

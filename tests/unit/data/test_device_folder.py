@@ -1,4 +1,4 @@
-"""A device's own folder: read, checked against the preset, never sent."""
+"""A device's own data folder is read and checked against the preset."""
 
 import json
 
@@ -43,9 +43,9 @@ def test_tables(kind, rows, tmp_path):
     assert alone["label"][:] == rows["label"]
 
 
-def test_texts_that_are_no_utf8_are_named(tmp_path):
-    told = json.dumps({"sentence": "caf\u00e9", "label": "positive"}, ensure_ascii=False)
-    (tmp_path / "a.jsonl").write_bytes(f"{told}\n".encode("latin1") * 3)
+def test_texts_that_are_not_utf8_are_reported(tmp_path):
+    line = json.dumps({"sentence": "caf\u00e9", "label": "positive"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"{line}\n".encode("latin1") * 3)
     with pytest.raises(ValueError, match="column 'sentence' has texts that are no UTF-8"):
         device_examples(str(tmp_path), spec())
 
@@ -67,7 +67,7 @@ def test_a_folder_of_images(tmp_path):
         (["train/7/a.png", "test/0/b.png"], [0, 7]),  # folders like those of splits
     ],
 )
-def test_images_have_the_label_of_their_folder_wherever_it_is(names, expected, tmp_path):
+def test_images_have_the_label_of_their_folder_at_any_depth(names, expected, tmp_path):
     root = tmp_path / "own [2] data"
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def test_images_have_the_label_of_their_folder_wherever_it_is(names, expected, t
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == expected
 
 
-def test_one_image_and_what_is_hidden(tmp_path):
+def test_hidden_files_are_skipped(tmp_path):
     for name in ("7/a.png", "7/.thumbnails/b.png", "__MACOSX/0/c.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pictures([0])[0].save(tmp_path / name)
@@ -85,9 +85,9 @@ def test_one_image_and_what_is_hidden(tmp_path):
         assert list(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [7]
 
 
-def test_a_link_to_nothing_is_named_and_a_hidden_one_is_passed_over(rows, tmp_path):
+def test_a_broken_link_is_reported_and_a_hidden_one_is_skipped(rows, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"sentence": "x", "label": 1}) + "\n")
-    (tmp_path / ".#train.jsonl").symlink_to("me@host.7:1")  # as an editor locks a file
+    (tmp_path / ".#train.jsonl").symlink_to("me@host.7:1")  # the lock file of an editor
     assert device_examples(str(tmp_path), spec())["text"][:] == ["x"]
     (tmp_path / "notes.txt").symlink_to("notes.txt")
     with pytest.raises(ValueError, match=r"notes\.txt is a link to nothing, expected a file"):
@@ -95,7 +95,7 @@ def test_a_link_to_nothing_is_named_and_a_hidden_one_is_passed_over(rows, tmp_pa
 
 
 @LEFT_OPEN
-def test_words_for_nothing_are_texts_in_a_table(tmp_path):
+def test_words_for_missing_values_are_read_as_texts(tmp_path):
     (tmp_path / "train.csv").write_text("sentence,label\nNA,1\nNone,0\nnull,1\n")
     expected = ["NA", "None", "null"]
     assert device_examples(str(tmp_path), spec())["text"][:] == expected
@@ -104,7 +104,7 @@ def test_words_for_nothing_are_texts_in_a_table(tmp_path):
 
 
 @LEFT_OPEN
-def test_a_table_beside_the_images_has_their_labels(tmp_path):
+def test_a_metadata_table_gives_the_labels_of_images(tmp_path):
     for number in range(2):
         (tmp_path / "all").mkdir(exist_ok=True)
         pictures([number])[0].save(tmp_path / "all" / f"{number}.png")
@@ -113,7 +113,7 @@ def test_a_table_beside_the_images_has_their_labels(tmp_path):
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [2, 4]
 
 
-def test_a_folder_that_changed_is_read_again(rows, tmp_path):
+def test_a_changed_folder_is_read_again(rows, tmp_path):
     def write(name, text):
         (tmp_path / name).mkdir()
         path = tmp_path / name / "data" / "train.jsonl"
@@ -121,39 +121,39 @@ def test_a_folder_that_changed_is_read_again(rows, tmp_path):
         path.write_text(json.dumps({"sentence": text, "label": 1}) + "\n")
         return path.parent
 
-    one, two = write("a", "one"), write("b", "two")  # the same names within
-    assert device_examples(str(one), spec())["text"][:] == ["one"]
-    assert device_examples(str(two), spec())["text"][:] == ["two"]
-    (one / "train.jsonl").write_text(json.dumps({"sentence": "three", "label": 1}) + "\n")
-    assert device_examples(str(one), spec())["text"][:] == ["three"]
+    first, second = write("a", "one"), write("b", "two")  # the same file names in both
+    assert device_examples(str(first), spec())["text"][:] == ["one"]
+    assert device_examples(str(second), spec())["text"][:] == ["two"]
+    (first / "train.jsonl").write_text(json.dumps({"sentence": "three", "label": 1}) + "\n")
+    assert device_examples(str(first), spec())["text"][:] == ["three"]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"label": ["positive"]}, "got the columns 'label', expected 'sentence' or 'text'"),
         ({"sentence": [], "label": []}, "got no example, expected some"),
     ],
 )
-def test_columns(content, told, tmp_path):
+def test_columns(content, message, tmp_path):
     features = datasets.Features(dict.fromkeys(content, datasets.Value("string")))
     datasets.Dataset.from_dict(content, features=features).to_parquet(tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=f"node config: data-path = .*{told}"):
+    with pytest.raises(ValueError, match=f"node config: data-path = .*{message}"):
         device_examples(str(tmp_path), spec())
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         ([], "got 0 files of other kinds, expected images, parquet, CSV or JSON lines"),
         (["a.csv", "b.parquet"], "got csv and parquet, expected images"),
         (["broken.parquet"], "its files cannot be read .ArrowInvalid: Parquet magic bytes"),
     ],
 )
-def test_files(names, told, tmp_path):
+def test_files(names, message, tmp_path):
     for name in names:
         (tmp_path / name).write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         device_examples(str(tmp_path), spec())
 
 
@@ -180,8 +180,8 @@ def test_unknown_labels_are_listed():
         numbers([-1, 0], datasets.ClassLabel(names=["red", "green"]))
 
 
-def test_a_devices_own_classes_are_told_by_their_names(tmp_path):
-    """Its numbers are its own: they say nothing of the preset's classes, even if as many."""
+def test_a_devices_own_classes_are_matched_by_name(tmp_path):
+    """Its class numbers do not identify the preset's classes, even if there are as many."""
 
     def numbers(names):
         classes = datasets.ClassLabel(names=names)
@@ -220,10 +220,10 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
         raise AssertionError("the shared data set was loaded")
 
     monkeypatch.setattr("ravan_flwr.training.model_and_data.load_splits", refuse)
-    mine = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
-    assert (len(mine.train), len(mine.validation)) == (24, 6)
-    assert sorted([*mine.train.rows, *mine.validation.rows]) == list(range(30))
-    answers = mine.train.answers_of(np.arange(24))
+    examples = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
+    assert (len(examples.train), len(examples.validation)) == (24, 6)
+    assert sorted([*examples.train.rows, *examples.validation.rows]) == list(range(30))
+    answers = examples.train.answers_of(np.arange(24))
     assert {name for (name,) in answers} <= set(spec("newsgroups-t5").labels)
     with pytest.raises(AssertionError, match="was loaded"):
         _ = node(run_config).examples

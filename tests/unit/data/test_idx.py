@@ -1,4 +1,4 @@
-"""IDX files: those that Debian has, read as their makers' own reader does, and damaged ones."""
+"""IDX files: Debian's Fashion-MNIST, compared with its own reader, and damaged files."""
 
 import gzip
 import runpy
@@ -30,13 +30,13 @@ TRAIN, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 
 def idx_file(array, dimensions=None):
-    """The format as its makers describe it: 0 0 type dimensions, sizes, bytes."""
+    """Return an array in the IDX format: 0 0 type dimensions, sizes, bytes."""
     sizes = array.shape if dimensions is None else dimensions
     return bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + array.tobytes()
 
 
 def digits(number, first=0):
-    """Real handwritten digits in the middle of 28 x 28 black pixels."""
+    """Return real handwritten digits in the middle of 28 x 28 black pixels."""
     images, labels = load_digits(return_X_y=True)
     large = np.zeros((number, 28, 28), np.uint8)
     small = images[first : first + number].reshape(-1, 8, 8) * 15
@@ -46,7 +46,7 @@ def digits(number, first=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Forty digits to train on and ten to test on."""
+    """Write forty training digits and ten test digits."""
     for begin, number, first in (("train", 40, 0), ("t10k", 10, 40)):
         images, labels = digits(number, first)
         (tmp_path / f"{begin}-images-idx3-ubyte").write_bytes(idx_file(images))
@@ -73,7 +73,7 @@ def same(found, images, labels):
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
-def test_the_real_files_are_read_as_by_their_makers_reader():
+def test_the_published_files_are_read_as_by_the_published_reader():
     splits = load_splits(spec_of(DEBIAN))
     assert {name: len(split) for name, split in splits.items()} == {"train": 60_000, "test": 10_000}
     for name in ("train", "test"):
@@ -86,31 +86,31 @@ def test_the_real_files_are_read_as_by_their_makers_reader():
     same(encoded(splits, "test"), images.reshape(-1, 28, 28), labels)
 
 
-def test_files_are_read_plain_and_packed_whatever_their_names_say(folder):
+def test_plain_and_gzipped_files_are_read_under_any_extension(folder):
     images, labels = digits(40)
     same(encoded(load_splits(spec_of(folder))), images, labels)
     subprocess.run(["gzip", *folder.iterdir()], check=True)
     assert {path.suffix for path in folder.iterdir()} == {".gz"}
     same(encoded(load_splits(spec_of(folder))), images, labels)
-    for path in folder.iterdir():  # as some tools save them
+    for path in folder.iterdir():  # names that some tools give them
         path.rename(path.with_name(path.name.removesuffix(".gz").replace("-idx", ".idx")))
     same(encoded(load_splits(spec_of(folder))), images, labels)
 
 
-def test_the_same_files_give_the_same_data_set(folder):
-    """The cache of what a model's processor made of them goes by the fingerprint."""
+def test_the_same_files_have_the_same_fingerprint(folder):
+    """The cache of processed examples is keyed by the fingerprint."""
     first, second = idx_splits(folder)["train"], idx_splits(folder)["train"]
     assert first._fingerprint == second._fingerprint
 
 
-def test_another_folder_is_none_of_idx_files(tmp_path):
+def test_other_folders_are_not_idx_folders(tmp_path):
     assert not is_idx(tmp_path)
     assert not is_idx(tmp_path / "nowhere")
     (tmp_path / "images-idx3-ubyte").write_bytes(b"")
     assert not is_idx(tmp_path)
 
 
-def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_path):
+def test_a_models_processor_gives_the_same_pixels_as_for_pictures(folder, tmp_path):
     model = save_model("vit", tmp_path / "model")
     settings: dict[str, Scalar] = {
         "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
@@ -126,13 +126,13 @@ def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_
     assert np.array_equal(found["labels"].numpy(), labels)
 
 
-def test_an_evaluation_takes_the_test_files(folder):
+def test_an_evaluation_reads_the_test_files(folder):
     examples, split = other_examples(spec_of(folder))
     assert split == "test"
     assert len(examples) == 10
 
 
-def test_a_preset_for_them_is_not_drafted(folder):
+def test_the_preset_wizard_refuses_idx_files(folder):
     with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
         summarise_data(str(folder), "", NamedColumns())
 
@@ -143,7 +143,7 @@ SAYS = "its header says 00 00 08 03 and"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         (TRAIN, b"", r"it cannot be read \(error: unpack requires a buffer of 16"),
         (TRAIN, b"\x89PNG" * 4, "its header says 89 50 4e 47 and .*, expected 00 00 08 03"),
@@ -161,46 +161,46 @@ SAYS = "its header says 00 00 08 03 and"
         (TRAIN, b"\x1f\x8bxxxxxxxxxx", r"it cannot be read \(BadGzipFile"),
     ],
 )
-def test_a_damaged_file_is_named(name, content, told, folder):
+def test_a_damaged_file_is_reported(name, content, message, folder):
     (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"data {folder}/train-.*-ubyte: {told}.*restore"):
+    with pytest.raises(ValueError, match=f"data {folder}/train-.*-ubyte: {message}.*restore"):
         load_splits(spec_of(folder))
 
 
-def test_no_more_is_unpacked_than_the_header_says(folder, monkeypatch):
-    """Some kilobytes may unpack to any number of zeros."""
+def test_no_more_bytes_are_unpacked_than_the_header_declares(folder, monkeypatch):
+    """A few kilobytes may unpack to any number of zeros."""
     bomb = zlib.compressobj(9, zlib.DEFLATED, 31)
     packed = bomb.compress(GOOD) + b"".join(bomb.compress(bytes(2**20)) for _ in range(64))
     (folder / TRAIN).write_bytes(packed + bomb.flush())
     most: list[int] = []
     read = gzip.GzipFile.read
 
-    def counted(self, size=-1):
+    def counting_read(self, size=-1):
         most.append(size)
         return read(self, size)
 
-    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    monkeypatch.setattr(gzip.GzipFile, "read", counting_read)
     with pytest.raises(ValueError, match="got more after its header"):
         load_splits(spec_of(folder))
     assert 0 < max(most) <= len(GOOD)
     assert min(most) > 0
 
 
-def test_a_header_that_promises_too_much_is_refused_before_it_is_read(folder, monkeypatch):
+def test_a_header_that_declares_too_much_is_refused_before_reading(folder, monkeypatch):
     monkeypatch.setattr(idx, "MOST_BYTES", 30_000)
     with pytest.raises(ValueError, match=f"{SAYS} 40 x 28 x 28, expected .* 30,000 bytes"):
         load_splits(spec_of(folder))
 
 
 @pytest.mark.parametrize("name", [TRAIN, LABELS, "t10k-images-idx3-ubyte"])
-def test_a_missing_file_is_named_with_what_to_install(name, folder):
+def test_a_missing_file_is_reported_with_the_package_to_install(name, folder):
     (folder / name).unlink()
-    told = f"data {folder}: .* neither {name} nor {name}.gz.*apt-get install dataset-fashion-mnist"
-    with pytest.raises(ValueError, match=told):
+    error = f"data {folder}: .* neither {name} nor {name}.gz.*apt-get install dataset-fashion-mnist"
+    with pytest.raises(ValueError, match=error):
         load_splits(spec_of(folder))
 
 
-def test_a_label_that_is_no_class_is_told(folder):
+def test_a_label_out_of_range_is_reported(folder):
     labels = digits(40)[1]
     labels[3] = 10
     (folder / LABELS).write_bytes(idx_file(labels))
@@ -208,7 +208,7 @@ def test_a_label_that_is_no_class_is_told(folder):
         encoded(load_splits(spec_of(folder)))
 
 
-def test_images_of_another_size_than_the_models_are_told(folder):
+def test_images_of_another_size_than_the_models_are_reported(folder):
     images = digits(40)[0][:, ::2, ::2]
     (folder / TRAIN).write_bytes(idx_file(np.ascontiguousarray(images)))
     with pytest.raises(ValueError, match=r"got arrays of \(1, 14, 14\), expected \(1, 28, 28\)"):

@@ -1,4 +1,4 @@
-"""Tests of classes that the data tell, and of a test part that is held back."""
+"""Classes found in the data, and the test split that is taken from the training examples."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ TEXTS = (("text", "text"), ("label", "label"))
 
 @pytest.fixture
 def folder(tmp_path):
-    """Write rows as a table, or as JSON lines; return what names the folder."""
+    """Return a function that writes rows as CSV or JSON lines and returns the folder's path."""
 
     def write(rows, name="train.jsonl"):
         path = tmp_path / "data" / name
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def wines():
-    """Real measurements as texts, with the names of three kinds of grapes."""
+    """Return real measurements as texts, with the names of three kinds of grapes."""
     wine = load_wine()
     texts = [" ".join(f"{value:g}" for value in row) for row in wine.data]
     return [(text, f"grape {number}") for text, number in zip(texts, wine.target, strict=True)]
@@ -55,7 +55,7 @@ def test_examples_without_a_label_are_counted(labels):
         label_numbers(train, ("a", "b"), "labels")
 
 
-def test_of_several_tests_none_may_lack(folder):
+def test_each_of_several_test_sets_needs_labels(folder):
     rows = [(f"text {n}", "ab"[n % 2]) for n in range(40)]
     folder(rows, "train.jsonl")
     spec = replace(folder(rows, "validation.jsonl"), labels=("a", "b"), train="train")
@@ -68,8 +68,8 @@ def test_of_several_tests_none_may_lack(folder):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV
 @pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_numbers_are_classes_by_their_value(name, first, folder):
-    """Stars from 1 to 12 are no indices, and 12 comes after 2."""
+def test_numeric_labels_are_sorted_by_value(name, first, folder):
+    """Stars from 1 to 12 are no indices, and 12 is sorted after 2."""
     rows = [(f"text {number}", first + number % 12) for number in range(120)]
     spec = with_labels(folder(rows, name))
     assert spec.labels == tuple(str(first + number) for number in range(12))
@@ -78,7 +78,7 @@ def test_numbers_are_classes_by_their_value(name, first, folder):
     assert [int(number) + first for number in numbers] == train["label"][:]
 
 
-def test_truth_values_are_classes(folder):
+def test_booleans_are_classes(folder):
     spec = with_labels(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))
     assert spec.labels == ("False", "True")
     train = load_splits(spec)["train"]
@@ -86,7 +86,7 @@ def test_truth_values_are_classes(folder):
     assert label_numbers(train, spec.labels, "labels").tolist() == expected
 
 
-def test_numbers_are_still_indices_of_names(folder):
+def test_numbers_are_indices_where_names_are_given(folder):
     spec = folder([(f"text {n}", n % 2) for n in range(20)])
     train = load_splits(spec)["train"]
     numbers = label_numbers(train, ("negative", "positive"), "labels")
@@ -103,7 +103,7 @@ def test_folders_of_images_name_their_classes(tmp_path):
     assert with_labels(spec).labels == tuple(f"digit {number}" for number in range(10))
 
 
-def test_a_fifth_of_each_class_is_held_back_where_there_is_no_test(folder):
+def test_without_a_test_split_a_fifth_of_each_class_becomes_one(folder):
     spec = with_labels(folder(wines()))
     splits = load_splits(spec)
     assert {name: len(split) for name, split in splits.items()} == {"train": 142, "test": 36}
@@ -114,7 +114,7 @@ def test_a_fifth_of_each_class_is_held_back_where_there_is_no_test(folder):
     assert load_splits(spec)["test"]["text"][:] == splits["test"]["text"][:]
 
 
-def test_a_test_that_is_there_is_taken(folder):
+def test_an_existing_test_split_is_used(folder):
     rows = wines()
     folder(rows[::2])
     splits = load_splits(folder(rows[1::2], "test.jsonl"))
@@ -122,7 +122,7 @@ def test_a_test_that_is_there_is_taken(folder):
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([("a", "x")] * 9, r"got 1 class \(x\), expected two at least"),
         ([("a", "x"), ("b", "y")], "of its 2 examples none can be taken for it"),
@@ -131,26 +131,26 @@ def test_a_test_that_is_there_is_taken(folder):
         ([(f"{n}", f"{n % 10_001}") for n in range(30_003)], "10,001 different values, expected"),
     ],
 )
-def test_what_are_no_classes_is_refused(rows, told, folder):
-    with pytest.raises(ValueError, match=told):
+def test_values_that_are_no_classes_are_refused(rows, message, folder):
+    with pytest.raises(ValueError, match=message):
         with_labels(folder(rows))
 
 
-def test_the_folder_of_a_preset_with_tasks_says_what_is_missing(folder):
+def test_a_missing_subset_folder_of_a_preset_with_tasks_is_reported(folder):
     spec = folder(wines())
     glue = DataSpec("hub", spec.name, subset="sst2", columns=TEXTS)
     with pytest.raises(ValueError, match=r"it has no folder sst2, .* `ravan-flwr new NAME --data"):
         load_splits(glue)
 
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(folder):
+def test_a_missing_split_is_reported_with_the_existing_ones(folder):
     spec = replace(folder(wines()), train="training")
     with pytest.raises(ValueError, match="got the splits train, expected training; correct"):
         load_splits(spec)
 
 
 def test_no_plotting_library_is_imported_to_load_a_table(folder, monkeypatch):
-    """flwr-datasets imports two, which takes seconds; None in their place makes an import fail."""
+    """flwr-datasets imports two, which takes seconds; None in sys.modules makes an import fail."""
     for name in ("flwr_datasets", "seaborn"):
         monkeypatch.setitem(sys.modules, name, None)
     assert {*load_splits(folder(wines()))} == {"train", "test"}

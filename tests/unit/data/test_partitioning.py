@@ -1,4 +1,4 @@
-"""Rows dealt out as flwr-datasets does, and equal shares with proportions drawn for each client."""
+"""Partitions equal those of flwr-datasets; `dirichlet-by-client` draws proportions by client."""
 
 import warnings
 
@@ -25,8 +25,8 @@ def labels_of(number, seed=0):
     return np.random.default_rng(seed).integers(0, CLASSES, number)
 
 
-def shares_of(labels, dealt):
-    return np.array([np.bincount(labels[rows], minlength=CLASSES) / len(rows) for rows in dealt])
+def fractions_of(labels, parts):
+    return np.array([np.bincount(labels[rows], minlength=CLASSES) / len(rows) for rows in parts])
 
 
 @given(
@@ -36,64 +36,67 @@ def shares_of(labels, dealt):
     st.integers(0, 2**31),
     st.integers(0, 300),
 )
-def test_everything_is_dealt_out_once_in_equal_shares(clients, classes, alpha, seed, more):
+def test_each_example_belongs_to_one_client_and_sizes_are_equal(
+    clients, classes, alpha, seed, more
+):
     labels = np.random.default_rng(seed).integers(0, classes, clients + more)
-    dealt = partition_by_client(labels, clients, alpha, np.random.default_rng(seed))
-    assert sorted(np.concatenate(dealt)) == list(range(len(labels)))
-    sizes = [len(rows) for rows in dealt]
+    parts = partition_by_client(labels, clients, alpha, np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts)) == list(range(len(labels)))
+    sizes = [len(rows) for rows in parts]
     assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("alpha", [1e-300, 1e-12, 1e6])
-def test_the_ends_of_alpha_are_no_end(alpha):
+def test_extreme_values_of_alpha_give_equal_sizes(alpha):
     labels = labels_of(600)
-    dealt = partition_by_client(labels, 6, alpha, np.random.default_rng(0))
-    assert [len(rows) for rows in dealt] == [100] * 6
+    parts = partition_by_client(labels, 6, alpha, np.random.default_rng(0))
+    assert [len(rows) for rows in parts] == [100] * 6
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.3, 1.0])
-def test_clients_are_as_uneven_as_numpys_own_draws(alpha):
+def test_class_fractions_are_as_skewed_as_numpys_dirichlet_draws(alpha):
     labels = labels_of(40_000)
-    dealt = partition_by_client(labels, 200, alpha, np.random.default_rng(0))
+    parts = partition_by_client(labels, 200, alpha, np.random.default_rng(0))
     drawn = np.random.default_rng(12345).dirichlet([alpha] * CLASSES, size=20_000)
-    got = shares_of(labels, dealt)
-    for order in (1, 2, 3):  # the largest share of a client, the second, the third
-        mean = np.sort(got, 1)[:, -order].mean()
+    fractions = fractions_of(labels, parts)
+    for order in (1, 2, 3):  # the largest fraction of a client, the second, the third
+        mean = np.sort(fractions, 1)[:, -order].mean()
         assert mean == pytest.approx(np.sort(drawn, 1)[:, -order].mean(), abs=0.03)
 
 
-def test_a_share_follows_the_clients_own_draw():
+def test_class_fractions_follow_the_clients_own_draw():
     labels = labels_of(40_000)
-    dealt = partition_by_client(labels, 200, 0.3, np.random.default_rng(7))
-    drawn = np.random.default_rng(7).dirichlet([0.3] * CLASSES, size=200)  # the first it draws
-    assert np.abs(shares_of(labels, dealt) - drawn).sum(1).mean() < 0.2
+    parts = partition_by_client(labels, 200, 0.3, np.random.default_rng(7))
+    # The partitioner's first draw.
+    drawn = np.random.default_rng(7).dirichlet([0.3] * CLASSES, size=200)
+    assert np.abs(fractions_of(labels, parts) - drawn).sum(1).mean() < 0.2
 
 
-def test_counts_are_the_drawn_ones_where_those_add_up():
+def test_counts_equal_the_drawn_ones_where_these_add_up():
     drawn = np.array([[0.5, 0.5], [0.25, 0.75]])
     counts = counts_by_client(drawn, np.array([8, 8]), np.array([6, 10]))
     assert counts.tolist() == [[4, 4], [2, 6]]
 
 
-def test_a_class_that_nobody_drew_is_dealt_out_all_the_same():
+def test_a_class_without_a_draw_is_partitioned_as_well():
     drawn = np.array([[1.0, 0.0], [1.0, 0.0]])
     counts = counts_by_client(drawn, np.array([5, 5]), np.array([4, 6]))
     assert counts.sum(0).tolist() == [4, 6]
     assert counts.sum(1).tolist() == [5, 5]
 
 
-def dealt_by(partitioner, rows, clients):
+def parts_of(partitioner, rows, clients):
     partitioner.dataset = rows
     return [partitioner.load_partition(number)["row"][:] for number in range(clients)]
 
 
 @pytest.mark.parametrize(("number", "clients"), [(1438, 20), (50, 49), (7, 7), (10, 1)])
-def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clients):
+def test_iid_partitions_equal_flwr_datasets(number, clients):
     rows = datasets.Dataset.from_dict({"row": np.arange(number)}).shuffle(seed=5)
-    theirs = dealt_by(IidPartitioner(clients), rows, clients)
+    theirs = parts_of(IidPartitioner(clients), rows, clients)
     iid = Partition("iid", 0, clients, 0)
     ours = PARTITIONERS["iid"](range(number), iid, np.random.default_rng(5), "")
-    assert [mine.tolist() for mine in ours] == theirs
+    assert [part.tolist() for part in ours] == theirs
 
 
 @pytest.mark.parametrize("texts", [False, True])
@@ -107,8 +110,8 @@ def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clien
         (60, 40, 0.3, 4),
     ],
 )
-def test_split_classes_are_those_of_flwr_datasets(number, clients, alpha, classes, texts):
-    """To the bit, however often it has to draw; the last is one that neither can deal out."""
+def test_dirichlet_partitions_equal_flwr_datasets(number, clients, alpha, classes, texts):
+    """To the bit, for any number of draws; neither can partition the last case."""
     labels = np.random.default_rng(number).integers(0, classes, number)
     labels = np.array([f"class {label}" for label in labels]) if texts else labels
     rows = datasets.Dataset.from_dict({"row": np.arange(number), "label": labels})
@@ -120,37 +123,37 @@ def test_split_classes_are_those_of_flwr_datasets(number, clients, alpha, classe
         if (number, clients) == (60, 40):
             assert ours is None
             with pytest.raises(ValueError, match="number of attempts"):
-                dealt_by(partitioner, rows, clients)
+                parts_of(partitioner, rows, clients)
             return
-        theirs = dealt_by(partitioner, rows, clients)
+        theirs = parts_of(partitioner, rows, clients)
     assert ours is not None
-    assert [mine.tolist() for mine in ours] == theirs
+    assert [part.tolist() for part in ours] == theirs
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "dirichlet-by-client"])
-def test_dealing_out_reads_the_data_as_often_for_many_clients_as_for_few(kind, monkeypatch):
-    touched = []
+def test_partitioning_reads_the_data_equally_often_for_any_number_of_clients(kind, monkeypatch):
+    reads_done = []
     for name in ("select", "shard", "__getitem__", "with_format"):
         inner = getattr(datasets.Dataset, name)
 
-        def counted(*given, inner=inner, **named):
-            touched.append(inner.__name__)
-            return inner(*given, **named)
+        def counting(*args, inner=inner, **kwargs):
+            reads_done.append(inner.__name__)
+            return inner(*args, **kwargs)
 
-        monkeypatch.setattr(datasets.Dataset, name, counted)
+        monkeypatch.setattr(datasets.Dataset, name, counting)
     examples = datasets.Dataset.from_dict({"label": labels_of(20_000)})
 
     def reads(clients):
-        touched.clear()
-        dealt = partition_rows(examples, Partition(kind, 50.0, clients, 0), "label")
-        assert sorted(np.concatenate(dealt)) == list(range(20_000))
-        assert min(map(len, dealt)) >= 1
-        return len(touched)
+        reads_done.clear()
+        parts = partition_rows(examples, Partition(kind, 50.0, clients, 0), "label")
+        assert sorted(np.concatenate(parts)) == list(range(20_000))
+        assert min(map(len, parts)) >= 1
+        return len(reads_done)
 
     assert reads(2_000) == reads(2) < 10
 
 
-def test_too_many_clients_for_a_dirichlet_split_are_told_at_once():
+def test_too_many_clients_for_a_dirichlet_partition_are_refused_early():
     examples = datasets.Dataset.from_dict({"label": labels_of(2_000)})
     with pytest.raises(ValueError, match=r"1000 clients got fewer than 1 of 2000 .* 220 draws; "):
         partition_rows(examples, Partition("dirichlet", 0.1, 1000, 0), "label")
@@ -161,5 +164,5 @@ def test_too_many_clients_for_a_dirichlet_split_are_told_at_once():
 def test_as_many_clients_as_examples_have_one_each():
     examples = datasets.Dataset.from_dict({"label": labels_of(3_000)})
     for kind in ("iid", "dirichlet-by-client"):
-        dealt = partition_rows(examples, Partition(kind, 0.3, 3_000, 0), "label")
-        assert [len(rows) for rows in dealt] == [1] * 3_000
+        parts = partition_rows(examples, Partition(kind, 0.3, 3_000, 0), "label")
+        assert [len(rows) for rows in parts] == [1] * 3_000

@@ -1,4 +1,4 @@
-"""The presets, held against what the public data sets really are (testing/published)."""
+"""The presets agree with the public data sets (facts in testing/published)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_da
 
 TEXT = Value("string")
 TALK = List({"content": TEXT, "role": TEXT})
-# role -> what a task can read in its column
+# role -> types that a task can read in its column
 READABLE = {
     "image": (Image(),),
     "text": (TEXT,),
@@ -35,18 +35,18 @@ def data_of(preset, glue_task):
     return read_config({"preset": preset} | ({"glue-task": glue_task} if glue_task else {})).data
 
 
-def test_every_data_set_of_the_hub_has_its_facts():
-    wanted = set()
+def test_every_data_set_of_the_hub_has_recorded_facts():
+    expected = set()
     for name in preset_names():
         preset = read_preset(name)
         if preset.data.source == "hub" and not Path(preset.data.name).is_absolute():
-            wanted |= {(name, task) for task in preset.glue_tasks or ("",)}
-    assert wanted == set(DATA)
+            expected |= {(name, task) for task in preset.glue_tasks or ("",)}
+    assert expected == set(DATA)
     assert {name for name, _ in DATA.values()} == {path.stem for path in PUBLISHED.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in DATA.values()}))
-def test_facts_say_where_they_were_read(name):
+def test_facts_name_their_sources(name):
     facts = published(name)
     assert facts["read"]
     for place in facts["read"]:
@@ -54,27 +54,27 @@ def test_facts_say_where_they_were_read(name):
         assert place["host"] in {"hub", "github"}
     unlabelled = facts.get("unlabelled", [])
     assert set(unlabelled) <= {
-        split for one in facts["subsets"].values() for split in one["splits"]
+        split for subset in facts["subsets"].values() for split in subset["splits"]
     }
 
 
 @pytest.mark.parametrize(("preset", "glue_task"), DATA)
-def test_a_preset_names_what_is_there(preset, glue_task):
+def test_a_preset_names_existing_splits(preset, glue_task):
     data, (name, subset) = data_of(preset, glue_task), DATA[preset, glue_task]
     facts = published(name)
     assert data.name == facts["repository"]
-    # Without a name there is but one to load.
+    # A repository without a subset name has one subset.
     assert data.subset == subset if data.subset else len(facts["subsets"]) == 1
-    there = set(facts["subsets"][subset]["splits"])
+    existing = set(facts["subsets"][subset]["splits"])
     splits = {data.train, *dict(data.tests).values()}
-    if there == {"train"}:  # the test is held back
+    if existing == {"train"}:  # the test split is taken from the training examples
         splits -= {"test"}
-    assert splits <= there
+    assert splits <= existing
     assert not splits & set(facts.get("unlabelled", []))
 
 
 @pytest.mark.parametrize(("preset", "glue_task"), DATA)
-def test_a_presets_columns_are_there_and_of_a_type_that_its_task_reads(preset, glue_task):
+def test_a_presets_columns_exist_with_types_that_its_task_reads(preset, glue_task):
     data, of = data_of(preset, glue_task), features(*DATA[preset, glue_task])
     for role, column in data.columns:
         assert column in of, role
@@ -105,20 +105,20 @@ def test_the_labels_of_newsgroups_fit_into_the_target():
     names = facts["names"]["label_text"]["texts"]
     assert len(facts["tokens"]) == len(names)
     assert max(facts["tokens"]) <= data.target_length
-    # For any other vocabulary: it has at most a token a byte, one for the end, one for the start.
+    # A bound for any other vocabulary: a token a byte, one for the end, one for the start.
     assert max(len(name.encode()) for name in names) + 2 <= data.target_length
 
 
-# A data set whose names are not the preset's.
+# A data set whose class names differ from the preset's.
 
 
 def sst2(folder, names, numbers=(0, 1, 1, 0)):
-    """A copy of the data set's repository with classes called so."""
+    """Write a copy of the data set's repository with these class names."""
     save_data("glue-llama", folder, "sst2")
-    called = Features({"sentence": TEXT, "label": ClassLabel(names=names), "idx": Value("int32")})
+    schema = Features({"sentence": TEXT, "label": ClassLabel(names=names), "idx": Value("int32")})
     rows = {"sentence": ["a b"] * 4, "label": list(numbers), "idx": [0, 1, 2, 3]}
     for path in folder.rglob("*.parquet"):
-        Dataset.from_dict(rows, features=called).to_parquet(path)
+        Dataset.from_dict(rows, features=schema).to_parquet(path)
     settings: dict[str, Scalar] = {"preset": "glue-llama", "data": str(folder)}
     return read_config(settings).data
 
@@ -128,42 +128,42 @@ def numbers_of(splits):
     return {name: label_numbers(split, labels, name).tolist() for name, split in splits.items()}
 
 
-def test_names_that_differ_are_told_once_and_numbers_count(tmp_path, caplog):
+def test_differing_class_names_are_reported_once_and_numbers_are_used(tmp_path, caplog):
     splits = load_splits(sst2(tmp_path, ["neg", "positive"]))
     assert numbers_of(splits) == {"train": [0, 1, 1, 0], "test": [0, 1, 1, 0]}
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith(f"data {tmp_path}: classes are identified by their numbers")
-    assert told.endswith("0 'neg', 'negative' here")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"data {tmp_path}: classes are identified by their numbers")
+    assert warning.endswith("0 'neg', 'negative' here")
 
 
-def test_names_that_are_known_count_whatever_their_numbers(tmp_path, caplog):
+def test_known_class_names_are_used_whatever_their_numbers(tmp_path, caplog):
     splits = load_splits(sst2(tmp_path, ["positive", "negative"]))
     assert numbers_of(splits)["train"] == [1, 0, 0, 1]
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["bad", "so-so", "good"], "got 3 classes, bad, so-so, good; expected the preset's 2, neg"),
         (["bad"], "got 1 classes, bad; expected the preset's 2, negative, positive; take other"),
         (["positive", "bad"], "got the classes positive, bad: some are unknown, and positive have"),
     ],
 )
-def test_classes_that_are_not_the_presets_are_refused(names, told, tmp_path):
+def test_classes_other_than_the_presets_are_refused(names, message, tmp_path):
     spec = sst2(tmp_path, names, [0, 0, 0, 0])
-    with pytest.raises(ValueError, match=f"data {tmp_path}, train: {told}"):
+    with pytest.raises(ValueError, match=f"data {tmp_path}, train: {message}"):
         load_splits(spec)
 
 
-def test_an_example_without_a_label_is_none_of_the_first_class(tmp_path):
+def test_an_example_without_a_label_is_not_of_the_first_class(tmp_path):
     splits = load_splits(sst2(tmp_path, ["neg", "pos"], [0, 1, -1, 0]))
     with pytest.raises(ValueError, match="train: got unknown labels None; expected negative"):
         numbers_of(splits)
 
 
-def test_a_shared_folder_of_images_has_names_and_no_numbers(tmp_path):
-    """Ten folders are sorted by their names: their numbers say nothing of digits."""
+def test_classes_of_an_image_folder_are_matched_by_name(tmp_path):
+    """Folders are sorted by name, so that their numbers are not the digits."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     for split in ("train", "test"):
         for word in words:
@@ -174,13 +174,13 @@ def test_a_shared_folder_of_images_has_names_and_no_numbers(tmp_path):
         label_numbers(load_splits(spec)["train"], spec.labels, "x")
 
 
-def test_csv_whose_columns_would_be_shifted_is_refused(tmp_path):
+def test_csv_with_more_fields_than_its_header_is_refused(tmp_path):
     (tmp_path / "train.csv").write_text("text,label\nHello, world,a\nbye, moon,b\n")
     with pytest.raises(ValueError, match="first row has 3 fields, expected 2 as in the header"):
         every_split(str(tmp_path), "", "")
 
 
-def test_data_without_an_example_are_told_in_our_words():
-    told = pytest.raises(ValueError, match="data folder: got no example, expected some")
-    with told, hub_errors("data", "folder"):
+def test_data_without_an_example_raise_our_message():
+    error = pytest.raises(ValueError, match="data folder: got no example, expected some")
+    with error, hub_errors("data", "folder"):
         raise ValueError('Instruction "train" corresponds to no data!')

@@ -1,4 +1,4 @@
-"""Tables are read row by row, and what is wrong with one row costs that row alone."""
+"""Tables are read row by row, and an error in one row affects no other."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of, text_of
 
 TEXT = {"text": "sentence"}
-# Docstrings of the standard library: commas, quotes and lines of their own.
+# Docstrings of the standard library have commas, quotes and line breaks.
 TEXTS = [text for text in (getattr(json, name).__doc__ for name in json.__all__) if text]
 TEXTS += [text for text in (getattr(csv, name).__doc__ for name in csv.__all__) if text]
 
@@ -53,32 +53,41 @@ def test_a_column_may_have_the_name_of_its_role(tmp_path):
 
 
 def problems_of(path, columns=TEXT):
-    """What is wrong with each row; values are checked as predictions do."""
-    told = []
+    """Return the problem of each row; values are checked as for predictions."""
+    problems = []
     for row in rows_of(path, columns):
         try:
             if row.problem:
                 raise UnreadableError(row.problem)
             [text_of(role, value) for role, value in row.values.items()]
-            told.append("")
+            problems.append("")
         except UnreadableError as error:
-            told.append(str(error))
-    return told
+            problems.append(str(error))
+    return problems
 
 
-def test_a_bad_line_of_csv_costs_itself(tmp_path):
+def test_an_invalid_csv_line_affects_no_other(tmp_path):
     lines = [b"id,sentence", b"1,good", b"2", b"3,good,more", b"4,", b"5,\xff\xfe", b'6,"a', b'b"']
     (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"", b"7," + b"x" * 200_000, b"8,good"]))
-    told = problems_of(tmp_path / "a.csv")
-    assert [bool(one) for one in told] == [False, True, True, True, True, False, False, False]
-    assert "has 1 fields, expected 2" in told[1]
-    assert "its text is missing" in told[3]
-    assert "no UTF-8" in told[4]
-    assert len(told[6]) == 0  # a text may be long
+    problems = problems_of(tmp_path / "a.csv")
+    assert [bool(problem) for problem in problems] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert "has 1 fields, expected 2" in problems[1]
+    assert "its text is missing" in problems[3]
+    assert "no UTF-8" in problems[4]
+    assert len(problems[6]) == 0  # long texts are accepted
 
 
-def test_a_field_without_an_end_is_refused_and_csv_has_its_own_limit_again(tmp_path):
-    """The limit is one for the process, and other programs read CSV as well."""
+def test_an_unterminated_field_is_refused_and_the_csv_limit_is_restored(tmp_path):
+    """The limit is global to the process, and other code reads CSV as well."""
     limit = csv.field_size_limit()
     with (tmp_path / "a.csv").open("w") as file:
         file.write('sentence\ngood\n"')
@@ -91,19 +100,19 @@ def test_a_field_without_an_end_is_refused_and_csv_has_its_own_limit_again(tmp_p
     assert csv.field_size_limit() == limit
 
 
-def test_a_bad_line_of_json_costs_itself(tmp_path):
+def test_an_invalid_json_line_affects_no_other(tmp_path):
     lines = [
         '{"sentence": "good"}', "{", "[1]", "{}", '{"sentence": 5}', '{"sentence": null}',
         '{"sentence": "\\ud800"}', "[" * 100_000, '{"sentence": "good"}',
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_bytes("\n".join(["{}", *lines[:0], *lines]).encode())
-    told = problems_of(tmp_path / "a.jsonl")[1:]
-    assert [bool(one) for one in told] == [False, *[True] * 7, False]
-    assert "expected a text" in told[4]
+    problems = problems_of(tmp_path / "a.jsonl")[1:]
+    assert [bool(problem) for problem in problems] == [False, *[True] * 7, False]
+    assert "expected a text" in problems[4]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.csv", b"a,b\n1,2\n", "got the columns 'a', 'b', expected 'sentence' or 'text'"),
         ("a.csv", b"", r"got the columns \(none\), expected"),
@@ -113,15 +122,17 @@ def test_a_bad_line_of_json_costs_itself(tmp_path):
         ("a.png", b"", "got an image, expected a file of texts"),
     ],
 )
-def test_what_is_no_table_of_these_columns_is_refused_at_once(name, content, told, tmp_path):
+def test_files_that_are_no_table_of_these_columns_are_refused_at_once(
+    name, content, message, tmp_path
+):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         rows_of(tmp_path / name, TEXT)
     with pytest.raises(ValueError, match="found nothing there"):
         rows_of(tmp_path / "absent.csv", TEXT)
 
 
-def test_a_parquet_file_that_is_damaged_inside_says_where(tmp_path):
+def test_damage_inside_a_parquet_file_is_reported_with_its_place(tmp_path):
     path = tmp_path / "a.parquet"
     table = pa.table({"sentence": [f"{i} {'x' * 50}" for i in range(5000)]})
     pyarrow.parquet.write_table(table, path, row_group_size=1000, compression="zstd")
@@ -133,7 +144,7 @@ def test_a_parquet_file_that_is_damaged_inside_says_where(tmp_path):
         list(rows_of(path, TEXT))
 
 
-def test_a_long_table_takes_the_memory_of_a_few_rows(tmp_path):
+def test_a_long_table_is_read_with_the_memory_of_a_few_rows(tmp_path):
     with (tmp_path / "a.csv").open("w") as file:
         file.write("sentence\n")
         file.writelines(f"{'word ' * 20}{number}\n" for number in range(30_000))
@@ -149,10 +160,10 @@ def test_a_long_table_takes_the_memory_of_a_few_rows(tmp_path):
 
 def digits(number):
     pixels = load_digits().images[:number] * 15
-    return [Image.fromarray(one.astype(np.uint8)) for one in pixels]
+    return [Image.fromarray(array.astype(np.uint8)) for array in pixels]
 
 
-def test_images_of_a_folder_are_named_below_it_and_in_order(tmp_path):
+def test_images_of_a_folder_have_relative_names_in_order(tmp_path):
     for name, image in zip(("b/2.png", "b/1.PNG", "a.jpg", ".hidden.png"), digits(4), strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         image.save(tmp_path / name)
@@ -166,35 +177,37 @@ def test_images_of_a_folder_are_named_below_it_and_in_order(tmp_path):
         rows_of(tmp_path, TEXT)
 
 
-def test_images_are_read_from_files_from_bytes_and_from_what_datasets_writes(tmp_path):
+def test_images_are_read_from_files_bytes_and_tables_of_datasets(tmp_path):
     images = digits(5)
     features = datasets.Features({"picture": datasets.Image()})
     examples = datasets.Dataset.from_dict({"picture": images}, features=features)
     examples.to_parquet(tmp_path / "a.parquet")
     rows = [*rows_of(tmp_path / "a.parquet", {"image": "picture"})]
     read = [image_of(row.values["image"], tmp_path) for row in rows]
-    assert [np.asarray(one).tolist() for one in read] == [np.asarray(i).tolist() for i in images]
+    assert [np.asarray(image).tolist() for image in read] == [
+        np.asarray(i).tolist() for i in images
+    ]
     images[0].save(tmp_path / "a.png")
     (tmp_path / "a.csv").write_text("picture\na.png\n")
     (row,) = rows_of(tmp_path / "a.csv", {"image": "picture"})
     assert image_of(row.values["image"], tmp_path).size == (8, 8)
 
 
-def test_an_image_is_turned_as_its_camera_was_held(tmp_path):
+def test_exif_orientation_is_applied(tmp_path):
     image, exif = Image.new("L", (8, 4)), Image.Exif()
-    exif[0x0112] = 6  # its top is on the right
+    exif[0x0112] = 6  # rotated: its top is on the right
     image.save(tmp_path / "a.jpg", exif=exif)
     assert image_of("a.jpg", tmp_path).size == (4, 8)
 
 
-def test_an_image_that_cannot_be_read_says_why(tmp_path):
+def test_an_unreadable_image_is_reported_with_the_reason(tmp_path):
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99), np.uint8)).save(
         tmp_path / "a.png"
     )
-    whole = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.png").write_text("no image")
-    for value, told in (
+    for value, message in (
         ("cut.png", "truncated"),
         ("text.png", "it is no image"),
         ("absent.png", "there is no file"),
@@ -202,7 +215,7 @@ def test_an_image_that_cannot_be_read_says_why(tmp_path):
         (None, "is missing"),
         ({"bytes": None, "path": None}, "is missing"),
         (5, "is a int, expected a path or bytes"),
-        (whole[:40], "cannot be read|no image"),
+        (content[:40], "cannot be read|no image"),
     ):
-        with pytest.raises(UnreadableError, match=told):
+        with pytest.raises(UnreadableError, match=message):
             image_of(value, tmp_path)

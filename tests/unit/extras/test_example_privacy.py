@@ -1,4 +1,4 @@
-"""Rounds with privacy of examples over hand-made nodes: whom the server asks, what it counts."""
+"""Rounds with example-level privacy over hand-made nodes: sampled clients and the account."""
 
 import json
 import math
@@ -21,19 +21,19 @@ from tests.hand_made import (
     ROUND,
     Nodes,
     Notes,
-    impatient,
+    fake_clock,
     initial,
     settings_from,
     strategy_of,
 )
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 STEPS = 5
 
 
 class Devices(Nodes):
-    """Four clients of 10, 20, 30 and 40 examples, or of others; they reply as private ones do."""
+    """Four clients of 10, 20, 30 and 40 examples, or of others, that reply as private clients."""
 
     def __init__(self, behave=None, examples=(10, 20, 30, 40), **changes):
         super().__init__(behave=behave, **changes)
@@ -51,14 +51,14 @@ class Devices(Nodes):
         return super().answer(node, message)
 
     def reply(self, message, upload, number):
-        made = super().reply(message, upload, number)
-        metrics = made.content.metric_records["metrics"]
+        message_ = super().reply(message, upload, number)
+        metrics = message_.content.metric_records["metrics"]
         del metrics["train-loss"]
         metrics["recounted"] = int(self.now in self.recounted)
-        return made
+        return message_
 
 
-def refuses(partitions, from_round=1):
+def refuse_training(partitions, from_round=1):
     def behave(partition, message):
         if message.metadata.message_type != "train" or partition not in partitions:
             return None
@@ -71,18 +71,18 @@ def refuses(partitions, from_round=1):
     return behave
 
 
-def hold(nodes, rounds=2, before=None, write=None, **settings):
-    """Run rounds; the notes, the budget, and what the account's file said each time."""
-    given: dict[str, Any] = {
+def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
+    """Run rounds; return notes, budget, the contents of the account's file, and the final state."""
+    defaults: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
         "round_timeout": 5.0,
     }  # fmt: skip
-    config = read_config(settings_from(given | settings))
+    config = read_config(settings_from(defaults | settings))
     notes, files = Notes(), []
 
-    def note(told):
-        files.append((len(nodes.asked), json.loads(json.dumps(told))))
+    def note(account):
+        files.append((len(nodes.asked), json.loads(json.dumps(account))))
 
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
@@ -96,30 +96,30 @@ def epsilon(examples, rounds, z=2.0):
     return epsilon_of(z, min(1.0, 5 / examples), 1e-5, rounds * STEPS)
 
 
-def test_whoever_is_asked_is_on_disk_before_the_messages_leave():
+def test_sampled_clients_are_written_to_disk_before_messages_are_sent():
     nodes = Devices()
-    _, _, files, _ = hold(nodes, rounds=2)
-    assert [asked for asked, _ in files] == [0, 4]
-    for number, (_, told) in enumerate(files, start=1):
-        assert told["asked"] == {
+    _, _, files, _ = run_rounds(nodes, rounds=2)
+    assert [messages for messages, _ in files] == [0, 4]
+    for number, (_, account) in enumerate(files, start=1):
+        assert account["asked"] == {
             str(p): [min(1.0, 5 / (10 * (1 + p))), number] for p in range(4)
         }  # fmt: skip
-        assert told["unit"] == "example"
+        assert account["unit"] == "example"
 
 
-def test_an_account_that_cannot_be_written_asks_nobody():
+def test_if_the_account_cannot_be_written_no_client_is_asked():
     nodes = Devices()
 
     def full(_):
         raise OSError(28, "no space")
 
     with pytest.raises(OSError, match="no space"):
-        hold(nodes, write=full)
+        run_rounds(nodes, write=full)
     assert not nodes.asked
 
 
 def test_the_largest_epsilon_is_that_of_the_fewest_examples_where_all_train():
-    notes, budget, _, _ = hold(Devices(), rounds=3)
+    notes, budget, _, _ = run_rounds(Devices(), rounds=3)
     for number, record in enumerate(notes.records, start=1):
         spent = record["privacy"]
         assert spent["epsilon"] == pytest.approx(epsilon(10, number))
@@ -128,83 +128,85 @@ def test_the_largest_epsilon_is_that_of_the_fewest_examples_where_all_train():
     assert budget.as_record()["epsilon"] == notes.records[-1]["privacy"]["epsilon"]
 
 
-def test_it_is_the_largest_over_clients_that_trained_as_often_as_they_did():
+def test_epsilon_is_the_largest_over_clients_by_their_own_rounds():
     nodes = Devices()
-    _, budget, _, _ = hold(nodes, rounds=6, clients_per_round=1, seed=3)
+    _, budget, _, _ = run_rounds(nodes, rounds=6, clients_per_round=1, seed=3)
     rounds = {p: sum(one == p for _, one, _ in nodes.asked) for p in range(4)}
     assert len(set(rounds.values())) > 1
     spent = max(epsilon(10 * (1 + p), number) for p, number in rounds.items() if number)
     assert budget.epsilon == pytest.approx(spent)
 
 
-def test_a_message_says_how_often_a_client_was_asked_and_the_noise():
+def test_a_message_has_the_clients_earlier_rounds_and_the_noise():
     nodes = Devices()
-    hold(nodes, rounds=3, clients_per_round=2)
-    seen: dict[int, int] = {}
+    run_rounds(nodes, rounds=3, clients_per_round=2)
+    earlier: dict[int, int] = {}
     for _, partition, settings in nodes.asked:
-        assert settings["earlier-rounds"] == seen.get(partition, 0)
+        assert settings["earlier-rounds"] == earlier.get(partition, 0)
         assert settings["noise-multiplier"] == 2.0
-        seen[partition] = seen.get(partition, 0) + 1
+        earlier[partition] = earlier.get(partition, 0) + 1
 
 
 def test_noise_follows_from_epsilon_the_rounds_and_the_fewest_examples():
-    notes, budget, files, _ = hold(Devices(), rounds=4, noise_multiplier="auto", epsilon=8.0)
+    notes, budget, files, _ = run_rounds(Devices(), rounds=4, noise_multiplier="auto", epsilon=8.0)
     assert 7.9 < budget.epsilon <= 8.0
     assert epsilon(10, 4, budget.multiplier) == pytest.approx(budget.epsilon)
     assert len(notes.records) == 4
-    more, after, _, _ = hold(
+    more, after, _, _ = run_rounds(
         Devices(), rounds=1, before=files[1][1], noise_multiplier="auto", epsilon=8.0
     )
     assert after.multiplier == budget.multiplier
     assert more.records[0]["privacy"]["epsilon"] == pytest.approx(epsilon(10, 3, budget.multiplier))
 
 
-def test_clients_with_nothing_left_are_left_alone_until_too_few_have():
-    """The smallest has room for two rounds, the others for more; in the end nobody has."""
+def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
+    """The smallest client can train two rounds, the others more; in the end no client can."""
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
     examples = (10, 12, 14, 16)
-    rooms = [next(n for n in range(9) if epsilon(some, n + 1) > limit) for some in examples]
-    assert rooms == sorted(rooms)
-    assert rooms[0] == 2 < rooms[-1]
+    limits = [next(n for n in range(9) if epsilon(some, n + 1) > limit) for some in examples]
+    assert limits == sorted(limits)
+    assert limits[0] == 2 < limits[-1]
     nodes = Devices(examples=examples)
-    notes, budget, _, result = hold(nodes, rounds=99, epsilon=limit)
-    for p, room in enumerate(rooms):
-        assert sum(one == p for _, one, _ in nodes.asked) == room
+    notes, budget, _, result = run_rounds(nodes, rounds=99, epsilon=limit)
+    for p, number in enumerate(limits):
+        assert sum(one == p for _, one, _ in nodes.asked) == number
     assert notes.records[1].get("out-of-budget") is None
-    assert notes.records[2]["out-of-budget"] == [p for p, room in enumerate(rooms) if room == 2]
-    assert len(notes.records) == max(rooms)
+    assert notes.records[2]["out-of-budget"] == [
+        p for p, number in enumerate(limits) if number == 2
+    ]
+    assert len(notes.records) == max(limits)
     assert budget.is_exhausted
     assert budget.epsilon <= limit
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
-def test_a_run_needs_as_many_with_room_as_replies():
+def test_a_run_needs_min_replies_clients_within_the_privacy_budget():
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
-    notes, *_ = hold(Devices(), rounds=99, epsilon=limit, min_replies=4)
+    notes, *_ = run_rounds(Devices(), rounds=99, epsilon=limit, min_replies=4)
     assert len(notes.records) == 2
     with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* at 4 clients"):
-        hold(Devices(), epsilon=0.01, min_replies=4)
+        run_rounds(Devices(), epsilon=0.01, min_replies=4)
 
 
-def test_the_last_round_is_known_where_all_are_asked():
+def test_is_last_is_known_where_all_clients_are_sampled():
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
     nodes = Devices()
-    seen = []
+    values = []
     real = ExampleBudget.is_last.fget  # type: ignore[attr-defined]
 
-    def noted(self):
-        seen.append(real(self))
-        return seen[-1]
+    def recorded(self):
+        values.append(real(self))
+        return values[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExampleBudget, "is_last", property(noted))
-        hold(nodes, rounds=99, epsilon=limit, min_replies=4)
-    assert seen == [False, True]
+        patch.setattr(ExampleBudget, "is_last", property(recorded))
+        run_rounds(nodes, rounds=99, epsilon=limit, min_replies=4)
+    assert values == [False, True]
 
 
-def test_a_client_that_refuses_is_rejected_with_its_reason_and_not_asked_again():
-    nodes = Devices(behave=refuses({1}, from_round=2))
-    notes, *_ = hold(nodes, rounds=4)
+def test_a_refusal_is_recorded_and_its_client_is_not_sampled_again():
+    nodes = Devices(behave=refuse_training({1}, from_round=2))
+    notes, *_ = run_rounds(nodes, rounds=4)
     rejected = notes.records[1]["rejected"]
     assert rejected == [
         {"client": "partition 1", "reason": "it trains no further: nothing is\\nleft"}
@@ -214,8 +216,10 @@ def test_a_client_that_refuses_is_rejected_with_its_reason_and_not_asked_again()
     assert [len(record["clients"]) for record in notes.records] == [4, 3, 3, 3]
 
 
-def test_a_round_in_which_all_refuse_changes_nothing_and_ends_the_run():
-    notes, _, _, result = hold(Devices(behave=refuses({0, 1, 2, 3}, from_round=2)), rounds=9)
+def test_a_round_of_refusals_alone_changes_nothing_and_ends_the_run():
+    notes, _, _, result = run_rounds(
+        Devices(behave=refuse_training({0, 1, 2, 3}, from_round=2)), rounds=9
+    )
     assert len(notes.records) == 2
     assert len(notes.records[1]["rejected"]) == 4
     assert torch.equal(notes.states[0]["H"], notes.states[1]["H"])
@@ -230,31 +234,31 @@ def test_a_refusal_of_another_round_is_a_bad_reply():
         return Message(RecordDict({"refused": refused}), reply_to=message)
 
     with pytest.raises(RuntimeError, match="reply is of round 7"):
-        hold(Devices(behave=behave))
+        run_rounds(Devices(behave=behave))
 
 
-def test_clients_that_had_lost_their_account_are_in_the_record():
+def test_clients_that_rebuilt_their_account_are_recorded():
     nodes = Devices()
     nodes.recounted = {2}
-    notes, *_ = hold(nodes, rounds=1)
+    notes, *_ = run_rounds(nodes, rounds=1)
     assert notes.records[0]["recounted"] == [2]
 
 
-def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch):
+def test_few_epsilons_are_computed_for_any_number_of_clients(monkeypatch):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     budget = ExampleBudget(config, lambda _: None)
     budget.multiplier = 2.0
     for p in range(1000):
         budget.counts[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
-    counted = []
+    calls = []
 
-    def noted(*of):
-        counted.append(of)
+    def counting(*of):
+        calls.append(of)
         return 1.0
 
-    monkeypatch.setattr(example_privacy, "epsilon_of", noted)
+    monkeypatch.setattr(example_privacy, "epsilon_of", counting)
     assert budget.epsilon == 1.0
-    assert len(counted) <= 3
+    assert len(calls) <= 3
 
 
 ACCOUNT = {
@@ -264,10 +268,10 @@ ACCOUNT = {
 
 
 def record_of(number):
-    """A round's record, in which partition 3 trained with ten examples."""
+    """Return a round's record, in which partition 3 trained with ten examples."""
     epsilon = epsilon_of(2.0, 0.5, 1e-5, number * STEPS)
-    told = {"noise-multiplier": 2.0, "delta": 1e-5, "epsilon": epsilon}
-    return ROUND | {"round": number, "privacy": told, "clients": [CLIENT | {"partition-id": 3}]}
+    privacy = {"noise-multiplier": 2.0, "delta": 1e-5, "epsilon": epsilon}
+    return ROUND | {"round": number, "privacy": privacy, "clients": [CLIENT | {"partition-id": 3}]}
 
 
 def spending(rate, rounds, z=2.0):
@@ -278,7 +282,7 @@ def spending(rate, rounds, z=2.0):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"unit": "client"}, "unit = 'client'"),
         ({"delta": 1e-6}, "delta = 1e-06"),
@@ -297,7 +301,7 @@ def spending(rate, rounds, z=2.0):
         ({"asked": {"3": [0.5, 10**12]}}, "privacy.json: asked has .* of partition '3'"),
     ],
 )
-def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
+def test_an_invalid_account_is_refused(changes, message, tmp_path):
     settings: dict[str, Any] = {
         "privacy": "example",
         "epsilon": 8.0,
@@ -309,7 +313,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
     lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))
     (tmp_path / "rounds.jsonl").write_text("".join(lines))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         ExampleBudget.of(config, directory, start)
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
     budget = ExampleBudget.of(config, directory, start)
@@ -321,7 +325,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
         ExampleBudget.of(other, directory, start)
 
 
-def test_a_run_that_goes_on_needs_its_account(tmp_path):
+def test_a_resumed_run_needs_its_account(tmp_path):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
         ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=1))

@@ -1,4 +1,4 @@
-"""Kinds of rounds are found by name: a new one is an object and a row, and costs no other."""
+"""Kinds of rounds are registered by name; a new one needs an object and a row."""
 
 import re
 import subprocess
@@ -11,31 +11,31 @@ import torch
 
 from ravan_flwr.server import kind
 from scripts.draw_layers import PACKAGE, imported
-from tests.hand_made import Nodes, impatient, run
+from tests.hand_made import Nodes, fake_clock, run
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
-def test_the_core_imports_no_optional_part(python):
+def test_the_server_app_imports_no_optional_module(python):
     core = [*(PACKAGE / "server").glob("*.py"), PACKAGE / "server_app.py"]
     assert not [p for p in core for name in imported(p) if name.startswith("ravan_flwr.extras")]
-    told = "import sys, ravan_flwr.server_app; print(*sys.modules)"
+    code = "import sys, ravan_flwr.server_app; print(*sys.modules)"
     loaded = subprocess.run(
-        [python.executable, "-c", told], capture_output=True, text=True, check=True
+        [python.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert "ravan_flwr.server.round" in loaded.stdout.split()
     assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
 
 
 @pytest.mark.parametrize("place", kind.KINDS.values())
-def test_a_kind_is_where_its_row_says(place):
+def test_each_row_names_an_existing_object(place):
     assert issubclass(resolve_name(place), kind.Kind)
 
 
 def test_the_kind_of_the_documentation_works(monkeypatch):
-    """Two of four clients send the opposite of what the others send: that round has no effect."""
+    """Two of four clients send the negative of the other changes: the round has no effect."""
     *_, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -43,7 +43,7 @@ def test_the_kind_of_the_documentation_works(monkeypatch):
     monkeypatch.setitem(kind.KINDS, ("plain", "none"), "ravan_flwr.server.kind:Agreed")
 
     class Shifted(Nodes):
-        """Clients whose B is 0.1, or of every other one -0.1, where they are opposed."""
+        """Clients whose B is 0.1, or -0.1 for the opposed half."""
 
         opposed = False
 

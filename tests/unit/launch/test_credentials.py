@@ -1,4 +1,4 @@
-"""The secrets of a deployment: whole, private, never overwritten, and of the forms Flower reads."""
+"""The secrets of a deployment: complete, private, never overwritten, in forms that Flower reads."""
 
 import ipaddress
 import shutil
@@ -36,7 +36,7 @@ def test_a_folder_for_each_machine(folder):
         "node-0/ca.crt", "node-0/node.key", "node-0/node.pub",
         "node-1/ca.crt", "node-1/node.key", "node-1/node.pub",
     }  # fmt: skip
-    assert len(set(contents(folder).values())) == 8  # of ca.crt there are four copies
+    assert len(set(contents(folder).values())) == 8  # there are four copies of ca.crt
 
 
 def test_private_files_are_private(folder):
@@ -74,17 +74,17 @@ def test_nodes_keys_are_what_flower_reads(folder):
         assert try_load_public_key(folder / node / "node.pub") == public_key_to_bytes(public)
 
 
-def test_more_nodes_keep_the_others(folder):
+def test_adding_nodes_keeps_existing_files(folder):
     before = contents(folder)
-    for key in folder.glob("*/*.key"):  # gone to their machines, that of the authority offline
+    for key in folder.glob("*/*.key"):  # moved to other machines; the authority's key is offline
         key.unlink()
         del before[key]
-    made = make_credentials(folder, [], 4)
-    assert made == [folder / "node-2", folder / "node-3"]
+    written = make_credentials(folder, [], 4)
+    assert written == [folder / "node-2", folder / "node-3"]
     assert before.items() <= contents(folder).items()
 
 
-def test_what_was_removed_is_made_anew(folder):
+def test_removed_files_are_made_again(folder):
     before = contents(folder)
     shutil.rmtree(folder / "node-0")
     shutil.rmtree(folder / "superlink")
@@ -94,7 +94,7 @@ def test_what_was_removed_is_made_anew(folder):
     assert hosts_of(certificate_of(folder / "superlink" / "superlink.crt"))[0] == "new.org"
 
 
-def test_no_half_folder_after_a_failure(folder, monkeypatch):
+def test_a_failure_leaves_no_incomplete_folder(folder, monkeypatch):
     before = contents(folder)
 
     def full(_):
@@ -116,13 +116,13 @@ def test_hosts(host, tmp_path):
 
 def test_refusals(folder, tmp_path):
     before = contents(folder)
-    for hosts, nodes, told in (
+    for hosts, nodes, message in (
         (["other.org"], 3, r"--host: got other\.org, but the certificate in .* is for server"),
         ([], 0, "--nodes 0: expected a whole number at least 1"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             make_credentials(folder, hosts, nodes)
-    assert make_credentials(folder, HOSTS, 2) == []  # all are there, and none is overwritten
+    assert make_credentials(folder, HOSTS, 2) == []  # all exist, and none is overwritten
     assert contents(folder) == before
     with pytest.raises(ValueError, match="--host: got none, expected the name or the address"):
         make_credentials(tmp_path / "new", [], 1)
@@ -137,11 +137,11 @@ def test_refusals(folder, tmp_path):
         make_credentials(tmp_path / "mine" / "notes.txt", HOSTS, 1)
 
 
-def test_an_authority_must_be_whole(folder, tmp_path):
+def test_an_incomplete_authority_is_refused(folder, tmp_path):
     shutil.rmtree(folder / "superlink")
     key = folder / "authority" / "ca.key"
     make_credentials(tmp_path / "other", HOSTS, 1)
-    for content, told in (
+    for content, message in (
         (
             (tmp_path / "other" / "authority" / "ca.key").read_bytes(),
             "the key of another authority",
@@ -149,7 +149,7 @@ def test_an_authority_must_be_whole(folder, tmp_path):
         (b"nothing", "cannot be read as a key"),
     ):
         key.write_bytes(content)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             make_credentials(folder, HOSTS, 2)
     key.unlink()
     with pytest.raises(ValueError, match=r"ca\.key: it cannot be read as a key .*; put it back"):
@@ -158,8 +158,8 @@ def test_an_authority_must_be_whole(folder, tmp_path):
 
 def test_the_command(tmp_path, capsys):
     main(["keys", str(tmp_path / "keys"), "--host", "a.org", "--host", "192.0.2.1", "--nodes", "1"])
-    told = capsys.readouterr().out
-    assert f"made {tmp_path}/keys/node-0" in told
-    assert "certificate is for a.org, 192.0.2.1, localhost, 127.0.0.1, ::1, until" in told
+    output = capsys.readouterr().out
+    assert f"made {tmp_path}/keys/node-0" in output
+    assert "certificate is for a.org, 192.0.2.1, localhost, 127.0.0.1, ::1, until" in output
     main(["keys", str(tmp_path / "keys"), "--nodes", "1"])
     assert "made" not in capsys.readouterr().out

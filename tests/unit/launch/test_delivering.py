@@ -1,4 +1,4 @@
-"""`ravan-flwr deliver`: what it submits, and what it says where that cannot be."""
+"""`ravan-flwr deliver`: the submitted settings, and its errors."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from ravan_flwr.specs import Scalar
 from tests import ROOT
 from tests.hand_made import SUMMARY
 
-HAS = [{"partition-id": 2, "folder": "adapter"}]
-COULD_NOT = [{"client": "partition 0", "reason": "its result-path cannot be written to: disk full"}]
+DELIVERED = [{"partition-id": 2, "folder": "adapter"}]
+FAILED = [{"client": "partition 0", "reason": "its result-path cannot be written to: disk full"}]
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def submitted(run, monkeypatch):
-    """What was submitted; `after` is what the run then adds to the summary."""
+    """Record the submission; `after` is what the run then adds to the summary."""
     found: dict[str, Any] = {"status": "finished:completed"}
-    found["after"] = {"delivered": HAS, "not-delivered": []}
+    found["after"] = {"delivered": DELIVERED, "not-delivered": []}
 
     def submit(app, superlink, settings, environment):
         found.update(app=app, superlink=superlink, settings=parse_config_args([settings]))
@@ -52,12 +52,12 @@ def submitted(run, monkeypatch):
 def deliver(capsys, *words):
     with pytest.raises(SystemExit) as end:
         main(["deliver", *map(str, words)])
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    return end.value.code, told
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    return end.value.code, output
 
 
-def test_it_submits_the_settings_of_the_run_and_no_round(run, submitted, capsys):
+def test_it_submits_the_settings_of_the_run_without_new_rounds(run, submitted, capsys):
     main(["deliver", str(run), "edge"])
     assert (submitted["app"], submitted["superlink"]) == (ROOT, "edge")
     settings = submitted["settings"]
@@ -66,55 +66,55 @@ def test_it_submits_the_settings_of_the_run_and_no_round(run, submitted, capsys)
         "resume": str(run), "deliver": True, "tracking": "none", "report": False,
     }  # fmt: skip
     assert read_config(settings).deliver
-    told = capsys.readouterr().out
-    assert "flwr run . edge --stream -c 'method=" in told
-    assert told.endswith("partition 2 has the result, in adapter/\n")
+    output = capsys.readouterr().out
+    assert "flwr run . edge --stream -c 'method=" in output
+    assert output.endswith("partition 2 has the result, in adapter/\n")
 
 
-def test_devices_know_a_preset_by_its_name(run, submitted):
+def test_a_preset_is_submitted_by_its_name(run, submitted):
     RunDirectory(run).write_settings({"preset": "/anywhere/conf/svhn-vit-b16.yaml"})
     main(["deliver", str(run), "edge"])
     assert submitted["settings"]["preset"] == "svhn-vit-b16"
 
 
-def test_it_tells_who_does_not_have_it(run, submitted, capsys):
-    submitted["after"]["not-delivered"] = COULD_NOT
+def test_clients_without_the_result_are_printed(run, submitted, capsys):
+    submitted["after"]["not-delivered"] = FAILED
     main(["deliver", str(run), "edge"])
     assert capsys.readouterr().out.endswith(
         "partition 0 does not have it: its result-path cannot be written to: disk full\n"
     )
 
 
-def test_a_delivery_to_nobody_is_a_failure(run, submitted, capsys):
-    submitted["after"] = {"delivered": [], "not-delivered": COULD_NOT}
-    status, told = deliver(capsys, run, "edge")
+def test_a_delivery_to_no_device_is_a_failure(run, submitted, capsys):
+    submitted["after"] = {"delivered": [], "not-delivered": FAILED}
+    status, output = deliver(capsys, run, "edge")
     assert status == 1
-    assert "no device has the result: partition 0: its result-path cannot be written to" in told
+    assert "no device has the result: partition 0: its result-path cannot be written to" in output
     submitted["after"] = {"delivered": [], "not-delivered": []}
     assert "no device has the result: none was connected" in deliver(capsys, run, "edge")[1]
 
 
-def test_a_server_that_wrote_nothing_here_is_told(run, submitted, capsys):
-    """Its RUN is another one, on another machine."""
+def test_a_missing_delivery_record_is_reported(run, submitted, capsys):
+    """RUN is then a directory on another machine."""
     submitted["after"] = {}
-    status, told = deliver(capsys, run, "edge")
-    assert (status, "no delivery was recorded in" in told) == (1, True)
+    status, output = deliver(capsys, run, "edge")
+    assert (status, "no delivery was recorded in" in output) == (1, True)
     submitted["status"] = "finished:failed"
-    status, told = deliver(capsys, run, "edge")
-    assert "the delivery ended as 'finished:failed'" in told
-    assert "call this command there" in told
+    status, output = deliver(capsys, run, "edge")
+    assert "the delivery ended as 'finished:failed'" in output
+    assert "call this command there" in output
 
 
-def test_where_a_run_cannot_be_delivered_it_says_what_to_do_instead(
+def test_a_run_that_cannot_be_delivered_is_refused_with_advice(
     run, submitted, capsys, monkeypatch, tmp_path
 ):
-    for path, told in (
+    for path, message in (
         (tmp_path / "elsewhere", "found no config.json there, .* call this command there, as a"),
         (tmp_path, "found no config.json there, expected a run directory .*; correct the path"),
     ):
         status, error = deliver(capsys, path, "edge")
         assert status == 2
-        assert re.search(told, error.rstrip()), error
+        assert re.search(message, error.rstrip()), error
     unfinished = shutil.copytree(run, tmp_path / "unfinished")
     (unfinished / "summary.json").unlink()
     assert "expected the file of a finished run" in deliver(capsys, unfinished, "edge")[1]
@@ -133,12 +133,12 @@ def test_where_a_run_cannot_be_delivered_it_says_what_to_do_instead(
     assert "settings" not in submitted
 
 
-def test_a_run_that_may_not_be_read_is_told(run, submitted, capsys, monkeypatch):
+def test_an_unreadable_run_directory_is_reported(run, submitted, capsys, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", str(run))
 
     monkeypatch.setattr(RunDirectory, "open", refuse)
-    status, told = deliver(capsys, run, "edge")
+    status, output = deliver(capsys, run, "edge")
     assert status == 2
-    assert f"Permission denied: {str(run)!r}. RUN is a directory on the server's machine" in told
-    assert "as a user who may read it" in told
+    assert f"Permission denied: {str(run)!r}. RUN is a directory on the server's machine" in output
+    assert "as a user who may read it" in output

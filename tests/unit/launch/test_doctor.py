@@ -1,4 +1,4 @@
-"""`ravan-flwr doctor`: a machine as it should be, and many faults at once, each with what to do."""
+"""`ravan-flwr doctor`: a correct machine, and several faults at once, each with advice."""
 
 import http.server
 import os
@@ -21,7 +21,7 @@ from ravan_flwr.training import machine
 
 
 class Server:
-    """What a device reaches: a health page over TLS, a proxy's refusals, and a clock."""
+    """Serve a health page over TLS, a proxy's refusals, and a clock."""
 
     def __init__(self, keys, status=200, ahead=0.0, refuses=404):
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,7 +48,7 @@ class Server:
         self.port = self.server.server_address[1]
 
     def ignore(self, *_):
-        """Say nothing of a client that does not trust this certificate."""
+        """Print nothing about a client that does not trust this certificate."""
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -66,20 +66,20 @@ def plenty(monkeypatch):
     monkeypatch.setattr(machine, "gpus_of_machine", lambda: 0)
 
 
-def told(capsys, *arguments):
-    """What the command says, by check: (ok, text); and the status that it ends with."""
+def checks_of(capsys, *arguments):
+    """Run the command; return check -> (ok, text), and its exit status."""
     try:
         main(["doctor", *map(str, arguments)])
         status = 0
     except SystemExit as ended:
         status = int(str(ended.code))
     lines = capsys.readouterr().out.splitlines()
-    said = {line[6:19].strip(): (line.startswith("ok"), line[19:]) for line in lines}
-    assert len(said) == len(lines)
-    return said, status
+    checks = {line[6:19].strip(): (line.startswith("ok"), line[19:]) for line in lines}
+    assert len(checks) == len(lines)
+    return checks, status
 
 
-def test_a_device_as_it_should_be(tmp_path, capsys, plenty):
+def test_a_correct_device_passes_all_checks(tmp_path, capsys, plenty):
     keys = tmp_path / "keys"
     make_credentials(keys, ["127.0.0.1"], 1)
     (tmp_path / "data").mkdir()
@@ -89,11 +89,11 @@ def test_a_device_as_it_should_be(tmp_path, capsys, plenty):
             f'NODE_CONFIG=\'partition-id=0 num-partitions=3 data-path="{tmp_path}/data" '
             f'result-path="{tmp_path}/results"\'\n'
         )
-        said, status = told(capsys, keys / "node-0")
-    assert [name for name, (ok, _) in said.items() if not ok] == []
+        checks, status = checks_of(capsys, keys / "node-0")
+    assert [name for name, (ok, _) in checks.items() if not ok] == []
     assert status == 0
-    assert {"server", "expiry", "clock", "data-path", "result-path", "GPU"} < set(said)
-    assert said["node config"][1] == "partition 0 of 3"
+    assert {"server", "expiry", "clock", "data-path", "result-path", "GPU"} < set(checks)
+    assert checks["node config"][1] == "partition 0 of 3"
 
 
 def free_port():
@@ -102,7 +102,7 @@ def free_port():
         return one.getsockname()[1]
 
 
-def test_a_certificate_of_another_authority(tmp_path):
+def test_a_certificate_of_another_authority_is_reported(tmp_path):
     """Both authorities have the same name."""
     for name in ("keys", "other"):
         make_credentials(tmp_path / name, ["server.example.org"], 1)
@@ -113,22 +113,22 @@ def test_a_certificate_of_another_authority(tmp_path):
     assert "superlink.crt is not signed by ca.crt, expected both of one folder" in check.result
 
 
-def test_a_node_config_that_cannot_be_read_ends_no_check(tmp_path, capsys):
+def test_an_unreadable_node_config_does_not_stop_other_checks(tmp_path, capsys):
     make_credentials(tmp_path / "keys", ["server.example.org"], 1)
     node = tmp_path / "keys" / "node-0"
     node.with_name("node-0.env").write_text('NODE_CONFIG="partition-id=0\n')
     config = "partition-id=0 num-partitions=2 data-path=/srv/data"
-    said, status = told(capsys, node, "--superlink", "127.0.0.1:1", "--node-config", config)
+    checks, status = checks_of(capsys, node, "--superlink", "127.0.0.1:1", "--node-config", config)
     assert status == 1
-    assert "expected KEY=VALUE pairs, with texts in quotation marks" in said["node config"][1]
-    assert "cannot be read: No closing quotation" in said["environment"][1]
-    assert "memory" in said
+    assert "expected KEY=VALUE pairs, with texts in quotation marks" in checks["node config"][1]
+    assert "cannot be read: No closing quotation" in checks["environment"][1]
+    assert "memory" in checks
 
 
-def test_many_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
+def test_all_faults_of_a_device_are_reported(tmp_path, capsys, monkeypatch, plenty):
     keys, other = tmp_path / "keys", tmp_path / "other"
     make_credentials(other, ["server.example.org"], 1)
-    monkeypatch.setattr(credentials, "SUPERLINK_DAYS", -0.5)  # it began a day ago
+    monkeypatch.setattr(credentials, "SUPERLINK_DAYS", -0.5)  # valid since a day ago
     monkeypatch.setattr(credentials, "LOOPBACK", ())
     make_credentials(keys, ["server.example.org"], 1)
     shutil.copy(other / "node-0" / "node.pub", keys / "node-0")
@@ -137,14 +137,14 @@ def test_many_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
     monkeypatch.setattr(doctor, "MEMORY", 1e18)
     with Server(keys / "superlink", status=502, ahead=-10) as server:
         monkeypatch.setattr(doctor, "_TIMEOUT", 1.0)
-        said, status = told(
+        checks, status = checks_of(
             capsys, keys / "node-0", "--superlink", f"127.0.0.1:{server.port}",
             "--node-config",
             f'partition-id=0 num-partitions=3 data-pth="/x" device="cuda" '
             f'data-path="{tmp_path}/nowhere" result-path="{tmp_path}/no/where"',
         )  # fmt: skip
     assert status == 1
-    found = {name: text for name, (ok, text) in said.items() if not ok}
+    found = {name: text for name, (ok, text) in checks.items() if not ok}
     for name, words in {
         "keys": ("node.key and node.pub", "copy the folder again"),
         "certificate": ("issuer", "copy ca.crt"),
@@ -163,40 +163,38 @@ def test_many_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
         assert words[0] in text, name
         assert words[1] in text, name
     assert found == {}
-    assert said["server"][0]  # it is reached, whatever is wrong with it
+    assert checks["server"][0]  # the server is reachable despite all other faults
 
 
-def test_an_address_that_is_none_hides_no_other_fault(tmp_path, capsys, plenty):
+def test_an_invalid_address_does_not_stop_other_checks(tmp_path, capsys, plenty):
     make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
     env = tmp_path / "keys" / "node-0.env"
     env.write_text("SUPERLINK=server\nNODE_CONFIG='partition-id=0'\n")
-    said, status = told(capsys, tmp_path / "keys" / "node-0")
+    checks, status = checks_of(capsys, tmp_path / "keys" / "node-0")
     assert status == 1
-    assert said["server"] == (
+    assert checks["server"] == (
         False,
         "'server': expected HOST:PORT, such as server.example.org:8000",
     )
-    assert not said["node config"][0]  # it has no num-partitions
-    assert said["keys"][0]
+    assert not checks["node config"][0]  # num-partitions is missing
+    assert checks["keys"][0]
 
 
-def test_a_port_that_no_machine_has_is_told(tmp_path, capsys, plenty):
+def test_an_invalid_port_is_reported(tmp_path, capsys, plenty):
     make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
     env = tmp_path / "keys" / "node-0.env"
     env.write_text("SUPERLINK=127.0.0.1:99999\nNODE_CONFIG='x=0'\n")
-    said, _ = told(capsys, tmp_path / "keys" / "node-0")
-    assert said["server"][1].startswith("'127.0.0.1:99999': expected HOST:PORT")
+    checks, _ = checks_of(capsys, tmp_path / "keys" / "node-0")
+    assert checks["server"][1].startswith("'127.0.0.1:99999': expected HOST:PORT")
 
 
 @pytest.mark.parametrize("address", ["::1:1", "[::1]:1"])
-def test_an_address_of_version_6_needs_no_brackets(address):
-    with pytest.raises(httpx.TransportError):  # nobody listens at port 1
+def test_an_ipv6_address_needs_no_brackets(address):
+    with pytest.raises(httpx.TransportError):  # no process listens at port 1
         doctor._request(address)
 
 
-def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
-    tmp_path, capsys, plenty
-):
+def test_wrong_permissions_of_files_and_folders_are_reported(tmp_path, capsys, plenty):
     keys = tmp_path / "keys"
     make_credentials(keys, ["127.0.0.1"], 1)
     (keys / "node-0" / "node.key").chmod(0o644)
@@ -204,35 +202,39 @@ def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
     closed.mkdir()
     closed.chmod(0o000)
     user = ["--user", "nobody"] if os.getuid() == 0 else []
-    said, _ = told(
+    checks, _ = checks_of(
         capsys, keys / "node-0", "--superlink", f"127.0.0.1:{free_port()}",
         "--read", closed, *user,
     )  # fmt: skip
     closed.chmod(0o700)
-    assert "got mode 0644, expected 0600; call chmod 600" in said["keys"][1]
-    assert not said["read"][0]
-    assert not said["server"][0]
-    assert "a firewall" in said["server"][1]
-    assert "--node-config" in said["node config"][1]
+    assert "got mode 0644, expected 0600; call chmod 600" in checks["keys"][1]
+    assert not checks["read"][0]
+    assert not checks["server"][0]
+    assert "a firewall" in checks["server"][1]
+    assert "--node-config" in checks["node config"][1]
 
 
-def test_a_server(tmp_path, capsys, monkeypatch, plenty):
+def test_the_servers_folder_is_checked(tmp_path, capsys, monkeypatch, plenty):
     keys = tmp_path / "keys"
     make_credentials(keys, ["127.0.0.1"], 1)
     with Server(keys / "superlink") as one, Server(keys / "superlink") as proxy:
         monkeypatch.setattr(doctor, "PROXY_ADDRESS", f"localhost:{proxy.port}")
-        said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{one.port}")
-    assert status == 0, said
-    assert {"SuperLink", "proxy", "closed"} < set(said)
-    with Server(keys / "superlink", refuses=415) as bare:  # a SuperLink takes such calls
+        checks, status = checks_of(
+            capsys, keys / "superlink", "--superlink", f"127.0.0.1:{one.port}"
+        )
+    assert status == 0, checks
+    assert {"SuperLink", "proxy", "closed"} < set(checks)
+    with Server(keys / "superlink", refuses=415) as bare:  # a SuperLink accepts such calls
         monkeypatch.setattr(doctor, "PROXY_ADDRESS", f"localhost:{bare.port}")
-        said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}")
+        checks, status = checks_of(
+            capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}"
+        )
     assert status == 1
-    assert "devices could submit runs" in said["proxy"][1]
-    assert not said["SuperLink"][0]
+    assert "devices could submit runs" in checks["proxy"][1]
+    assert not checks["SuperLink"][0]
 
 
-def test_the_superlinks_port_is_open_to_others(monkeypatch):
+def test_an_exposed_superlink_port_is_reported(monkeypatch):
     ours = SimpleNamespace(family=socket.AF_INET, address="0.0.0.0")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [ours]})
     with socket.socket() as one:
@@ -242,7 +244,7 @@ def test_the_superlinks_port_is_open_to_others(monkeypatch):
             doctor._closed(f"127.0.0.1:{one.getsockname()[1]}")
 
 
-def test_a_folder_that_is_neither(tmp_path, capsys):
+def test_an_unknown_folder_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(tmp_path)])
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""What `flwr run` and `flwr ls` do not say is told with what they printed."""
+"""Errors of `flwr run` and `flwr ls` are reported with what these commands printed."""
 
 import os
 
@@ -11,7 +11,7 @@ RUN = 'echo "Successfully started run 17"'
 
 @pytest.fixture
 def flwr(tmp_path, monkeypatch):
-    """Put a `flwr` on the path, whose two commands a test writes."""
+    """Put a `flwr` on the path, whose two commands each test writes."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -28,7 +28,7 @@ def submitted(tmp_path):
     return submit(tmp_path, "edge", "", os.environ)
 
 
-def test_the_end_of_a_run_is_what_flower_lists(flwr, tmp_path):
+def test_the_status_of_a_run_is_what_flower_lists(flwr, tmp_path):
     flwr(RUN, """echo '{"runs": [{"status": "finished:completed"}]}'""")
     assert submitted(tmp_path) == "finished:completed"
 
@@ -41,13 +41,13 @@ def test_the_end_of_a_run_is_what_flower_lists(flwr, tmp_path):
         """echo '{"runs": []}'; echo 'cannot reach the SuperLink' >&2""",
     ],
 )
-def test_where_flower_does_not_list_the_run_it_is_told(flwr, tmp_path, ls):
+def test_a_run_that_flower_does_not_list_is_reported(flwr, tmp_path, ls):
     flwr(RUN, ls)
     with pytest.raises(RuntimeError, match=r"(?s)flwr ls edge --run-id 17 .*cannot reach"):
         submitted(tmp_path)
 
 
-def test_a_run_that_does_not_start_is_told(flwr, tmp_path):
+def test_a_run_that_does_not_start_is_reported(flwr, tmp_path):
     flwr("echo refused; exit 2", "exit 1")
     with pytest.raises(RuntimeError, match="ended with status 2 before the run"):
         submitted(tmp_path)

@@ -1,4 +1,4 @@
-"""A crew answers in order, and goes ahead by one reply for each worker."""
+"""A worker pool answers in order, and computes ahead by one reply for each worker."""
 
 import socket
 import threading
@@ -16,7 +16,7 @@ from ravan_flwr.launch.workers import Job, WorkerLink, WorkerPool
 
 
 class Threads:
-    """Workers that are threads; each adds one to what a client keeps."""
+    """Workers that are threads; each adds one to what its client keeps."""
 
     def __init__(self, behave=lambda _: None):
         self.behave, self.begun, self.started = behave, [], 0
@@ -40,8 +40,8 @@ class Threads:
                 if self.behave(node_id) == "die":
                     connection.close()
                     return
-                kept = state.config_records.get("kept", ConfigRecord({"times": []}))
-                state["kept"] = ConfigRecord({"times": [*cast(list[int], kept["times"]), 1]})
+                counter = state.config_records.get("kept", ConfigRecord({"times": []}))
+                state["kept"] = ConfigRecord({"times": [*cast(list[int], counter["times"]), 1]})
                 reply = RecordDict({"config": ConfigRecord({"of": node_id})})
                 connection.send((reply, state, []))
 
@@ -54,122 +54,122 @@ def array(number):
 def jobs():
     identify()
     sent = array(1)
-    made = []
+    result = []
     for node_id in range(1, 21):
         content = RecordDict({"arrays": sent, "config": ConfigRecord({"round": 1})})
         message = Message(content, node_id, "train", group_id="1")
         message.metadata.__dict__["_message_id"] = str(node_id)
         state = RecordDict({"fixed": array(2)}) if node_id == 1 else RecordDict()
         context = Context(1, node_id, {}, state, {})
-        made.append(Job(message, context, time.monotonic() + 60))
-    return made
+        result.append(Job(message, context, time.monotonic() + 60))
+    return result
 
 
-def of(message):
+def node_of(message):
     return message.content["config"]["of"]
 
 
 def test_replies_come_in_the_order_they_are_asked_for(jobs):
     starter = Threads(lambda node_id: time.sleep(0.02 * (node_id % 3)))
-    crew = WorkerPool(starter, 3)
-    crew.expect(jobs)
-    assert [of(crew.answer(job)) for job in jobs] == list(range(1, 21))
+    pool = WorkerPool(starter, 3)
+    pool.expect(jobs)
+    assert [node_of(pool.answer(job)) for job in jobs] == list(range(1, 21))
     assert sorted(starter.begun) == list(range(1, 21))
-    crew.close()
+    pool.close()
 
 
-def test_workers_go_ahead_by_one_reply_each(jobs):
+def test_workers_compute_ahead_by_one_reply_each(jobs):
     starter = Threads()
-    crew = WorkerPool(starter, 2)
-    crew.expect(jobs)
-    crew.answer(jobs[0])
+    pool = WorkerPool(starter, 2)
+    pool.expect(jobs)
+    pool.answer(jobs[0])
     time.sleep(0.2)
-    crew.answer(jobs[1])
+    pool.answer(jobs[1])
     time.sleep(0.2)
     assert len(starter.begun) <= 2 + 4
-    # The last is computed although as many wait as may.
-    assert of(crew.answer(jobs[-1])) == 20
-    crew.close()
+    # The last is computed although the reserve of replies is full.
+    assert node_of(pool.answer(jobs[-1])) == 20
+    pool.close()
 
 
-def test_what_was_not_asked_for_leaves_no_trace(jobs):
-    """A reply in reserve, of a round that had enough."""
-    crew = WorkerPool(Threads(), 2)
-    crew.expect(jobs)
-    crew.answer(jobs[0])
+def test_an_unused_reply_changes_no_state(jobs):
+    """It is a reply in reserve, of a round that had enough."""
+    pool = WorkerPool(Threads(), 2)
+    pool.expect(jobs)
+    pool.answer(jobs[0])
     time.sleep(0.1)
     assert jobs[0].context.state["kept"]["times"] == [1]
     assert "kept" not in jobs[1].context.state
-    crew.expect(jobs[5:7])
-    assert of(crew.answer(jobs[5])) == 6
-    assert of(crew.answer(jobs[6])) == 7
-    crew.expect([jobs[1]])
-    assert of(crew.answer(jobs[1])) == 2
+    pool.expect(jobs[5:7])
+    assert node_of(pool.answer(jobs[5])) == 6
+    assert node_of(pool.answer(jobs[6])) == 7
+    pool.expect([jobs[1]])
+    assert node_of(pool.answer(jobs[1])) == 2
     assert jobs[1].context.state["kept"]["times"] == [1]
-    crew.close()
+    pool.close()
 
 
-def test_what_is_not_expected_is_answered_all_the_same(jobs):
-    crew = WorkerPool(Threads(), 2)
-    assert of(crew.answer(jobs[3])) == 4
-    crew.close()
+def test_an_unexpected_job_is_answered(jobs):
+    pool = WorkerPool(Threads(), 2)
+    assert node_of(pool.answer(jobs[3])) == 4
+    pool.close()
 
 
-def test_arrays_that_a_client_keeps_come_back_as_what_they_were(jobs):
-    crew = WorkerPool(Threads(), 1)
+def test_arrays_in_a_clients_state_stay_the_same_objects(jobs):
+    pool = WorkerPool(Threads(), 1)
     fixed = jobs[0].context.state["fixed"]
     for _ in range(2):
-        crew.expect(jobs[:3])
+        pool.expect(jobs[:3])
         for job in jobs[:3]:
-            crew.answer(job)
+            pool.answer(job)
     assert jobs[0].context.state["fixed"] is fixed
     assert jobs[0].context.state["kept"]["times"] == [1, 1]
-    crew.close()
+    pool.close()
 
 
-def test_a_worker_that_ends_costs_one_reply_and_is_replaced(jobs):
+def test_a_worker_that_ends_loses_one_reply_and_is_replaced(jobs):
     starter = Threads(lambda node_id: "die" if node_id == 2 else None)
-    crew = WorkerPool(starter, 2)
-    crew.expect(jobs)
-    replies: list[Any] = [crew.answer(job) for job in jobs]
+    pool = WorkerPool(starter, 2)
+    pool.expect(jobs)
+    replies: list[Any] = [pool.answer(job) for job in jobs]
     assert [reply.has_error() for reply in replies] == [False, True] + 18 * [False]
     assert "ended before it answered" in replies[1].error.reason
-    assert (len(crew), starter.started) == (2, 3)
-    crew.close()
+    assert (len(pool), starter.started) == (2, 3)
+    pool.close()
 
 
-def test_one_that_hangs_is_waited_for_until_the_round_ends(jobs, monkeypatch):
+def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, monkeypatch):
     now, over = [0.0], threading.Event()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def hang_or_end_the_round(node_id):
         if node_id == 1:
             over.wait()
-        elif node_id == 3:  # which is asked when 2 has answered
+        elif node_id == 3:  # asked after 2 has answered
             now[0] = 2.0
 
-    crew = WorkerPool(Threads(hang_or_end_the_round), 2)
-    soon = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
-    crew.expect(soon)
-    assert crew.answer(soon[0]) is None
-    assert of(crew.answer(soon[1])) == 2  # it was there by then
-    assert len(crew) == 2
-    crew.close()
+    pool = WorkerPool(Threads(hang_or_end_the_round), 2)
+    jobs_with_deadline = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
+    pool.expect(jobs_with_deadline)
+    assert pool.answer(jobs_with_deadline[0]) is None
+    assert node_of(pool.answer(jobs_with_deadline[1])) == 2  # its reply had arrived by then
+    assert len(pool) == 2
+    pool.close()
     over.set()
 
 
-def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
+def test_without_any_worker_the_run_stops_with_advice(jobs, caplog):
     class Once(Threads):
         def start(self):
             if self.started:
                 raise OSError("no memory")
             return super().start()
 
-    crew = WorkerPool(Once(lambda _: "die"), 3)
-    assert len(crew) == 1
-    ended = crew.answer(jobs[0])
+    pool = WorkerPool(Once(lambda _: "die"), 3)
+    assert len(pool) == 1
+    ended = pool.answer(jobs[0])
     assert ended is not None
     assert ended.has_error()
     assert "no other can be started: no memory" in caplog.text
     with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
-        crew.answer(jobs[1])
+        pool.answer(jobs[1])

@@ -1,4 +1,4 @@
-"""Records of unknown origin."""
+"""Arrays in records of unknown origin."""
 
 import pytest
 import torch
@@ -21,20 +21,20 @@ def test_tensors_round_trip(dtype, shape):
     assert num_bytes(record) == tensor.numel() * tensor.element_size()
 
 
-def test_what_arrives_can_be_written_to_without_changing_the_record():
+def test_a_decoded_tensor_is_writable_and_leaves_the_record_unchanged():
     record = to_record({"x": torch.ones(3)})
     from_record(record)["x"].zero_()
     assert torch.equal(from_record(record)["x"], torch.ones(3))
 
 
-def test_a_view_is_the_records_own_bytes():
+def test_a_view_shares_the_records_bytes():
     record = to_record({"x": torch.arange(3.0)})
     one, other = (view_record(record)["x"] for _ in range(2))
     assert one.tolist() == [0.0, 1.0, 2.0]
     assert one.data_ptr() == other.data_ptr()
 
 
-def test_transposed_tensors_arrive_as_they_look():
+def test_transposed_tensors_round_trip():
     tensor = torch.arange(6.0).view(2, 3).T
     assert torch.equal(from_record(to_record({"x": tensor}))["x"], tensor)
 
@@ -50,6 +50,6 @@ def test_transposed_tensors_arrive_as_they_look():
         (Array("float32", (2**31 - 1,) * 3 + (0,), STYPE, b""), "has 0 bytes, expected 0 for"),
     ],
 )
-def test_an_array_that_is_not_sound_is_refused(array, message):
+def test_an_invalid_array_is_refused(array, message):
     with pytest.raises(ValueError, match=message):
         from_record(ArrayRecord({"x": array}))

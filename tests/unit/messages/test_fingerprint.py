@@ -1,4 +1,4 @@
-"""The checksum of the code: of all of it, and of what a process began with."""
+"""The checksum of the code covers all files, as they were when the process began."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package of two files in place of this one, not read yet."""
+    """Replace this package by one of two files, not read yet."""
     place = tmp_path / "messages" / "fingerprint.py"
     place.parent.mkdir()
     place.write_text("one = 1")
@@ -22,14 +22,14 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cli.py", "messages/fingerprint.py", "another.py"])
-def test_every_file_counts(package, name):
+def test_a_change_of_any_file_changes_the_checksum(package, name):
     before = code_fingerprint()
     (package / name).write_text("three = 3")
-    code_fingerprint.cache_clear()  # another process
+    code_fingerprint.cache_clear()  # as in another process
     assert code_fingerprint() != before
 
 
-def test_an_edit_changes_nothing_for_the_process_that_runs_already(package: Path):
+def test_an_edit_does_not_change_the_checksum_of_a_running_process(package: Path):
     before = code_fingerprint()
     (package / "cli.py").write_text("three = 3")
     assert code_fingerprint() == before

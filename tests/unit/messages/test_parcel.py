@@ -1,4 +1,4 @@
-"""What a node is given to keep is checked before a path is made of it; so is its answer."""
+"""A delivered result and the node's answer are validated before use."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ from ravan_flwr.methods.tensors import checksum
 PARCEL = Parcel("20260101-120000-digits-vit-ravan-seed0", "a" * 16, 3, "0" * 16, '{"rounds": 3}')
 
 
-def test_a_parcel_travels_whole():
+def test_a_parcel_round_trips():
     assert read_parcel(PARCEL.as_config()) == PARCEL
     assert read_parcel(PARCEL.as_config() | {"round": 3, "budget-fraction": 0.5}) == PARCEL
     assert PARCEL.run_summary == {"rounds": 3}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"run": 7}, "run is 7, expected"),
         ({"run": ""}, "the run's name is ''"),
@@ -54,13 +54,13 @@ def test_a_parcel_travels_whole():
         ({"summary": '"' + "x" * (1 << 20) + '"'}, "summary has 1048578 characters"),
     ],
 )
-def test_a_parcel_that_is_not_sound_is_refused(changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_parcel_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         read_parcel(PARCEL.as_config() | changes)
 
 
 @given(st.text() | st.from_regex(r"[./\\ a\0-]{0,12}"))
-def test_a_name_that_passes_is_one_folder_in_its_place(name):
+def test_an_accepted_name_is_one_folder_below_its_parent(name):
     try:
         check_run_name(name)
     except ValueError:
@@ -76,7 +76,7 @@ NAMES = ["20260101-120000-digits-vit-ravan-seed0", "my run, again".replace(",", 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_runs_pass(name):
+def test_names_of_runs_are_accepted(name):
     assert check_run_name(name) == name
 
 
@@ -84,7 +84,7 @@ STATE = {"H": torch.arange(24.0).view(6, 2, 2), "classifier": torch.ones(3)}
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"H": STATE["H"]}, r"got tensors \['H'\], expected \['H', 'classifier'\]"),
         (STATE | {"more": torch.ones(1)}, "got tensors"),
@@ -94,13 +94,13 @@ STATE = {"H": torch.arange(24.0).view(6, 2, 2), "classifier": torch.ones(3)}
         (STATE | {"H": STATE["H"].half()}, "has checksum"),
     ],
 )
-def test_a_state_that_is_not_what_was_sent_is_refused(changed, told):
+def test_a_state_that_differs_from_its_checksum_is_refused(changed, message):
     check_state(STATE, STATE, checksum(STATE))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check_state(changed, STATE, checksum(STATE))
 
 
-def test_answers_are_read_back():
+def test_answers_round_trip():
     assert read_answer(confirmation(PARCEL, "merged"), PARCEL) == "merged"
     with pytest.raises(ValueError, match=r"^no space left\\n\\x1b\[2K$"):
         read_answer(refusal("no space left\n\x1b[2K"), PARCEL)
@@ -119,7 +119,7 @@ ANSWERS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "told"), ANSWERS, ids=lambda one: json.dumps(one)[:40])
-def test_an_answer_that_is_not_sound_is_one_that_has_nothing(answer, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("answer", "message"), ANSWERS, ids=lambda one: json.dumps(one)[:40])
+def test_an_invalid_answer_is_refused(answer, message):
+    with pytest.raises(ValueError, match=message):
         read_answer(answer, PARCEL)

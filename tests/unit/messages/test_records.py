@@ -1,4 +1,4 @@
-"""Bytes with names in a record: what is read is what was written, or refused."""
+"""Named byte strings in a record round-trip; other records are refused."""
 
 import pytest
 from flwr.app import Array, ArrayRecord
@@ -6,7 +6,7 @@ from flwr.app import Array, ArrayRecord
 from ravan_flwr.messages.records import STYPE, read_pieces, to_pieces
 
 
-def test_pieces_are_read_as_they_were_written():
+def test_named_bytes_round_trip():
     parts = {"one": b"abc", "two": b"", "three": bytes(range(256))}
     assert read_pieces(to_pieces(parts), ("three", "one", "two")) == parts
 

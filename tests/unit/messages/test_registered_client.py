@@ -1,4 +1,4 @@
-"""A node's description of itself: its fields stand once, and travel all."""
+"""A node's description of itself: every field is sent and validated."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from ravan_flwr.messages.registered_client import RegisteredClient, read_registered_client
 from tests.hand_made import registered_client
 
-# What older nodes and servers send and read: no key may go.
+# Keys that older nodes and servers send and read: none may be removed.
 KEYS = {
     "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int,
     "budget-fraction": float, "device": str, "free-memory": int, "versions": str, "code": str,
@@ -15,7 +15,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_every_field_travels_as_its_type():
+def test_every_field_is_sent_with_its_type():
     answer = registered_client().as_config()
     assert {key: type(value) for key, value in answer.items()} == KEYS
     assert len(KEYS) == len(dataclasses.fields(RegisteredClient)) - 1

@@ -1,4 +1,4 @@
-"""The largest numbers travel, and no others; what no client sends is refused."""
+"""Sparse messages carry the largest values alone; invalid ones are refused."""
 
 from fractions import Fraction
 
@@ -27,22 +27,22 @@ SHAPES = st.dictionaries(
 
 
 def drawn(shapes, seed=0):
-    """Round numbers, so that many are equally large; and what is no number of the model's."""
+    """Draw rounded values, so that many are equally large."""
     random = generator(seed, "drawn")
     made = {n: (3 * torch.randn(shape, generator=random)).round() for n, shape in shapes.items()}
     return made | {"heads": torch.tensor([3], dtype=torch.uint8), "frozen": torch.ones(5)}
 
 
-def weight(tensors):
+def bytes_in(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 @given(SHAPES, SHARES, st.sampled_from(KEYS["wire"].choices))
-def test_the_largest_numbers_arrive_and_weigh_what_is_promised(shapes, share, numbers):
+def test_the_largest_values_arrive_in_the_computed_number_of_bytes(shapes, share, numbers):
     sent = drawn(shapes)
     coded = wire.encode(sparsify(sent, share, shapes.keys()), numbers, generator(1))
     beside = 1 + wire.num_bytes([(5,)], numbers)
-    assert weight(coded) == num_bytes(shapes.values(), share, numbers) + beside
+    assert bytes_in(coded) == num_bytes(shapes.values(), share, numbers) + beside
     got = densify(wire.decode(coded, numbers), share)
     expected = by_hand(sent, share, shapes.keys())
     assert got.keys() == expected.keys()
@@ -50,12 +50,12 @@ def test_the_largest_numbers_arrive_and_weigh_what_is_promised(shapes, share, nu
     step = largest / 127 if numbers == "int8" else 0.0
     for name, tensor in expected.items():
         assert got[name].shape == tensor.shape
-        # Whole numbers up to 20, which 16 bits hold.
+        # Integers up to 20, which are exact in 16 bits.
         assert float((got[name].double() - tensor.double()).abs().max()) <= 1.001 * step
 
 
 @given(SHAPES)
-def test_all_numbers_are_sent_as_they_are(shapes):
+def test_a_fraction_of_one_sends_all_values_unchanged(shapes):
     sent = drawn(shapes)
     for made in (sparsify(sent, Fraction(1), shapes.keys()), densify(sent, Fraction(1))):
         assert made.keys() == sent.keys()
@@ -70,17 +70,17 @@ def test_all_numbers_are_sent_as_they_are(shapes):
     [
         ((8, 8), Fraction(1, 4), 16 * 4 + 8),  # a bit each: 8 bytes, where 16 indices take 16
         ((16, 16), Fraction(1, 64), 4 * 4 + 4 * 1),  # indices of a byte, where bits take 32
-        ((257,), Fraction(1, 64), 4 * 4 + 4 * 2),  # of two
-        ((70_000,), Fraction(1, 700), 100 * 4 + 100 * 4),  # of four
+        ((257,), Fraction(1, 64), 4 * 4 + 4 * 2),  # of two bytes
+        ((70_000,), Fraction(1, 700), 100 * 4 + 100 * 4),  # of four bytes
         ((5, 16, 16), Fraction(1, 64), 5 * (4 * 4 + 4 * 1)),  # head by head
     ],
 )
-def test_places_are_bits_or_indices_whichever_is_smaller(shape, share, expected):
+def test_positions_are_a_bitmap_or_indices_whichever_is_smaller(shape, share, expected):
     assert num_bytes([shape], share, "float32") == expected
-    sent = {"x": torch.randn(shape, generator=generator(0, "x"))}
-    coded = sparsify(sent, share, {"x"})
-    assert weight(coded) == expected
-    assert torch.equal(densify(coded, share)["x"], by_hand(sent, share, {"x"})["x"])
+    tensors = {"x": torch.randn(shape, generator=generator(0, "x"))}
+    coded = sparsify(tensors, share, {"x"})
+    assert bytes_in(coded) == expected
+    assert torch.equal(densify(coded, share)["x"], by_hand(tensors, share, {"x"})["x"])
 
 
 def reply():
@@ -122,17 +122,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_no_client_sends_is_refused(what):
+def test_invalid_sparse_tensors_are_refused(what):
     share, most, coded = reply()
     assert densify(coded, share, most).keys() == {"H", "B"}
     change, complaint = WRONG[what]
-    spoilt = {name: t for name, t in (coded | change(coded)).items() if t is not None}
+    corrupted = {name: t for name, t in (coded | change(coded)).items() if t is not None}
     with pytest.raises(ValueError, match=complaint):
-        densify(spoilt, share, most)
+        densify(corrupted, share, most)
 
 
 @pytest.mark.parametrize("bit", [0, 12])
-def test_bits_that_mark_other_places_than_they_should_are_refused(bit):
+def test_a_bitmap_of_another_number_of_positions_is_refused(bit):
     share = Fraction(1, 2)
     coded = sparsify({"B": torch.arange(1.0, 13)}, share, {"B"})
     marks = coded[FLAT + "/places"]
@@ -142,7 +142,7 @@ def test_bits_that_mark_other_places_than_they_should_are_refused(bit):
         densify(coded | {FLAT + "/places": flipped}, share, 12)
 
 
-def test_an_index_beyond_the_last_number_is_refused():
+def test_an_index_out_of_range_is_refused():
     share = Fraction(1, 30)
     coded = sparsify({"B": torch.arange(1.0, 301)}, share, {"B"})
     places = coded[FLAT + "/places"]

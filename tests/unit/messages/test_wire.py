@@ -1,4 +1,4 @@
-"""What travels in few bits is what was meant to rounding, and weighs what was promised."""
+"""Reduced-precision messages round-trip to rounding, in the computed number of bytes."""
 
 import pytest
 import torch
@@ -22,15 +22,15 @@ def drawn(shape, seed=0, scale=1.0):
     return scale * torch.randn(shape, generator=generator(seed, "drawn"))
 
 
-def weight(tensors):
+def bytes_in(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 @given(SHAPES, st.sampled_from(WIRES), st.floats(1e-4, 1e3))
-def test_what_arrives_is_what_was_sent_to_rounding(shape, wire, scale):
+def test_tensors_round_trip_to_rounding(shape, wire, scale):
     sent = {"H": drawn(shape, scale=scale), "heads": torch.tensor([3], dtype=torch.uint8)}
     coded = encode(sent, wire, generator(1))
-    assert weight(coded) - 1 == num_bytes([shape], wire)
+    assert bytes_in(coded) - 1 == num_bytes([shape], wire)
     got = decode(coded, wire)
     assert got.keys() == sent.keys()
     assert torch.equal(got["heads"], sent["heads"])
@@ -52,7 +52,7 @@ def test_rounding_to_8_bits_is_unbiased_and_a_function_of_its_seed():
     mean = torch.stack(
         [decode(encode(sent, "int8", generator(n)), "int8")["H"] for n in range(4000)]
     )
-    # A step's rounding has a deviation of at most half a step: four of the mean's.
+    # A rounded value deviates by at most half a step; the bound is four deviations of the mean.
     bound = 4 * 0.5 * step / 4000**0.5
     assert ((mean.mean(0) - sent["H"]).abs().flatten(1).amax(1) < bound).all()
     one, two, other = (encode(sent, "int8", generator(n))["H"] for n in (1, 1, 2))
@@ -67,7 +67,7 @@ def test_zeros_stay_zeros_and_each_head_has_a_scale_of_its_own():
     torch.testing.assert_close(got, H)
 
 
-def test_a_number_beyond_the_wires_range_is_told():
+def test_a_value_beyond_the_wires_range_is_reported():
     with pytest.raises(ValueError, match="wire = 'float16': H has numbers up to 1e[+]05, expected"):
         encode({"H": torch.tensor([1e5])}, "float16", generator(0))
     assert encode({"H": torch.tensor([1e5])}, "bfloat16", generator(0))
@@ -84,7 +84,7 @@ def test_a_number_beyond_the_wires_range_is_told():
         ({"B/scales": torch.ones(1)}, "B/scales has no tensor that it scales"),
     ],
 )
-def test_what_no_client_sends_is_refused(changes, complaint):
+def test_invalid_quantised_tensors_are_refused(changes, complaint):
     coded = encode({"H": drawn((2, 3, 3))}, "int8", generator(0))
     with pytest.raises(ValueError, match=complaint):
         decode(coded | changes, "int8")

@@ -1,4 +1,4 @@
-"""A method that lacks what an option asks for is refused, with the reason."""
+"""A method that lacks what an option needs is refused, with the reason."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ OF_OPTIONS = {
 }  # fmt: skip
 
 
-def test_a_method_itself_has_nothing_that_options_alone_ask_for():
+def test_the_base_class_has_no_attribute_that_only_options_need():
     assert not OF_OPTIONS & set(dir(Method))
     assert set(dir(SumsChanges)) | set(dir(NormLimits)) >= OF_OPTIONS
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_row_promises_what_its_class_has(name):
+def test_a_methods_row_matches_its_class(name):
     # FedRPCA has RAVAN's clients, and another next state.
     sums = issubclass(get_method(name), SumsChanges) and name != "fedrpca"
     assert METHODS[name].sums_changes == sums
@@ -34,7 +34,7 @@ def test_a_row_promises_what_its_class_has(name):
         {"secure-aggregation": True},
     ],
 )
-def test_a_method_without_them_is_refused_under_the_options_that_ask_for_them(option):
+def test_a_method_without_the_extension_is_refused_under_its_option(option):
     with pytest.raises(ValueError, match="'hetlora'.*expected one of ravan, full, fedit"):
         read_config({"method": "hetlora", "clients-per-round": 8, **option})
     method, _ = build("hetlora")
@@ -42,7 +42,7 @@ def test_a_method_without_them_is_refused_under_the_options_that_ask_for_them(op
         sums_changes(method)
 
 
-def test_changes_count_from_what_was_sent_where_a_method_says_nothing_else():
+def test_changes_are_measured_from_the_broadcast_by_default():
     method, adapters = build("fedit")
     sent = method.initial_state(adapters)
     upload = {"B": sent["B"] + 1}

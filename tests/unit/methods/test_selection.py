@@ -1,4 +1,4 @@
-"""Which heads: budgets, scores, ties."""
+"""Selection of heads: budget fractions, scores, ties."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ravan_flwr.seeding import generator
 
 
 class Tower(nn.Module):
-    """Two adapted layers with something between them, as float64."""
+    """Two adapted layers with a nonlinearity between them, in float64."""
 
     def __init__(self):
         super().__init__()
@@ -39,13 +39,13 @@ def tower():
     return Tower()
 
 
-def test_the_configuration_offers_the_scorings_there_are():
+def test_the_configuration_offers_every_scoring():
     assert set(KEYS["scoring"].choices) == set(SCORINGS)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_gradient_scores_are_the_norms_of_the_gradients_of_the_products(tower, parts):
-    """Of the whole batch, in however many parts it is computed."""
+    """The scores are of the whole batch, in any number of parts."""
     x = torch.randn(7, 5, dtype=torch.float64)
 
     def backward(*_):
@@ -80,7 +80,7 @@ def test_random_scores_are_a_function_of_the_generator(tower):
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
-def test_the_best_heads_of_each_layer(layers, heads, data):
+def test_local_selection_takes_the_best_heads_of_each_layer(layers, heads, data):
     number = data.draw(st.integers(1, heads))
     scores = torch.rand(layers, heads, generator=generator(layers, heads))
     chosen = best_heads(scores, number, "layer", generator(0))
@@ -91,14 +91,14 @@ def test_the_best_heads_of_each_layer(layers, heads, data):
         assert not rest or row[picked].min() >= row[rest].max()
 
 
-def test_global_selection_takes_as_many_anywhere():
+def test_global_selection_takes_the_same_number_over_all_layers():
     scores = torch.tensor([[9.0, 8.0, 7.0], [1.0, 6.0, 0.0]])
     assert best_heads(scores, 2, "global", generator(0)) == [[0, 1, 2], [1]]
     assert best_heads(scores, 2, "layer", generator(0)) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("selection", ["layer", "global"])
-def test_ties_are_broken_at_random_by_the_seed(selection):
+def test_ties_are_broken_by_a_seeded_draw(selection):
     zeros = torch.zeros(3, 4)
     picks = [best_heads(zeros, 2, selection, generator(seed)) for seed in range(60)]
     assert picks == [best_heads(zeros, 2, selection, generator(seed)) for seed in range(60)]
@@ -113,7 +113,7 @@ def test_ties_are_broken_at_random_by_the_seed(selection):
 
 @pytest.mark.parametrize("distribution", BUDGETS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_clients_are_spread_over_the_budgets_as_documented(distribution, seed):
+def test_budget_fractions_are_distributed_as_documented(distribution, seed):
     fractions = [budget_fraction(distribution, seed, client) for client in range(200)]
     assert sum(BUDGETS[distribution]) == pytest.approx(1)
     for fraction, part in zip(BUDGET_FRACTIONS, BUDGETS[distribution], strict=True):
@@ -121,16 +121,16 @@ def test_clients_are_spread_over_the_budgets_as_documented(distribution, seed):
     assert fractions == [budget_fraction(distribution, seed, client) for client in range(200)]
 
 
-def test_budgets_differ_between_seeds():
+def test_budget_fractions_differ_between_seeds():
     one, two = ([budget_fraction("uniform", s, c) for c in range(20)] for s in (0, 1))
     assert one != two
 
 
 @given(st.sampled_from(BUDGET_FRACTIONS), st.integers(1, 64))
-def test_a_share_pays_for_the_floor_and_at_least_one(fraction, heads):
+def test_a_budget_fraction_affords_the_rounded_down_heads_and_at_least_one(fraction, heads):
     assert affordable(fraction, heads) == max(1, int(fraction * 4) * heads // 4)
 
 
-def test_a_product_a_hair_below_a_whole_number_counts_as_it():
+def test_a_product_just_below_an_integer_is_rounded_to_it():
     assert 0.29 * 100 < 29
     assert affordable(0.29, 100) == 29

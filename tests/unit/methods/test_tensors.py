@@ -1,4 +1,4 @@
-"""Tensors are hashed by all that they are, on both sides alike."""
+"""The checksum of tensors covers names, dtypes, shapes and bytes."""
 
 import hashlib
 
@@ -27,10 +27,10 @@ def test_the_checksum_is_that_of_names_dtypes_shapes_and_bytes():
     ],
     ids=["name", "shape", "dtype", "numbers", "one more"],
 )
-def test_what_differs_in_anything_has_another_checksum(other):
+def test_any_difference_changes_the_checksum(other):
     assert checksum(other) != checksum({"x": torch.zeros(2, 3)})
 
 
-def test_how_a_tensor_lies_in_memory_does_not_matter():
+def test_the_memory_layout_does_not_change_the_checksum():
     matrix = torch.arange(6.0).view(2, 3)
     assert checksum({"x": matrix.T}) == checksum({"x": matrix.T.contiguous()})

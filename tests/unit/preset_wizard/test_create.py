@@ -1,4 +1,4 @@
-"""Tests of `ravan-flwr new`: what it sees in data made elsewhere, and what it refuses."""
+"""`ravan-flwr new`: the properties that it detects in data, and its errors."""
 
 import inspect
 import json
@@ -23,11 +23,11 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, features, save_data, save_model
 
-MODULES = (pathlib, statistics, string, threading)  # whose docstrings are the texts
+MODULES = (pathlib, statistics, string, threading)  # the texts are their docstrings
 
 
 def docstrings():
-    """Texts that people wrote, with the module that each is of."""
+    """Return real texts, each with the name of its module."""
     found = []
     for module in MODULES:
         for _, thing in inspect.getmembers(module):
@@ -55,7 +55,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def images(tmp_path):
-    """Scikit-learn's digits as files of another size, in a folder for each."""
+    """Write scikit-learn's digits as image files of another size, in a folder for each class."""
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images[:300], digits.target, strict=False)):
         part = "test" if number % 5 == 0 else "train"
@@ -67,7 +67,7 @@ def images(tmp_path):
 
 @pytest.fixture
 def new(tmp_path, monkeypatch, capsys):
-    """Run the command where no app is; return what it prints, and the preset that it wrote."""
+    """Run the command in an empty folder; return its output and the preset that it wrote."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, data, model, *words):
@@ -98,7 +98,7 @@ def bert(tmp_path):
 
 
 def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_path):
-    told, config = new("docs", texts, bert)
+    output, config = new("docs", texts, bert)
     assert dict(config.data.columns) == {"text": "body", "label": "module"}
     assert config.data.labels == tuple(sorted(module.__name__ for module in MODULES))
     assert (config.preset, config.task, config.model.name) == ("docs", "text", str(bert))
@@ -106,59 +106,59 @@ def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_pat
     held_back = sum(
         round(sum(name == module.__name__ for _, name in rows) / 5) for module in MODULES
     )
-    assert f"{len(rows) - held_back:,} examples to train, {held_back:,} more to test:" in told
-    assert "not used: id" in told
+    assert f"{len(rows) - held_back:,} examples to train, {held_back:,} more to test:" in output
+    assert "not used: id" in output
     assert config.data.test_share == 0.2
-    assert f"wrote  {tmp_path}/conf/docs.yaml" in told
-    assert told.splitlines()[-1] == "       ravan-flwr simulate preset=conf/docs.yaml"
-    # A comment on every line that says something, for those who change it.
+    assert f"wrote  {tmp_path}/conf/docs.yaml" in output
+    assert output.splitlines()[-1] == "       ravan-flwr simulate preset=conf/docs.yaml"
+    # Every line with a setting has a comment.
     lines = (tmp_path / "conf" / "docs.yaml").read_text().splitlines()
     plain = [line for line in lines if re.match("  [^ ]", line) and "#" not in line]
     assert all(line.strip()[0] in "lhn" for line in plain), plain
 
 
 def test_the_tokens_that_are_read_cover_99_of_100_texts(new, tmp_path):
-    """Counted with the model's own tokenizer, of 200 texts of which one is long."""
+    """Tokens are counted with the model's own tokenizer, over 200 texts of which one is long."""
     model = save_model("bert", tmp_path / "bert")
     rows = [{"text": "a " * (1 + n % 40), "label": "xy"[n % 2]} for n in range(399)]
     rows.append({"text": "a " * 300, "label": "x"})
     folder = as_lines(tmp_path / "data", rows)
     as_lines(tmp_path / "data", rows[:2], "test.jsonl")
-    told, config = new("short", folder, model)
+    output, config = new("short", folder, model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     counts = sorted(len(tokenizer(row["text"]).input_ids) for row in rows)
     assert counts[395] <= config.max_length < counts[395] + 8 < counts[-1]
-    assert f"half have {statistics.median(counts):.0f} at most" in told
-    assert f"the longest {counts[-1]}; {config.max_length} are read" in told
+    assert f"half have {statistics.median(counts):.0f} at most" in output
+    assert f"the longest {counts[-1]}; {config.max_length} are read" in output
 
 
-def test_images_are_seen_and_split(new, images, tmp_path):
+def test_images_are_detected_and_split(new, images, tmp_path):
     vit = save_model("vit", tmp_path / "vit")
-    told, config = new("digits", images, vit)
+    output, config = new("digits", images, vit)
     assert (config.task, config.max_length) == ("vision", 0)
     assert config.data.labels == tuple(f"digit {number}" for number in range(10))
-    assert "240 examples to train, 60 to test" in told
-    assert "brought to 16 x 16" in told
+    assert "240 examples to train, 60 to test" in output
+    assert "brought to 16 x 16" in output
 
 
 @pytest.mark.parametrize("task", ["mnli", "qqp", "qnli", "rte", "sst2"])
-def test_published_data_sets_are_understood(task, new, bert, tmp_path):
-    """The columns and classes of GLUE, as they were read on the hub, not as conf/ has them."""
+def test_the_columns_of_published_data_sets_are_detected(task, new, bert, tmp_path):
+    """The columns and classes of GLUE as recorded from the hub, not as in conf/."""
     folder = tmp_path / "glue"
     save_data("glue-llama", folder, task)
     name, subset = DATA["glue-llama", task]
-    told, config = new(task, folder, bert, "--subset", task)
+    output, config = new(task, folder, bert, "--subset", task)
     columns = dict(config.data.columns)
     assert columns["label"] == "label"
     assert ("text-pair" in columns) == (task != "sst2")
-    assert "label from column 'label'" in told
+    assert "label from column 'label'" in output
     assert set(columns.values()) <= set(features(name, subset))
     assert config.data.labels == tuple(features(name, subset)["label"].names)
-    # The labels of GLUE's test are secret: each is -1.
-    assert dict(config.data.tests)["test"].startswith("validation") or "more to test" in told
+    # The labels of GLUE's test split are secret: each is -1.
+    assert dict(config.data.tests)["test"].startswith("validation") or "more to test" in output
 
 
-def test_numbers_and_names_with_anything_in_them_are_read_back(new, bert, tmp_path):
+def test_unusual_labels_and_names_round_trip(new, bert, tmp_path):
     labels = ['a "b"', "yes", "# no", "{x: 1}", "ü\u2028", "\U0001f600 New  York", "null"]
     rows = [{"text": f"some words {n}", "label": labels[n % 7]} for n in range(140)]
     _, config = new("odd", as_lines(tmp_path / 'my "data" # 1', rows), bert)
@@ -167,23 +167,23 @@ def test_numbers_and_names_with_anything_in_them_are_read_back(new, bert, tmp_pa
     assert content["data"]["name"] == str(tmp_path / 'my "data" # 1')
 
 
-def test_few_examples_make_few_clients_and_a_warning(new, bert, tmp_path):
+def test_few_examples_give_few_clients_and_a_warning(new, bert, tmp_path):
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(10)]
-    told, config = new("few", as_lines(tmp_path / "data", rows), bert)
+    output, config = new("few", as_lines(tmp_path / "data", rows), bert)
     assert config.num_clients == 2
-    assert "WARNING: 2 clients share 8 examples, which is very little" in told
+    assert "WARNING: 2 clients share 8 examples, which is very little" in output
 
 
-def test_classes_that_only_the_test_has_are_told(new, bert, tmp_path):
+def test_classes_of_the_test_split_alone_are_reported(new, bert, tmp_path):
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
     folder = as_lines(tmp_path / "data", rows)
     as_lines(
         tmp_path / "data", [{"text": "t", "label": "c"}, {"text": "u", "label": "a"}], "test.jsonl"
     )
-    told, config = new("more", folder, bert)
+    output, config = new("more", folder, bert)
     assert config.data.labels == ("a", "b", "c")
-    assert "1 of the classes have no example to train on: c; the test has some" in told
-    assert "1 of the classes have no example to test on: b" in told
+    assert "1 of the classes have no example to train on: c; the test has some" in output
+    assert "1 of the classes have no example to test on: b" in output
 
 
 def test_columns_can_be_named(new, bert, tmp_path):
@@ -194,19 +194,19 @@ def test_columns_can_be_named(new, bert, tmp_path):
     assert config.data.labels == ("0", "1", "2")
 
 
-def test_a_model_that_writes_its_answer_writes_labels(new, texts, tmp_path):
+def test_a_text_to_text_model_generates_labels(new, texts, tmp_path):
     t5 = save_model("t5", tmp_path / "t5")
     _, config = new("write", texts, t5)
     assert (config.task, config.data.prompt) == ("text-to-label", "{text}")
     assert config.data.target_length >= 2
-    assert config.classifier == "frozen"  # it has none
+    assert config.classifier == "frozen"  # it has no classifier
 
 
 ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([{"text": "a", "label": "x"}] * 9, r"got 1 class (x), expected two at least"),
         ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the types float"),
@@ -228,8 +228,8 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([{"text": f"{n}"} for n in range(60)], "name the label column with --label COLUMN"),
     ],
 )
-def test_data_that_cannot_be_learned_are_refused(rows, told, refused, bert, tmp_path):
-    assert told in refused("x", as_lines(tmp_path / "data", rows), bert)
+def test_data_that_cannot_be_learned_are_refused(rows, message, refused, bert, tmp_path):
+    assert message in refused("x", as_lines(tmp_path / "data", rows), bert)
 
 
 def test_damaged_files_are_named(refused, bert, tmp_path):
@@ -243,7 +243,7 @@ def test_damaged_files_are_named(refused, bert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "model", "told"),
+    ("name", "data", "model", "message"),
     [
         ("../x", "texts", "bert", "NAME '../x': expected letters, digits"),
         ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
@@ -254,11 +254,11 @@ def test_damaged_files_are_named(refused, bert, tmp_path):
         ("x", "texts", "texts", "the folder has no config.json"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_told(name, data, model, told, refused, texts, bert):
-    assert told in refused(name, data, model)
+def test_invalid_arguments_are_reported(name, data, model, message, refused, texts, bert):
+    assert message in refused(name, data, model)
 
 
-def test_labels_are_broken_into_lines_between_them_alone(new, bert, tmp_path):
+def test_line_breaks_in_the_label_list_are_between_labels_alone(new, bert, tmp_path):
     labels = [f"New  York, \U0001f600 {number}  " for number in range(60)]
     rows = [{"text": f"some words {n}", "label": labels[n % 60]} for n in range(600)]
     _, config = new("long", as_lines(tmp_path / "data", rows), bert)
@@ -267,7 +267,7 @@ def test_labels_are_broken_into_lines_between_them_alone(new, bert, tmp_path):
     assert max(len(line) for line in lines if "New  York" in line) < 150
 
 
-def test_a_test_whose_labels_are_secret_is_refused(refused, bert, tmp_path):
+def test_a_test_split_with_secret_labels_is_refused(refused, bert, tmp_path):
     folder = as_lines(tmp_path / "data", ROWS)
     as_lines(tmp_path / "data", [{"text": "a", "label": None}] * 3, "test.jsonl")
     assert "the examples of its split test have no labels" in refused("x", folder, bert)
@@ -276,9 +276,9 @@ def test_a_test_whose_labels_are_secret_is_refused(refused, bert, tmp_path):
 @pytest.mark.parametrize(
     "words", [["--text-pair", "text"], ["--image", "text"], ["--image", "text", "--text", "text"]]
 )
-def test_options_that_do_not_go_together_are_refused(words, refused, bert, tmp_path):
-    told = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
-    assert "expected --image alone" in told or "has no images but" in told
+def test_incompatible_options_are_refused(words, refused, bert, tmp_path):
+    error = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
+    assert "expected --image alone" in error or "has no images but" in error
 
 
 def test_images_without_classes_are_refused(refused, tmp_path):
@@ -297,25 +297,25 @@ def test_tables_of_two_kinds_are_refused(refused, bert, tmp_path):
     assert "got files of the kinds .csv, .json, expected one kind" in refused("x", folder, bert)
 
 
-def test_a_test_alone_is_not_what_clients_train_on(refused, bert, tmp_path):
+def test_a_test_split_without_a_training_split_is_refused(refused, bert, tmp_path):
     folder = as_lines(tmp_path / "data", ROWS, "test.jsonl")
     assert "got the splits test, expected one that is called train" in refused("x", folder, bert)
 
 
-def test_files_without_columns_are_named_with_those_that_are_read(refused, bert, tmp_path):
+def test_files_without_columns_are_reported_with_the_supported_ones(refused, bert, tmp_path):
     (tmp_path / "plain" / "deep").mkdir(parents=True)
     for name in ("data.txt", "deep/more.TXT"):
         (tmp_path / "plain" / name).write_text("some words\n")
-    told = refused("x", tmp_path / "plain", bert)
-    assert "data.txt" in told
-    assert "deep/more.TXT" in told
-    assert "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv)" in told
+    error = refused("x", tmp_path / "plain", bert)
+    assert "data.txt" in error
+    assert "deep/more.TXT" in error
+    assert "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv)" in error
 
 
-def test_the_bundled_model_is_a_model(new, images, tmp_path):
-    told, config = new("digits", images, "digits-vit")
+def test_the_bundled_model_is_accepted(new, images, tmp_path):
+    output, config = new("digits", images, "digits-vit")
     assert (config.model.source, config.model.name) == ("bundled", "digits-vit")
-    assert "adapts 8 matrices of 96 x 96" in told
+    assert "adapts 8 matrices of 96 x 96" in output
     assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
     preset = str(tmp_path / "conf" / "digits.yaml")
     settings: dict[str, Scalar] = {
@@ -327,12 +327,12 @@ def test_the_bundled_model_is_a_model(new, images, tmp_path):
     assert simulate(settings, 3).summary["rounds"] == 1
 
 
-def test_the_bundled_model_reads_no_texts(refused, texts):
+def test_the_bundled_model_is_refused_for_texts(refused, texts):
     assert "transformers has none of that architecture" in refused("x", texts, "digits-vit")
 
 
-def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_path, capsys):
-    """Of a model whose layers are small: four heads would have a rank above what helps."""
+def test_a_preset_has_the_number_of_heads_that_the_plan_recommends(new, texts, tmp_path, capsys):
+    """For a model with small layers, four heads would have a rank above the useful one."""
     small = save_model("bert", tmp_path / "small")
     _, config = new("small", texts, small)
     main(["plan", f"preset={tmp_path}/conf/small.yaml"])
@@ -342,7 +342,7 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "model", "words", "told"),
+    ("name", "data", "model", "words", "message"),
     [
         ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
         ("x", "./none", "x/y", [], "data = './none': found no such folder"),
@@ -352,11 +352,11 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
         ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
     ],
 )
-def test_what_needs_no_library_is_told_before_one_is_imported(
-    name, data, model, words, told, refused, monkeypatch
+def test_errors_that_need_no_library_are_reported_before_an_import(
+    name, data, model, words, message, refused, monkeypatch
 ):
     monkeypatch.setattr("ravan_flwr.cli.running.importing", lambda: pytest.fail("too late"))
-    assert told in refused(name, data, model, *words)
+    assert message in refused(name, data, model, *words)
 
 
 def test_nothing_is_overwritten(new, texts, bert, tmp_path):
@@ -371,16 +371,16 @@ def test_nothing_is_overwritten(new, texts, bert, tmp_path):
 def test_a_preset_for_devices_has_all_of_them_in_a_round(
     new, refused, texts, bert, tmp_path, monkeypatch
 ):
-    """Five devices, five a round; what a server without a test part and a service need is told."""
+    """Five devices, five a round; missing test data and the service's needs are reported."""
     assert "expected 2 or more" in refused("one", texts, bert, "--clients", "1")
-    told, config = new("simulated", texts, bert)
+    output, config = new("simulated", texts, bert)
     assert (config.num_clients, config.clients_per_round) == (10, 3)
-    assert "evaluate-on=clients" not in told
-    assert "home folder" not in told
+    assert "evaluate-on=clients" not in output
+    assert "home folder" not in output
     monkeypatch.setenv("HOME", str(tmp_path))
-    told, config = new("five", texts, bert, "--clients", "5")
+    output, config = new("five", texts, bert, "--clients", "5")
     assert (config.num_clients, config.clients_per_round) == (5, 5)
-    assert "add evaluate-on=clients" in told
-    assert "home folder" in told
+    assert "add evaluate-on=clients" in output
+    assert "home folder" in output
     _, config = new("many", texts, bert, "--clients", "14")
     assert (config.num_clients, config.clients_per_round) == (14, 10)

@@ -1,4 +1,4 @@
-"""A preset for a language model is drafted from its columns, and reads as it was meant."""
+"""The preset wizard for language models: columns, prompts, chat templates, and errors."""
 
 import json
 
@@ -41,7 +41,7 @@ TEXTS = ["kane lora", "mivi tuso"]
             {"question": [TALK[:1]] * 2, "chosen": [TALK[1:]] * 2, "rejected": [TALK[1:]] * 2},
             {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
         ),
-        (  # as UltraFeedback
+        (  # as in UltraFeedback
             {"prompt": TEXTS, "chosen": [TALK] * 2, "rejected": [TALK] * 2, **MESSAGES},
             {"chosen": "chosen", "rejected": "rejected"},
         ),
@@ -51,8 +51,8 @@ def test_columns_of_language_models_are_recognised(columns, expected):
     assert find_columns(datasets.Dataset.from_dict(columns), NamedColumns(), "here") == expected
 
 
-def test_conversations_with_other_keys_are_told():
-    """As those of ShareGPT."""
+def test_conversations_with_other_keys_are_reported():
+    """Keys as in ShareGPT."""
     talks = [[{"from": "human", "value": "ka"}, {"from": "gpt", "value": "ne"}]] * 2
     with pytest.raises(ValueError, match="'conversations' has conversations of `from` and `value`"):
         find_columns(datasets.Dataset.from_dict({"conversations": talks}), NamedColumns(), "here")
@@ -61,18 +61,18 @@ def test_conversations_with_other_keys_are_told():
 @pytest.mark.parametrize(
     ("value", "got"),
     [
-        (TALK[0], "another content, at least in some row"),  # one message, and no list
+        (TALK[0], "another content, at least in some row"),  # one message instead of a list
         (["ka", "ne"], "another content, at least in some row"),
         (json.dumps(TALK), "JSON in quotes"),
     ],
 )
-def test_a_column_of_conversations_that_holds_none_is_told(value, got):
+def test_a_column_without_conversations_is_reported(value, got):
     examples = datasets.Dataset.from_dict({"messages": [value] * 2})
     with pytest.raises(ValueError, match=f"'messages' has {got}.*expected a list of messages"):
         find_columns(examples, NamedColumns(), "here")
 
 
-def test_what_is_classified_stays_what_it_was():
+def test_columns_of_classification_are_still_recognised():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
     found = find_columns(datasets.Dataset.from_dict(pairs), NamedColumns(text="question"), "here")
     assert found == {"text": "question", "label": "label"}
@@ -85,32 +85,32 @@ def test_what_is_classified_stays_what_it_was():
     )
 
 
-def drafted(tmp_path, monkeypatch, rows):
+def preset_from(tmp_path, monkeypatch, rows):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    told = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "data" / "train.jsonl").write_text(told)
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "data" / "train.jsonl").write_text(content)
     lines = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
     return "\n".join(lines), read_config(
         with_preset_path({"preset": str(tmp_path / "conf/mine.yaml")})
     )
 
 
-def test_conversations_are_drafted(tmp_path, monkeypatch):
+def test_conversations_give_a_preset(tmp_path, monkeypatch):
     save_speaker("qwen2", tmp_path / "model", texts(9))
-    said, config = drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
-    assert "60 examples" not in said  # some are held back
-    assert "messages from column 'messages'" in said
+    output, config = preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    assert "60 examples" not in output  # some are validation examples
+    assert "messages from column 'messages'" in output
     assert (config.task, config.classifier, config.partition) == ("causal", "frozen", "iid")
     assert 0 < config.max_length <= 32
     assert config.data.prompts == ()
 
 
-def test_preferences_are_drafted(tmp_path, monkeypatch):
+def test_preferences_give_a_preset(tmp_path, monkeypatch):
     save_speaker("qwen2", tmp_path / "model", texts(9))
     other = [TALK[0], {"role": "assistant", "content": "ne ka ne ka ne"}]
-    said, config = drafted(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
-    assert "chosen from column 'chosen', rejected from column 'rejected'" in said
+    output, config = preset_from(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
+    assert "chosen from column 'chosen', rejected from column 'rejected'" in output
     assert (config.task, config.classifier, config.beta) == ("preference", "frozen", 0.1)
     loaded = get_model_and_data(config)
     assert len(loaded.test_sets["test"]) == 12
@@ -118,14 +118,14 @@ def test_preferences_are_drafted(tmp_path, monkeypatch):
     assert longest <= config.max_length < longest + 8
 
 
-def test_preferences_without_a_prompt_are_told():
+def test_preferences_without_a_prompt_are_reported():
     columns = datasets.Dataset.from_dict({"chosen": TEXTS, "rejected": TEXTS})
     with pytest.raises(ValueError, match="have only answers, and there is no column prompt"):
         find_columns(columns, NamedColumns(), "here")
 
 
 def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
-    """The file is a test's own; what is trained on is what it writes."""
+    """The file is the test's own; the examples are written by it."""
     template = "{% for one in messages %}<{{ one.role }}> {{ one.content }}\n{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
     save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
@@ -144,18 +144,18 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     assert "has no column of conversations, which it writes" in capsys.readouterr().err
 
 
-def test_alpaca_is_drafted_with_both_prompts(tmp_path, monkeypatch):
+def test_alpaca_gives_a_preset_with_both_prompts(tmp_path, monkeypatch):
     save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
     rows = [{"instruction": "ka", "input": "", "output": text} for text in texts(60)]
-    _, config = drafted(tmp_path, monkeypatch, rows)
+    _, config = preset_from(tmp_path, monkeypatch, rows)
     assert config.data.prompts == ALPACA
     assert config.data.column("completion") == "output"
 
 
-def test_a_model_without_a_template_is_refused_with_what_to_do(tmp_path, monkeypatch):
+def test_a_model_without_a_chat_template_is_refused_with_advice(tmp_path, monkeypatch):
     save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
     with pytest.raises(ValueError, match="no chat template; .* instruction-tuned model"):
-        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+        preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
 
 
 @pytest.mark.parametrize(
@@ -165,41 +165,39 @@ def test_a_model_without_a_template_is_refused_with_what_to_do(tmp_path, monkeyp
         ("always the same", "does not show where its answers are"),
     ],
 )
-def test_a_template_with_which_nothing_can_be_learned_is_refused(
-    tmp_path, monkeypatch, template, why
-):
+def test_a_template_without_a_trainable_answer_is_refused(tmp_path, monkeypatch, template, why):
     save_speaker("qwen2", tmp_path / "model", texts(9), template=template)
     with pytest.raises(ValueError, match=rf"none of the \d+ examples .* can be learned: .*{why}"):
-        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+        preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
     assert not (tmp_path / "conf").exists()
 
 
-def test_examples_that_cannot_be_learned_are_counted(tmp_path, monkeypatch):
+def test_examples_without_a_trainable_answer_are_counted(tmp_path, monkeypatch):
     save_speaker("qwen2", tmp_path / "model", texts(9))
     rows = [{"messages": TALK}] * 40 + [{"messages": TALK[:1]}] * 20
-    said, _ = drafted(tmp_path, monkeypatch, rows)
+    output, _ = preset_from(tmp_path, monkeypatch, rows)
     assert (
-        "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in said
+        "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in output
     )
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "a file of it is empty"),
         ('{"prompt": "caf\u00e9: ", "completion": "ka"}\n'.encode("latin1") * 9, "no UTF-8"),
     ],
     ids=["empty", "latin-1"],
 )
-def test_files_that_hold_no_texts_are_named(content, told, tmp_path):
+def test_files_without_texts_are_reported(content, message, tmp_path):
     (tmp_path / "train.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}.*{told}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*{message}"):
         list(new_preset("mine", str(tmp_path), str(tmp_path / "model")))
 
 
-def test_a_folder_that_is_not_there_is_told_without_advice_to_download(tmp_path, monkeypatch):
+def test_a_missing_folder_is_reported_without_advice_to_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"an existing folder.*correct --data no/such") as told:
+    with pytest.raises(ValueError, match=r"an existing folder.*correct --data no/such") as message:
         list(new_preset("mine", "no/such", "no/model"))
-    assert "hf download" not in str(told.value)
+    assert "hf download" not in str(message.value)

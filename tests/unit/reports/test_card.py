@@ -1,4 +1,4 @@
-"""A model card of settings that have a meaning in Markdown, YAML or Python."""
+"""A model card escapes settings that have a meaning in Markdown, YAML or Python."""
 
 import ast
 import json
@@ -42,7 +42,7 @@ def card_of(tmp_path):
         "{{ 7 * 7 }} {% raw %}",
     ],
 )
-def test_a_name_stays_one_cell_and_one_text(name, card_of):
+def test_a_name_stays_in_one_table_cell_and_one_string(name, card_of):
     card = card_of(name)
     plain = card_of("model").splitlines()
     assert [re.sub(r"(backbone|data) .*", "", line) for line in card.splitlines()] == [

@@ -11,7 +11,7 @@ from ravan_flwr.reports.run_charts import confusion_chart
 
 
 def drawn(number, name="class"):
-    """The picture of predictions that are right seven times out of ten."""
+    """Draw predictions of which seven in ten are right."""
     random = np.random.default_rng(number)
     right = random.integers(0, number, 40 * number)
     wrong = random.random(len(right)) < 0.3
@@ -21,7 +21,7 @@ def drawn(number, name="class"):
 
 
 @pytest.mark.parametrize("number", [2, 3, 10, 20])
-def test_every_count_is_in_its_cell_and_large_enough(number):
+def test_every_count_is_drawn_in_its_cell_in_a_legible_size(number):
     counts, chart = drawn(number)
     axes: Any = chart.figure.axes[0]
     canvas = FigureCanvasAgg(chart.figure)
@@ -46,7 +46,7 @@ def test_every_count_is_in_its_cell_and_large_enough(number):
     assert chart.broad == (number > 8)
 
 
-def test_of_many_classes_colours_are_drawn_and_some_names():
+def test_for_many_classes_colours_and_some_names_are_drawn():
     _, chart = drawn(100)
     axes: Any = chart.figure.axes[0]
     assert not axes.texts
@@ -54,7 +54,7 @@ def test_of_many_classes_colours_are_drawn_and_some_names():
     assert chart.png()
 
 
-def test_large_counts_are_whole_and_long_names_keep_their_ends():
+def test_large_counts_are_not_shortened_and_long_names_keep_their_ends():
     words = ["encoder.block.0.layer.0.SelfAttention.q", "encoder.block.0.layer.0.SelfAttention.k"]
     chart = confusion_chart([[1234, 12], [7, 10500]], words)
     axes: Any = chart.figure.axes[0]

@@ -1,4 +1,4 @@
-"""The live page says what the files say, at every moment of a run, and escapes what clients say."""
+"""The dashboard agrees with the run's files at any time, and escapes text from clients."""
 
 import json
 import os
@@ -25,8 +25,8 @@ def _at_that_moment(monkeypatch):
     monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: NOW)
 
 
-class Read(Tags):
-    """The tags of a page, and its text."""
+class ReadPage(Tags):
+    """Collect the tags of a page, and its text."""
 
     VOID = ("meta", "link")
 
@@ -44,10 +44,10 @@ class Read(Tags):
 
 
 def page_of(folder):
-    return Read(DashboardPage(folder).get())
+    return ReadPage(DashboardPage(folder).get())
 
 
-def test_a_run_that_goes_on(tmp_path):
+def test_a_running_run_shows_its_progress(tmp_path):
     page = page_of(run_in(tmp_path))
     assert "ravan on digits-vit" in page.words
     assert "running Round 4 of 10: training, 1 of 2 clients have answered, for 21 s." in page.words
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on(tmp_path):
         "4 has answered 4 min 00 s ago cuda:0 0.5 72 3 (last 3) 2 3.2 75.0 kB 0.15 MB" in page.words
     )
     assert "round 1/10 loss 2.8400" in page.words
-    assert "report true" in page.words  # among the settings, as a person types it
+    assert "report true" in page.words  # a setting, as a user types it
     pictures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
     run = FollowedRun(tmp_path).read().run
     assert pictures == [
@@ -70,15 +70,15 @@ def test_a_run_that_goes_on(tmp_path):
     assert bar["value"] == "0.3000"
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_that_writes_its_report_has_no_time_left(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_while_the_report_is_written_no_remaining_time_is_shown(tmp_path):
     page = page_of(run_in(tmp_path, rounds=10))
     assert "rounds 10 of 10 time 40 s sent by clients" in page.words
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_in_simulated_time_names_its_devices_and_their_seconds(tmp_path):
-    """Not the processor that simulates them, nor the seconds that it took."""
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_in_simulated_time_shows_its_devices_and_their_seconds(tmp_path):
+    """The processor that simulates the devices, and its seconds, are not shown."""
     config = {"method": "ravan", "preset": "digits-vit", "seed": 0, "devices": "phones"}
     folder = run_in(tmp_path, config=config)
     lines(folder, [record(1, time=0.75, clients=[client(4, device="fast", span=[0.5, 0.75])])])
@@ -92,9 +92,9 @@ OF_A_STEP: dict[str, list[int]] = {"asked": [], "answered": []}
 STOPPED = "stopped It was stopped after 3 rounds, without a result. Nothing was written for"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "text"),
     [
         ({"pid": 0, "summary": SUMMARY}, "finished It ended after 3 rounds."),
         ({"pid": 0, "rounds": 1, "summary": SUMMARY}, "finished It ended after 1 round."),
@@ -118,12 +118,12 @@ STOPPED = "stopped It was stopped after 3 rounds, without a result. Nothing was 
         ({"summary": SUMMARY, "status": status(rounds=20)}, "running Round 4 of 20: training"),
     ],
 )
-def test_each_moment_of_a_run_is_told(tmp_path, files, told):
-    assert told in page_of(run_in(tmp_path, **files)).words
+def test_each_phase_of_a_run_is_shown(tmp_path, files, text):
+    assert text in page_of(run_in(tmp_path, **files)).words
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_that_was_killed_is_told(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_killed_run_is_reported(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     folder = run_in(tmp_path, pid=process.pid)
@@ -138,15 +138,15 @@ def test_a_run_that_was_killed_is_told(tmp_path):
     assert "at work" not in words
 
 
-def test_a_later_process_of_the_same_number_is_another(tmp_path):
+def test_a_later_process_with_the_same_pid_is_not_the_run(tmp_path):
     folder = run_in(tmp_path)
     assert holder_of(folder) == "a process"
-    os.utime(folder / "lock", (NOW - 10**8, NOW - 10**8))  # long before this process began
+    os.utime(folder / "lock", (NOW - 10**8, NOW - 10**8))  # long before the start of this process
     assert holder_of(folder) == "a dead process"
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_process_elsewhere_is_unknown(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_process_on_another_host_is_unknown(tmp_path):
     (run_in(tmp_path) / "lock").write_text("process 1 on another.example.org")
     assert holder_of(tmp_path) == "unknown"
     assert "Whether its process is alive cannot be seen" in page_of(tmp_path).words
@@ -155,7 +155,7 @@ def test_a_process_elsewhere_is_unknown(tmp_path):
         assert holder_of(tmp_path) == "unknown"
 
 
-def test_to_look_does_not_take_the_lock(tmp_path):
+def test_reading_does_not_take_the_lock(tmp_path):
     (tmp_path / "lock").unlink(missing_ok=True)
     assert holder_of(tmp_path) == "no process"
     with locked(tmp_path):
@@ -164,67 +164,67 @@ def test_to_look_does_not_take_the_lock(tmp_path):
         assert (tmp_path / "lock").stat().st_ino == inode
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_an_older_run_has_neither_status_nor_log(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_of_an_older_version_is_shown_without_status_and_log(tmp_path):
     folder = run_in(tmp_path, pid=0, summary=SUMMARY)
     (folder / "status.json").unlink()
     (folder / "log.txt").unlink()
     words = page_of(folder).words
     assert "a run of an earlier version keeps no log" in words
-    assert "4 0.5 72 3 (last 3) 2 3.2 75.0 kB 0.15 MB" in words  # as far as the records say it
+    assert "4 0.5 72 3 (last 3) 2 3.2 75.0 kB 0.15 MB" in words  # the values that the records have
 
 
-def test_a_run_that_has_just_begun(tmp_path):
+def test_a_run_without_any_round_is_shown(tmp_path):
     with locked(tmp_path):
         words = page_of(tmp_path).words
     assert "running It is being prepared. Nothing was written for" in words
     assert "None yet." in words
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"report = .* found no config.json there, expected a run"):
         DashboardPage(tmp_path)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", ["config.json", "rounds.jsonl", "summary.json", "failure.json"])
 @pytest.mark.parametrize("content", ["{\n", "[]\n", "\x00\xff\n", "[" * 100_000, '{"round": 1}\n'])
-def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
+def test_a_damaged_file_is_reported_and_the_rest_is_shown(tmp_path, name, content):
     folder = run_in(tmp_path)
     page = DashboardPage(folder)
     good = page.get()
     (folder / name).write_text(content, encoding="latin-1")
     page.get()
     if name == "rounds.jsonl" and content.endswith("\n"):
-        assert "rounds.jsonl: line 1 is damaged" in Read(page.get()).words
+        assert "rounds.jsonl: line 1 is damaged" in ReadPage(page.get()).words
     if content == "{\n":
-        assert f"{name}" in Read(page.get()).words
-    sections = [one["id"] for tag, one in Read(good).tags if tag == "section"]
-    assert [one["id"] for tag, one in Read(page.get()).tags if tag == "section"] == sections
+        assert f"{name}" in ReadPage(page.get()).words
+    sections = [one["id"] for tag, one in ReadPage(good).tags if tag == "section"]
+    assert [one["id"] for tag, one in ReadPage(page.get()).tags if tag == "section"] == sections
     run_in(folder)
     (folder / name).unlink() if name in ("summary.json", "failure.json") else None
-    assert "running Round 4 of 10" in Read(page.get()).words
+    assert "running Round 4 of 10" in ReadPage(page.get()).words
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(
     "odd", [{"bytes-up": "x"}, {"heads": None}, {"selected": 7}, {"partition-id": "x"}], ids=str
 )
-def test_values_that_no_run_writes_are_named(tmp_path, odd):
+def test_invalid_values_are_reported(tmp_path, odd):
     lines(run_in(tmp_path), [record(1, clients=[client(0, **odd)]), record(2)])
     words = page_of(tmp_path).words
     assert f"rounds.jsonl: line 1 is damaged (it has clients.0.{next(iter(odd))}: got" in words
 
 
-def test_large_numbers_make_no_error(tmp_path):
+def test_large_numbers_are_shown(tmp_path):
     people = [client(0, seconds=1e300, heads=1e300)]
     lines(run_in(tmp_path), [record(1, clients=people, phases={"train": 1}), record(2)])
     assert "running Round 4 of 10" in page_of(tmp_path).words
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("selected", [[[10**9]], [[-1]], [], [[0], [1], [2]]])
-def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
+def test_invalid_selected_heads_are_not_drawn(tmp_path, selected):
     clients = [client(0), client(1, selected=selected)]
     lines(run_in(tmp_path), [record(1, clients=clients)])
     words = page_of(tmp_path).words
@@ -232,16 +232,16 @@ def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
     assert "How often each head was trained" not in words
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_directory_that_is_removed_is_told(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_a_removed_run_directory_is_reported(tmp_path):
     page = DashboardPage(run_in(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
-    assert "cannot be shown" in Read(page.get()).words
-    assert f"{tmp_path / 'run'} is gone" in Read(page.get()).words
+    assert "cannot be shown" in ReadPage(page.get()).words
+    assert f"{tmp_path / 'run'} is gone" in ReadPage(page.get()).words
 
 
-def test_what_clients_say_stays_text(tmp_path):
-    """In every place where a client's word is shown."""
+def test_text_from_clients_is_escaped(tmp_path):
+    """Text from a client is escaped wherever it is shown."""
 
     def tags_with(text):
         device = text.encode(errors="backslashreplace").decode()
@@ -269,8 +269,8 @@ def test_what_clients_say_stays_text(tmp_path):
         assert plain.count(shown.replace("\r", "")) >= 6, text
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_the_numbers_of_clients_and_rejections_shown_are_limited(tmp_path):
     nodes = [node(number) for number in range(1000)]
     folder = run_in(tmp_path, status=status(nodes=nodes, partitions=1002))
     rejected = [{"client": f"partition {n % 7}", "reason": "late"} for n in range(500)]
@@ -285,7 +285,7 @@ def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
     assert "And 700 more clients." in page_of(folder).words
 
 
-def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path):
+def test_only_new_lines_are_read_unless_the_run_went_back(tmp_path):
     folder = run_in(tmp_path)
     run = FollowedRun(folder)
     first = run.read().run.rounds
@@ -293,14 +293,15 @@ def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path)
         file.write(json.dumps(record(4)) + '\n{"round": 5, "tr')
         file.flush()
         again = run.read().run.rounds
-    assert [one["round"] for one in again] == [1, 2, 3, 4]
-    assert all(one is other for one, other in zip(first, again, strict=False))  # not read twice
+    assert [round_["round"] for round_ in again] == [1, 2, 3, 4]
+    # No line is read twice.
+    assert all(one is other for one, other in zip(first, again, strict=False))
     lines(folder, [record(1), record(2, seconds=9.0)])
-    assert [one["seconds"] for one in run.read().run.rounds] == [4.0, 9.0]
+    assert [round_["seconds"] for round_ in run.read().run.rounds] == [4.0, 9.0]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_charts")
+def test_the_page_is_not_made_again_without_a_change(tmp_path, monkeypatch):
     page = DashboardPage(run_in(tmp_path))
     version, made = page.version(), page.get()
     monkeypatch.setattr(page, "_write", None)
@@ -311,9 +312,7 @@ def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
     assert page.version() != version
 
 
-def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings_time(
-    tmp_path, monkeypatch
-):
+def test_slow_charts_are_drawn_less_often_than_numbers_are_updated(tmp_path, monkeypatch):
     now = [NOW]
     monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: now[0])
     page = DashboardPage(run_in(tmp_path))
@@ -324,13 +323,13 @@ def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings
     first = pictures()
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(record(4)) + "\n")
-    assert "rounds 4 of 10" in Read(page.get()).words
+    assert "rounds 4 of 10" in ReadPage(page.get()).words
     assert pictures() == first
     version = page.version()
     now[0] += 3600
-    assert page.version() != version  # so that a reader asks for the page again
+    assert page.version() != version  # a browser requests the page again
     assert pictures() != first
-    assert page.version() == version  # and not once more
+    assert page.version() == version  # but not once more
 
 
 def test_a_long_run_is_shown_quickly(tmp_path):
@@ -347,9 +346,9 @@ def test_a_long_run_is_shown_quickly(tmp_path):
     assert size < 300_000
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
-    """The status describes some; how many there are it says."""
+@pytest.mark.usefixtures("without_charts")
+def test_of_ten_thousand_clients_the_active_ones_are_listed(tmp_path):
+    """The status describes some clients, and has the number of all."""
     last = 9_999
     described = [node(last), *(node(number) for number in range(999))]
     folder = run_in(
@@ -376,7 +375,7 @@ def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
     assert "1 more partition has not been seen." in words
 
 
-def test_a_run_that_recruits_says_how_many_are_here(tmp_path):
+def test_a_run_that_waits_for_clients_shows_their_number(tmp_path):
     folder = run_in(
         tmp_path,
         rounds=0,
@@ -386,6 +385,6 @@ def test_a_run_that_recruits_says_how_many_are_here(tmp_path):
 
 
 @pytest.mark.parametrize("clients", ["many", -1.5, True, None, [1], 1e400])
-def test_a_number_of_clients_that_is_none_makes_no_status(tmp_path, clients):
+def test_a_status_with_an_invalid_number_of_clients_is_ignored(tmp_path, clients):
     folder = run_in(tmp_path, status=status(clients=clients))
     assert FollowedRun(folder).read().status is None

@@ -1,4 +1,4 @@
-"""The partition report: each number against slow loops."""
+"""The partition report: each number equals that of a plain loop."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def preset(tmp_path):
 
 
 @pytest.mark.parametrize("partition", ["dirichlet", "pathological", "shards", "iid"])
-def test_the_table_counts_what_clients_have(partition):
+def test_the_table_counts_the_clients_examples(partition):
     settings = {"partition": partition, "local-epochs": 1.0, "validation-share": 0.2}
     assigned = assign(settings, 6)
     loaded = ModelAndData(read_config(settings))
@@ -55,21 +55,27 @@ def test_the_table_counts_what_clients_have(partition):
     lines = as_text(assigned).splitlines()
     cells = [line.split() for line in lines[-6:]]
     for client, line in enumerate(cells):
-        mine = labels[loaded.rows(6)[client]]
-        counts = [np.count_nonzero(mine == label) for label in range(10)]
-        assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
+        client_labels = labels[loaded.rows(6)[client]]
+        counts = [np.count_nonzero(client_labels == label) for label in range(10)]
+        assert line == [
+            str(client),
+            str(len(client_labels)),
+            *(str(count or ".") for count in counts),
+        ]
         assert assigned.steps[client] == -(-len(loaded.partition(client, 6).train) // 32)
     shares = assigned.report.shares
-    whole = assigned.report.counts.sum(0) / assigned.report.sizes.sum()
-    slow = np.mean([sum(abs(a - b) for a, b in zip(row, whole, strict=True)) / 2 for row in shares])
-    assert assigned.report.skew == pytest.approx(slow)
-    assert f"label skew      {slow:.2f}" in as_text(assigned)
+    overall = assigned.report.counts.sum(0) / assigned.report.sizes.sum()
+    expected = np.mean(
+        [sum(abs(a - b) for a, b in zip(row, overall, strict=True)) / 2 for row in shares]
+    )
+    assert assigned.report.skew == pytest.approx(expected)
+    assert f"label skew      {expected:.2f}" in as_text(assigned)
     left = f"unassigned      {len(labels) - assigned.report.sizes.sum()} "
     assert any(left in line for line in lines) == (assigned.report.unassigned > 0)
 
 
 @pytest.mark.parametrize("number", [41, 1000])
-def test_of_many_clients_forty_have_a_line(number):
+def test_forty_of_many_clients_have_a_line(number):
     assigned = assign({}, number)
     lines = as_text(assigned).splitlines()
     assert f"{ROWS} of {number:,} clients, in the order of their largest class:" in lines
@@ -80,7 +86,7 @@ def test_of_many_clients_forty_have_a_line(number):
     assert largest.tolist() == sorted(largest)
 
 
-def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path, monkeypatch):
+def test_names_of_clients_are_shown_in_the_terminal_alone(preset, tmp_path, monkeypatch):
     assigned = assign({"preset": str(preset)})
     assert (
         len(assigned.report.names) == len(set(assigned.report.names)) == assigned.config.num_clients
@@ -94,17 +100,17 @@ def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("partition", ["shards", "pathological", "dirichlet", "natural"])
-def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, partition):
+def test_a_task_without_labels_lists_the_usable_columns(preset, tmp_path, partition):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"messages": turns, "user": USERS[i % 5], "odd": None, "w": i % 3} for i in range(50)]
     write_rows(tmp_path / "texts", rows)
     preset.write_text("task: causal\nmodel: some/model\ndata: ./texts\n")
     settings = {"preset": str(preset), "partition": partition}
-    told = "got the column 'label': the task has no label, .*each example: 'user', 'w'; name one"
-    with pytest.raises(ValueError, match=told):
+    message = "got the column 'label': the task has no label, .*each example: 'user', 'w'; name one"
+    with pytest.raises(ValueError, match=message):
         assign(settings, None if partition == "natural" else 5)
     encoded = datasets.Dataset.from_dict({"input_ids": [[1]], "learned": [[1]], "length": [1]})
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         column_for(read_config(with_preset_path(settings)), encoded)
     assert assign(settings | {"partition": "pathological::w"}, 3).config.num_clients == 3
 
@@ -112,8 +118,8 @@ def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, parti
 def test_another_number_of_clients_than_names_is_refused(preset):
     number = assign({"preset": str(preset)}).config.num_clients
     assert assign({"preset": str(preset)}, number).config.num_clients == number
-    told = f"num-clients = 3: .* each of the {number} different values of 'user'"
-    with pytest.raises(ValueError, match=told):
+    message = f"num-clients = 3: .* each of the {number} different values of 'user'"
+    with pytest.raises(ValueError, match=message):
         assign({"preset": str(preset)}, 3)
     with pytest.raises(ValueError, match="got the column 'usr': .* 'text', 'topic', 'user';"):
         assign({"preset": str(preset), "partition": "natural:usr"})
@@ -121,7 +127,7 @@ def test_another_number_of_clients_than_names_is_refused(preset):
 
 
 @pytest.mark.parametrize("number", [6, 50])
-def test_without_classes_sizes_are_shown_alone(tmp_path, number):
+def test_without_classes_only_sizes_are_shown(tmp_path, number):
     folder = tmp_path / "asked"
     folder.mkdir()
     path = tmp_path / "mine.yaml"
@@ -137,10 +143,10 @@ def test_without_classes_sizes_are_shown_alone(tmp_path, number):
     assert sizes == [3000 // number] * min(number, ROWS)
 
 
-def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path, monkeypatch):
+def test_the_command_writes_ascii_where_the_terminal_needs_it(preset, tmp_path, monkeypatch):
     words = ["plan", "--partition", f"preset={preset}"]
     monkeypatch.chdir(tmp_path)
-    with (tmp_path / "told").open("w", encoding="ascii") as console:  # as in a terminal of C's
+    with (tmp_path / "told").open("w", encoding="ascii") as console:  # a terminal in the C locale
         monkeypatch.setattr("sys.stdout", console)
         main(words)
     assert "\\u65e5" in (tmp_path / "told").read_text()

@@ -1,4 +1,4 @@
-"""Names of layers in a report are short, and still different; its pictures hold many clients."""
+"""Layer names in a report are short and unique; its charts support many clients."""
 
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from tests.followed import client, record
         ([], []),
     ],
 )
-def test_names_lose_the_words_that_all_of_them_share(names, short):
+def test_words_common_to_all_names_are_removed(names, short):
     assert short_names(names) == short
 
 
 def participation(clients, rounds):
-    """The bars by their names, for a run of so many clients in whose rounds these took part."""
+    """Return the bars by their names, for a run of this many clients, with these participants."""
     records: list[Any] = [
         record(number, clients=[client(partition) for partition in partitions])
         for number, partitions in enumerate(rounds, start=1)
@@ -46,13 +46,13 @@ def test_a_bar_counts_the_clients_with_as_many_rounds(clients):
     chart, axes, heights = participation(clients, [[0, 7], [7, 99], [7, 50, 51]])
     assert heights == [clients - 5, 4, 0, 1]
     assert f"{clients:,} clients" in chart.about
-    told = [text.get_text() for text in axes.texts]
-    assert told == [f"{clients - 5:,}", "4", "0", "1"]
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == [f"{clients - 5:,}", "4", "0", "1"]
     assert axes.get_yscale() == "log"
     assert "logarithmic" in chart.svg()
 
 
-def test_where_all_took_part_alike_no_bar_is_out_of_sight():
+def test_equal_participation_draws_visible_bars():
     _, axes, heights = participation(120, [range(120)] * 3)
     assert heights == [0, 0, 0, 120]
     assert axes.get_yscale() == "linear"
@@ -64,7 +64,7 @@ def test_many_numbers_of_rounds_share_bars():
     assert "to a bar" in axes.get_xlabel()
 
 
-def test_clients_that_took_part_and_are_no_longer_there_are_counted():
+def test_disconnected_participants_are_counted():
     _, _, heights = participation(2, [range(150), [3]])
     assert heights == [0, 149, 1]
 
@@ -73,7 +73,7 @@ def test_clients_that_took_part_and_are_no_longer_there_are_counted():
     ("accuracy", [0.2, 0.97], 1.0), ("accuracy", [0.2, 1.0], 1.0), ("accuracy", [0.1, 0.3], 0.31),
     ("perplexity", [3.0, 2.0], 3.05),
 ])  # fmt: skip
-def test_an_axis_of_shares_ends_at_one_and_others_where_the_numbers_do(metric, values, end):
+def test_an_axis_of_fractions_ends_at_one_and_others_at_the_data(metric, values, end):
     records: list[Any] = [
         record(number, metrics={metric: value}) for number, value in enumerate(values, start=1)
     ]

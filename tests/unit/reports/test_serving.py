@@ -1,4 +1,4 @@
-"""The server of the live page: loopback, one page, GET and HEAD, and clear errors."""
+"""The dashboard's server: loopback, one page, GET and HEAD, and clear errors."""
 
 import http.client
 import socket
@@ -9,7 +9,7 @@ import pytest
 
 from ravan_flwr.cli import main
 from ravan_flwr.reports.dashboard import make_server
-from testing.deployment import PATIENCE
+from testing.deployment import TIMEOUT
 from tests.followed import run_in
 
 
@@ -22,7 +22,7 @@ def served(tmp_path):
 
 
 def ask(server, method="GET", path="/", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT)
     connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
     for name, value in headers.items():
         if value is not None:
@@ -42,7 +42,7 @@ def test_the_page_is_served_with_a_strict_policy(served):
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
     assert "http" not in policy
-    assert b"://" not in body  # nothing from elsewhere
+    assert b"://" not in body  # no external resources
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["X-Frame-Options"] == "DENY"
     assert headers["Cache-Control"] == "no-store"
@@ -50,7 +50,7 @@ def test_the_page_is_served_with_a_strict_policy(served):
     assert "Python" not in headers["Server"]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_head_is_get_without_the_page(served):
     code, headers, body = ask(served, "HEAD")
     assert (code, body) == (200, b"")
@@ -78,7 +78,7 @@ def test_there_is_one_page(served, path):
     assert headers["Content-Type"] == "text/plain; charset=utf-8"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(
     ("host", "code"),
     [("127.0.0.1", 200), ("localhost:9000", 200), ("[::1]:8642", 200), ("127.0.0.1:8642", 200),
@@ -86,12 +86,12 @@ def test_there_is_one_page(served, path):
      ("0.0.0.0", 421), ("192.0.2.1", 421), ("", 421), ("[", 421), ("evil@localhost:1:2", 421),
      (None, 421)],
 )  # fmt: skip
-def test_only_who_calls_it_by_loopback_is_answered(served, host, code):
-    """Else any site could lead its own name to 127.0.0.1, and read the page (DNS rebinding)."""
+def test_only_requests_with_a_loopback_host_are_answered(served, host, code):
+    """Otherwise a site could point its own name at 127.0.0.1 and read the page (DNS rebinding)."""
     assert ask(served, Host=host)[0] == code
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
@@ -106,8 +106,8 @@ def test_odd_requests_get_no_page(served, request_, code):
         assert code in connection.recv(2000)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_who_has_seen_the_page_gets_it_when_something_has_changed(served, tmp_path):
+@pytest.mark.usefixtures("without_charts")
+def test_the_page_is_sent_again_only_after_a_change(served, tmp_path):
     version = served.page.version()
     assert ask(served, path=f"/?seen={version}")[0] == 204
     with (tmp_path / "run" / "log.txt").open("a") as file:
@@ -118,10 +118,10 @@ def test_who_has_seen_the_page_gets_it_when_something_has_changed(served, tmp_pa
     assert ask(served, path="/?seen=%00&seen=x")[0] == 200
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_garbage_and_silence_stop_nobody(served):
+@pytest.mark.usefixtures("without_charts")
+def test_invalid_and_idle_connections_do_not_block_others(served):
     address = ("127.0.0.1", served.server_port)
-    silent = [socket.create_connection(address) for _ in range(20)]
+    idle = [socket.create_connection(address) for _ in range(20)]
     for data in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET " + b"/" * 70_000 + b"\r\n",
                  b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n"):  # fmt: skip
         with socket.create_connection(address) as connection:
@@ -129,7 +129,7 @@ def test_garbage_and_silence_stop_nobody(served):
             connection.shutdown(socket.SHUT_WR)
             assert b"ravan on" not in connection.recv(65536)
     assert ask(served)[0] == 200
-    for connection in silent:
+    for connection in idle:
         connection.close()
 
 
@@ -137,18 +137,18 @@ def test_it_listens_on_loopback_alone(served):
     assert served.server_address[0] == "127.0.0.1"
 
 
-def test_a_port_that_is_taken_is_told(served, tmp_path, capsys):
+def test_a_port_in_use_is_reported(served, tmp_path, capsys):
     port = str(served.server_port)
     with pytest.raises(SystemExit) as end:
         main(["report", "--live", str(tmp_path / "run"), "--port", port])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"--port {port}: another program has it" in told
-    assert "--port 0 for any that is free" in told
+    output = capsys.readouterr().err
+    assert f"--port {port}: another program has it" in output
+    assert "--port 0 for any that is free" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--live", "NOWHERE"], "found no config.json there, expected a run directory"),
         (["--live", "run", "--port", "70000"], "--port 70000: expected a number from 0"),
@@ -158,13 +158,13 @@ def test_a_port_that_is_taken_is_told(served, tmp_path, capsys):
         (["--live", "run", "--output", "out"], "expected one run and nothing to write"),
     ],
 )
-def test_what_cannot_be_served_is_told(tmp_path, capsys, monkeypatch, words, told):
+def test_errors_of_serving_are_reported(tmp_path, capsys, monkeypatch, words, message):
     run_in(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["report", *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_many_readers_at_once_are_served(served):

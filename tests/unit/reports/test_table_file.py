@@ -1,8 +1,8 @@
-"""A table appears whole or not at all, and never in the place of another."""
+"""A table file is written completely or not at all, and replaces no file."""
 
 from contextlib import suppress
 
-import pandas as pd  # its types are a package of their own
+import pandas as pd  # its types are a separate package
 import pytest
 
 from ravan_flwr.reports.prediction import new_table
@@ -13,14 +13,14 @@ KINDS_OF_FILES = ["csv", "jsonl", "parquet"]
 
 
 def read(path):
-    """As other software reads it."""
+    """Read a table with other software."""
     kind = {"csv": "csv", "jsonl": "json", "parquet": "parquet"}[path.suffix[1:]]
     frame = getattr(pd, f"read_{kind}")(path, **({"lines": True} if kind == "json" else {}))
     return [tuple(None if pd.isna(cell) else cell for cell in row) for row in frame.values]
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_FILES)
-def test_other_software_reads_what_was_written(kind, tmp_path):
+def test_other_software_reads_the_written_tables(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     with new_table(path, KINDS) as write:
         assert not path.exists()
@@ -41,7 +41,7 @@ def test_a_table_of_many_rows_or_of_none(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_FILES)
-def test_nothing_is_left_of_what_failed(kind, tmp_path):
+def test_a_failed_write_leaves_no_file(kind, tmp_path):
     with suppress(RuntimeError), new_table(tmp_path / f"a.{kind}", KINDS) as write:
         write(ROWS[:1])
         raise RuntimeError("half of it")
@@ -49,7 +49,7 @@ def test_nothing_is_left_of_what_failed(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_FILES)
-def test_a_name_that_is_no_text_is_written_all_the_same(kind, tmp_path):
+def test_a_name_with_invalid_characters_is_written(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     with new_table(path, {"file": str}) as write:
         write([["caf\udce9.png"]])
@@ -67,6 +67,6 @@ def test_no_file_is_replaced(tmp_path):
         late.write_text("mine, too")
     assert (path.read_text(), late.read_text()) == ("mine", "mine, too")
     assert len([*tmp_path.iterdir()]) == 2
-    for name, told in (("a.xlsx", r"ends in \.csv"), ("no/a.csv", "make it first")):
-        with pytest.raises(ValueError, match=told), new_table(tmp_path / name, KINDS):
+    for name, message in (("a.xlsx", r"ends in \.csv"), ("no/a.csv", "make it first")):
+        with pytest.raises(ValueError, match=message), new_table(tmp_path / name, KINDS):
             pass

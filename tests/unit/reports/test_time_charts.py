@@ -1,4 +1,4 @@
-"""How long devices were idle, whose updates were used."""
+"""Charts of simulated time: idle time of devices, and the fraction of used updates."""
 
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ ROUNDS: list[Any] = [
 
 
 def test_three_clients_by_hand():
-    """Of 8 s the slow one works 8, each fast one 1; half of the updates are the slow one's."""
+    """Of 8 s the slow client works 8, each fast one 1; half of the updates are its own."""
     charts = charts_of(ROUNDS, devices="a.yaml")
     assert heights(charts["idle"]) == {"fast": 87.5, "slow": 0.0}
     assert heights(charts["devices"]) == {"fast": 50.0, "slow": 50.0}
 
 
-def test_clients_of_a_deployment_have_their_own_names():
+def test_clients_of_a_deployment_are_named():
     of_nodes: list[Any] = [
         record(n, time=4.0 * n, **{"link-bytes-estimate": 9}, clients=[client(5, span=[0.0, 2.0])])
         for n in (1, 2)
@@ -45,12 +45,12 @@ def test_clients_of_a_deployment_have_their_own_names():
     assert heights(charts_of(of_nodes)["devices"]) == {"client 5": 100.0}
 
 
-def test_time_of_this_machine_is_not_drawn():
+def test_real_time_is_not_drawn():
     assert charts_of([record(1, time=3.0, clients=[client(0, span=[0.0, 2.0])])]) == {}
-    assert charts_of([record(1)], devices="phones") == {}  # an earlier version's
+    assert charts_of([record(1)], devices="phones") == {}  # of an earlier version
 
 
-def test_many_clients_are_drawn_in_part():
+def test_only_some_of_many_clients_are_drawn():
     clients = [trained(n, 0.0, 1.0, f"kind {n}") for n in range(500)]
     charts = charts_of([record(1, time=2.0, clients=clients)], devices="a.yaml")
     assert len(charts["idle"].figure.axes[0].patches) <= 40

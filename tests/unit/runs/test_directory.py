@@ -1,4 +1,4 @@
-"""What is written stays whole: run directories and checkpoints."""
+"""Run directories and checkpoints are written completely or not at all."""
 
 import json
 import os
@@ -33,30 +33,30 @@ from ravan_flwr.specs import Scalar
 from tests.hand_made import ROUND
 
 
-def test_two_runs_of_one_second_have_two_folders(tmp_path):
+def test_two_runs_of_the_same_second_have_different_folders(tmp_path):
     folders = {RunDirectory.create(tmp_path / "runs", "x").path for _ in range(3)}
     assert len(folders) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match="output-dir = .*cannot make a folder there"):
         RunDirectory.create(tmp_path / "runs", "x")
 
 
-def test_a_file_in_the_way_is_told(tmp_path):
+def test_a_file_in_place_of_the_folder_is_reported(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(ValueError, match="output-dir = .*cannot make a folder there"):
         RunDirectory.create(tmp_path / "runs", "x")
 
 
-def test_what_is_no_run_directory_cannot_be_resumed(tmp_path):
+def test_a_folder_that_is_no_run_directory_cannot_be_resumed(tmp_path):
     with pytest.raises(ValueError, match="resume = .*found no config.json there"):
         RunDirectory.open(tmp_path)
 
 
-def test_rounds_are_lines_and_a_cut_off_line_does_not_count(tmp_path):
+def test_rounds_are_lines_and_an_incomplete_line_is_ignored(tmp_path):
     directory = RunDirectory(tmp_path)
     assert directory.read_rounds() == []
     for number in (1, 2, 3):
@@ -69,13 +69,13 @@ def test_rounds_are_lines_and_a_cut_off_line_does_not_count(tmp_path):
     assert (tmp_path / "rounds.jsonl").read_text().count("\n") == 3
 
 
-def test_numbers_that_json_lacks_are_not_written(tmp_path):
+def test_non_finite_numbers_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="Out of range float values"):
         RunDirectory(tmp_path).write_json("x.json", {"x": float("nan")})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     path = tmp_path / "x"
     write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
@@ -125,7 +125,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage, caplog):
+def test_for_a_damaged_checkpoint_the_previous_one_is_loaded(tmp_path, damage, caplog):
     for number in (1, 2, 3):
         save_checkpoint(tmp_path, number, state(number))
     DAMAGES[damage](tmp_path / "round-000003.safetensors")
@@ -133,23 +133,24 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage
     assert "round-000003.safetensors is damaged" in caplog.text
 
 
-def test_no_usable_checkpoint_is_told(tmp_path):
+def test_a_missing_usable_checkpoint_is_reported(tmp_path):
     with pytest.raises(ValueError, match="no usable checkpoint in .*start a new run"):
         load_checkpoint(tmp_path)
 
 
-def test_the_best_round_is_kept_beside_the_last(tmp_path):
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     for number in range(1, 8):
         save_checkpoint(tmp_path, number, state(number), best=min(number, 2))
     assert checkpoint_rounds(tmp_path) == [2, 5, 6, 7]
     assert torch.equal(load_checkpoint(tmp_path, 2).state["H"], state(2)["H"])
-    (tmp_path / ".round-00006.safetensors.123.tmp").write_bytes(b"half of it")  # killed there
+    # The process was killed there.
+    (tmp_path / ".round-00006.safetensors.123.tmp").write_bytes(b"half of it")
     drop_after(tmp_path, 5)
     assert not list(tmp_path.glob(".*.tmp"))
     assert checkpoint_rounds(tmp_path) == [2, 5]
 
 
-def test_a_round_that_has_no_checkpoint_or_a_damaged_one_is_told(tmp_path):
+def test_a_missing_or_damaged_checkpoint_is_reported(tmp_path):
     for number in (4, 5):
         save_checkpoint(tmp_path, number, state(number))
     with pytest.raises(
@@ -163,7 +164,7 @@ def test_a_round_that_has_no_checkpoint_or_a_damaged_one_is_told(tmp_path):
         load_checkpoint(tmp_path, 4)
 
 
-def test_what_a_calibration_fixed_is_whole_or_told(tmp_path):
+def test_damaged_calibration_tensors_are_reported(tmp_path):
     assert load_fixed(tmp_path) is None
     save_fixed(tmp_path, state(1))
     loaded = load_fixed(tmp_path)
@@ -185,7 +186,7 @@ def of(number, **changes):
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         ([of(1), of(1)], r"line 2 is damaged \(it is of round 1, expected 2"),
         ([of(1), of(2), of(1), of(2)], "line 3 is damaged .*of round 1, expected 3"),
@@ -213,9 +214,9 @@ def of(number, **changes):
         ([], "the last round in it is none, expected 2"),
     ],
 )
-def test_a_record_is_checked_before_a_run_goes_on(tmp_path, lines, told):
+def test_the_record_is_validated_before_a_run_is_resumed(tmp_path, lines, message):
     directory = write_lines(tmp_path, *lines)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         directory.rounds_until(2)
 
 
@@ -232,12 +233,12 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("value", ABSURD)
-def test_json_that_no_run_writes_is_told_with_its_file(tmp_path, value):
+def test_invalid_json_is_reported_with_its_file(tmp_path, value):
     text = f'{{"round": 1, "bytes-up": {ABSURD[value]}}}'
     for name in ("config.json", "summary.json", "privacy.json", "rounds.jsonl"):
         (tmp_path / name).write_text(text + "\n")
     directory = RunDirectory(tmp_path)
-    if value not in ("NaN", "infinite", "float"):  # whoever reads these looks at the values
+    if value not in ("NaN", "infinite", "float"):  # these values are checked by their readers
         for name in ("summary.json", "privacy.json"):
             with pytest.raises(ValueError, match=f"{name} is damaged .*; restore it"):
                 directory.read_json(name)
@@ -265,36 +266,38 @@ GIVEN += [
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_the_settings_of_a_run_are_found_again(given, tmp_path):
-    """Also where they come with all defaults, a folder to write to, and as a file's path."""
+    """Also settings with all defaults, an output folder, or the path of a preset file."""
     file = conf_folder() / f"{given.get('preset', 'digits-vit')}.yaml"
     for preset in (file.stem, PresetPath(shutil.copy(file, tmp_path))):
-        whole = {key: spec.default for key, spec in KEYS.items()} | given | {"preset": preset}
+        all_settings = (
+            {key: spec.default for key, spec in KEYS.items()} | given | {"preset": preset}
+        )
         directory = RunDirectory(tmp_path)
-        directory.write_settings(whole | {"output-dir": "/x", "resume": "/y"})
+        directory.write_settings(all_settings | {"output-dir": "/x", "resume": "/y"})
         directory.write_json("config.json", {})
-        asked: dict[str, Scalar] = {"resume": str(tmp_path), "seed": 3}
-        found, clients = with_recorded_settings(asked)
+        request: dict[str, Scalar] = {"resume": str(tmp_path), "seed": 3}
+        found, clients = with_recorded_settings(request)
         assert found.keys() <= given.keys() | {"preset", "resume", "seed"}
         assert clients is None
-        assert read_config(found) == read_config(whole | asked)
+        assert read_config(found) == read_config(all_settings | request)
 
 
-def test_settings_that_are_gone_or_no_settings_are_told(tmp_path):
-    directory, asked = RunDirectory(tmp_path), {"resume": str(tmp_path)}
+def test_missing_or_invalid_settings_are_reported(tmp_path):
+    directory, request = RunDirectory(tmp_path), {"resume": str(tmp_path)}
     directory.write_json("config.json", {})
     with pytest.raises(ValueError, match="is not there, .* or write it: a JSON object"):
-        with_recorded_settings(asked)
-    for wrong, told in (({"seed": [1]}, "seed = .*; got a list"), ({"x": 1}, "unknown key 'x'")):
+        with_recorded_settings(request)
+    for wrong, message in (({"seed": [1]}, "seed = .*; got a list"), ({"x": 1}, "unknown key 'x'")):
         directory.write_json("settings.json", wrong)
-        with pytest.raises(ValueError, match=told):
-            read_config(with_recorded_settings(asked)[0])
+        with pytest.raises(ValueError, match=message):
+            read_config(with_recorded_settings(request)[0])
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(ValueError, match="got no JSON object"):
-        with_recorded_settings(asked)
+        with_recorded_settings(request)
 
 
-def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
-    """A run directory that is removed is not made anew, with the rest of a run in it."""
+def test_files_of_a_run_are_written_into_its_directory_alone(tmp_path):
+    """A removed run directory is not created again for the rest of the run."""
     directory = RunDirectory.create(tmp_path, "run")
     directory.path.rename(tmp_path / "elsewhere")
     status: Any = {}
@@ -317,6 +320,6 @@ def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
-def test_a_good_record_is_taken_up_to_its_round(tmp_path):
+def test_a_valid_record_is_read_up_to_the_given_round(tmp_path):
     lines = [of(0), of(1), of(2), of(3)]
     assert write_lines(tmp_path, *lines).rounds_until(2) == lines[:3]

@@ -1,4 +1,4 @@
-"""The record's types are what a run writes, and what readers ask of it."""
+"""The types of a record match what a run writes and what readers require."""
 
 from typing import get_type_hints
 
@@ -34,28 +34,28 @@ def round_log():
     return round_log
 
 
-def test_the_ledger_writes_every_key(round_log):
+def test_the_round_log_writes_every_key(round_log):
     record = round_log.record({"accuracy": 0.5})
     assert record.keys() == get_type_hints(RoundRecord).keys() - OPTIONAL
     assert [client.keys() for client in record["clients"]] == [get_type_hints(ClientRecord).keys()]
-    assert [one.keys() for one in record["rejected"]] == [get_type_hints(Rejection).keys()]
+    assert [entry.keys() for entry in record["rejected"]] == [get_type_hints(Rejection).keys()]
     round_log.refused = "not finite"
     assert round_log.record({}).keys() == record.keys() | {"refused"}
 
 
-def test_private_clients_without_room_or_account_are_named(round_log):
+def test_private_clients_out_of_budget_or_without_account_are_recorded(round_log):
     round_log.out_of_budget, round_log.recounted = [2, 3], [1, 0]
     record = round_log.record({}) | {"privacy": SPENT | {"unit": "example"}}
     assert (record["out-of-budget"], record["recounted"]) == ([2, 3], [0, 1])
     assert check(record, RoundRecord) is record
 
 
-def test_a_run_can_go_on_from_what_the_ledger_writes(round_log):
+def test_a_run_can_be_resumed_from_the_round_log(round_log):
     record = round_log.record({"accuracy": 1})
     assert check(record, RoundRecord) is record
 
 
-def test_a_private_round_has_its_account_and_no_loss():
+def test_a_private_round_records_its_account_and_no_loss():
     round_log = RoundLog(1, 4, private=SPENT)
     round_log.use(Update(registered_client(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
@@ -66,18 +66,18 @@ def test_a_private_round_has_its_account_and_no_loss():
     assert numbers_of(record) == {"epsilon": 2.5}
 
 
-def test_a_secure_round_tells_how_it_went_and_no_loss():
-    told: MaskedRecord = {
+def test_a_secure_round_records_its_phases_and_no_loss():
+    masked: MaskedRecord = {
         "clients": 5,
         "threshold": 4,
         "dropped": [2],
         "untrained": 0,
         "cut-off": 0.0,
     }
-    round_log = RoundLog(1, 4, secure=told)
+    round_log = RoundLog(1, 4, secure=masked)
     round_log.use(Update(registered_client(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
-    assert record["secure"] == told
+    assert record["secure"] == masked
     assert "train-loss" not in record
     assert check(record, RoundRecord) is record
     assert "train-loss" not in numbers_of(record)
@@ -89,14 +89,14 @@ def test_a_secure_round_tells_how_it_went_and_no_loss():
     [None, 3, [], {"epsilon": 1}, SPENT | {"epsilon": "<b>"}, SPENT | {"noise-cohort": "9"}],
     ids=str,
 )
-def test_an_account_that_no_run_writes_is_refused(round_log, spent):
+def test_an_invalid_account_is_refused(round_log, spent):
     record = round_log.record({}) | {"privacy": spent}
     with pytest.raises(ValueError, match="it has privacy"):
         check(record, RoundRecord)
 
 
 @pytest.mark.parametrize("key", sorted(RoundRecord.__required_keys__))
-def test_what_a_run_needs_to_go_on_is_missed(round_log, key):
+def test_a_missing_key_that_resuming_needs_is_reported(round_log, key):
     record = round_log.record({})
     del record[key]
     with pytest.raises(ValueError, match=f"it has {key}: .*required"):
@@ -110,7 +110,7 @@ def test_what_a_run_needs_to_go_on_is_missed(round_log, key):
         ("selected", [[True]]), ("partition-id", "x"), ("seconds", "1"),
     ],
 )  # fmt: skip
-def test_a_client_that_no_run_writes_is_refused(round_log, key, odd):
+def test_an_invalid_client_is_refused(round_log, key, odd):
     record = round_log.record({})
     record["clients"][0][key] = odd
     with pytest.raises(ValueError, match=rf"it has clients\.0\.{key}"):

@@ -1,4 +1,4 @@
-"""What a run says of this moment: read as it was written, or not at all."""
+"""The status of a run is read as it was written, or not at all."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from ravan_flwr.runs.status import read_status, write_status
 from tests.followed import node, status
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_status_is_read(tmp_path):
     assert read_status(tmp_path) is None
     write_status(tmp_path, status())
     assert read_status(tmp_path) == status()
@@ -27,35 +27,35 @@ def test_what_is_written_is_read(tmp_path):
         status(since="x"), status(asked=[None]), status(refused=[{"node": "1"}]),
     ],
 )  # fmt: skip
-def test_what_no_run_writes_is_not_read(tmp_path, damaged):
+def test_an_invalid_status_is_ignored(tmp_path, damaged):
     text = damaged if isinstance(damaged, str) else json.dumps(damaged)
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
     assert read_status(tmp_path) is None
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "9" * 400])
-def test_numbers_without_sense_are_not_read(tmp_path, number):
+def test_a_status_with_impossible_numbers_is_ignored(tmp_path, number):
     text = json.dumps(status(since=7.5)).replace("7.5", number)
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path) is None
 
 
-def test_a_disk_that_is_full_costs_a_run_nothing(tmp_path):
+def test_a_full_disk_does_not_affect_the_run(tmp_path):
     write_status(tmp_path / "file" / "below", status())
     (tmp_path / "plain").write_text("")
-    write_status(tmp_path / "plain", status())  # no folder, and none can be made
+    write_status(tmp_path / "plain", status())  # the folder does not exist, and cannot be made
     assert read_status(tmp_path / "plain") is None
 
 
-def test_log_lines_are_appended_while_the_run_goes_on(tmp_path, monkeypatch):
+def test_log_lines_are_appended_during_the_run(tmp_path, monkeypatch):
     log = logging.getLogger("ravan_flwr")
-    # pytest-xdist cannot pass half a character on, from whatever handler.
+    # pytest-xdist cannot forward half a character of any handler.
     monkeypatch.setattr(log, "propagate", False)
     monkeypatch.setattr(log, "handlers", [])
     level = log.level
     log.setLevel(logging.INFO)
     try:
-        for word in ("one", "two"):  # a run, and one that goes on with it
+        for word in ("one", "two"):  # a run, and one that continues it
             with logging_to(tmp_path):
                 log.warning("said %s, half a character \ud800", word)
         log.warning("afterwards")
@@ -67,14 +67,14 @@ def test_log_lines_are_appended_while_the_run_goes_on(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
+def test_an_unwritable_log_does_not_stop_the_run(tmp_path):
     (tmp_path / LOG_FILE).mkdir()
     with logging_to(tmp_path):
         logging.getLogger("ravan_flwr").warning("said")
     assert last_lines(tmp_path) == []
 
 
-def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path):
+def test_the_last_complete_lines_of_a_long_log_are_read(tmp_path):
     (tmp_path / "log.txt").write_bytes(b"".join(b"line %d \xff\n" % n for n in range(100_000)))
     lines = last_lines(tmp_path, most=5)
     assert lines == [f"line {n} \ufffd" for n in range(99_995, 100_000)]

@@ -1,4 +1,4 @@
-"""Hold a secure round with both halves in one process, where some clients fail in some phase."""
+"""Run a secure round with clients and server in one process, where some clients drop out."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ PARTS = (Part("H", 6, 40, 0.5), Part("classifier", 1, 30, 0.1))
 
 
 def step_of(bound):
-    """The size of a step: a client's number is wrong by less."""
+    """Return the size of a quantisation step, which bounds the rounding error of a value."""
     return bound / (LEVELS // 2)
 
 
-class Held:
-    """A round of so many clients; `fails` says in which phase a client is gone."""
+class SecureRound:
+    """A secure round; `fails` maps a client to the phase in which it drops out."""
 
     def __init__(self, folder, number, rows=None, fails=None, minimum=3, seed=0):
         self.random = np.random.default_rng(seed)
@@ -31,11 +31,11 @@ class Held:
             partition: SecureClient({}, RUN, partition, NodeKeys(folder, partition))
             for partition in range(number)
         }
-        self.changes: dict[int, list[Any]] = {}  # None of rows that it does not train
+        self.changes: dict[int, list[Any]] = {}  # None for rows that the client does not train
         self.sent: dict[int, bytes] = {}
 
-    def there(self, phase):
-        """Who has not failed before the end of a phase."""
+    def remaining(self, phase):
+        """Return the clients that have not dropped out before the end of a phase."""
         at = PHASES.index(phase)
         return [
             p
@@ -46,21 +46,21 @@ class Held:
     def meet(self):
         self.announcements = {
             p: read_announcement(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
-            for p in self.there("keys")
+            for p in self.remaining("keys")
         }
-        wanted = {p: self.rows[p] for p in self.announcements}
-        schedule = make_schedule(RUN, ROUND, self.minimum, PARTS, wanted)
+        trained_rows = {p: self.rows[p] for p in self.announcements}
+        schedule = make_schedule(RUN, ROUND, self.minimum, PARTS, trained_rows)
         self.server = SecureServer(schedule, self.announcements)
 
     def share(self):
-        for p in self.there("shares"):
+        for p in self.remaining("shares"):
             self.server.take_shares_sent(
                 p, self.clients[p].share_secrets(ROUND, self.server.announce())
             )
         self.server.close_sharing()
 
     def mask(self, late=()):
-        for p in self.there("shares"):
+        for p in self.remaining("shares"):
             schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
             bounds = [part.bound for part in schedule.parts for _ in range(part.rows)]
             numbers = []
@@ -71,20 +71,20 @@ class Held:
                 if change is not None:
                     numbers.append(to_steps(change, bound, self.random)[0])
             self.sent[p] = self.clients[p].mask(ROUND, np.concatenate(numbers))
-            if p in self.there("masked"):
+            if p in self.remaining("masked"):
                 self.server.take_masked(p, self.sent[p])
 
     def agree(self):
-        told = self.server.close_masked()
-        for p in self.there("agree"):
-            self.server.take_signature(p, self.clients[p].agree(ROUND, told))
+        masked = self.server.close_masked()
+        for p in self.remaining("agree"):
+            self.server.take_signature(p, self.clients[p].agree(ROUND, masked))
 
     def unmask(self):
-        told = self.server.close_list()
-        for p in self.there("unmask"):
-            self.server.take_shares(p, self.clients[p].unmask(ROUND, told))
+        signed = self.server.close_list()
+        for p in self.remaining("unmask"):
+            self.server.take_shares(p, self.clients[p].unmask(ROUND, signed))
 
-    def hold(self):
+    def run(self):
         self.meet()
         self.share()
         self.mask()
@@ -93,7 +93,7 @@ class Held:
         return self.server.open()
 
     def true_means(self, row):
-        """The plain mean of those whose numbers came, and how many they are."""
-        alive = self.there("masked")
+        """Return the plain mean over clients whose upload arrived, and their number."""
+        alive = self.remaining("masked")
         found = [self.changes[p][row] for p in alive if self.changes[p][row] is not None]
         return (np.mean(found, axis=0) if found else None), len(found)

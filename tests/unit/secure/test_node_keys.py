@@ -1,4 +1,4 @@
-"""Keys of devices: private, never overwritten, and errors that name a file and no folder."""
+"""Keys of devices: private, never overwritten, and errors name a file but no folder."""
 
 import errno
 import os
@@ -44,22 +44,22 @@ def test_keys_are_never_overwritten(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "one of the arguments --nodes --partition-id is required"),
         (["--partition-id", "3", "--nodes", "3"], "not allowed with argument"),
         (["--partition-id", "3", "--host", "a.org"], "--host a.org: got --partition-id beside it"),
     ],
 )
-def test_keys_are_of_one_kind(words, told, tmp_path, capsys):
+def test_only_one_kind_of_keys_is_made(words, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["keys", str(tmp_path / "keys"), *words])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "keys").exists()
 
 
-def test_where_no_folder_can_be_there_are_no_keys(tmp_path, capsys):
+def test_without_a_writable_folder_no_keys_are_made(tmp_path, capsys):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SystemExit):
@@ -69,7 +69,7 @@ def test_where_no_folder_can_be_there_are_no_keys(tmp_path, capsys):
         assert "expected a folder that is new or this user's" in error
 
 
-# An algorithm that no library knows: 1.2.3.4.
+# An unknown algorithm: 1.2.3.4.
 UNKNOWN = b"""-----BEGIN PUBLIC KEY-----
 MA0wBQYDKgMEAwQAAQID
 -----END PUBLIC KEY-----
@@ -77,22 +77,22 @@ MA0wBQYDKgMEAwQAAQID
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"\xff" * 9000, UNKNOWN, None])
-def test_files_that_are_no_keys_are_named(tmp_path, data):
+def test_files_that_are_no_keys_are_reported(tmp_path, data):
     make_keys(tmp_path, 0)
     curve = ec.generate_private_key(ec.SECP256R1()).public_key()
     other = curve.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     (tmp_path / "partition-1.pub").write_bytes(other if data is None else data)
     with pytest.raises(
         ValueError, match=r"secure-keys: partition-1\.pub: .*Ed25519 public"
-    ) as told:
+    ) as error:
         NodeKeys(tmp_path, 0).public_of(1)
-    assert str(tmp_path) not in str(told.value)
+    assert str(tmp_path) not in str(error.value)
     (tmp_path / "partition-0.key").write_bytes(other if data is None else data)
     with pytest.raises(ValueError, match=r"secure-keys: partition-0\.key: .*Ed25519 private"):
         NodeKeys(tmp_path, 0).public()
 
 
-def test_a_pair_that_is_none_is_refused(tmp_path):
+def test_mismatched_keys_are_refused(tmp_path):
     make_keys(tmp_path, 0)
     make_keys(tmp_path, 1)
     (tmp_path / "partition-1.pub").replace(tmp_path / "partition-0.pub")
@@ -107,13 +107,13 @@ def test_a_device_without_keys_cannot_take_part(tmp_path):
         node_keys(Node(0, 3, secure_keys=str(tmp_path))).public()
 
 
-def test_a_disk_that_is_full_leaves_no_half_of_a_pair(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_incomplete_pair(tmp_path, monkeypatch):
     folder = tmp_path / "secure"
 
     calls = count(1)
 
     def full(_):
-        if next(calls) == 3:  # of the public key, after the private one and its folder
+        if next(calls) == 3:  # the public key, after the private one and its folder
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

@@ -1,4 +1,4 @@
-"""Primitives as this code calls them, against the vectors that their RFCs publish."""
+"""Cryptographic primitives against the test vectors of their RFCs."""
 
 from contextlib import suppress
 
@@ -10,7 +10,7 @@ from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.node_keys import is_signed
 
 
-def test_x25519_is_that_of_rfc_7748():
+def test_x25519_equals_rfc_7748():
     """Section 6.1: Alice and Bob."""
     a = bytes.fromhex("77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a")
     b = bytes.fromhex("5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb")
@@ -27,7 +27,7 @@ def test_a_public_key_of_low_order_is_refused():
         agreement.shared_secret(agreement.new_key(), bytes(32))
 
 
-def test_hkdf_is_that_of_rfc_5869():
+def test_hkdf_equals_rfc_5869():
     """Appendix A.1."""
     found = agreement.derive(
         bytes([0x0B] * 22), bytes(range(13)), bytes(range(0xF0, 0xFA)), length=42
@@ -37,7 +37,7 @@ def test_hkdf_is_that_of_rfc_5869():
     )
 
 
-def test_chacha20_is_that_of_rfc_8439():
+def test_chacha20_equals_rfc_8439():
     """Appendix A.1, vector 1 (block 0), and section 2.3.2 (block 1)."""
     zero = agreement.keystream(bytes(32), bytes(12))(64)
     assert zero.hex() == (
@@ -54,7 +54,7 @@ def test_chacha20_is_that_of_rfc_8439():
     )
 
 
-def test_sealing_is_that_of_rfc_8439():
+def test_sealing_equals_rfc_8439():
     """Section 2.8.2."""
     text = (
         b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the "
@@ -74,7 +74,7 @@ def test_sealing_is_that_of_rfc_8439():
         agreement.open_sealed(key, sealed, bound + b"\0", nonce)
 
 
-def test_ed25519_is_that_of_rfc_8032():
+def test_ed25519_equals_rfc_8032():
     """Section 7.1, test 2."""
     private = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
     public = "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c"
@@ -89,7 +89,7 @@ def test_ed25519_is_that_of_rfc_8032():
     assert not is_signed(b"short", bytes.fromhex(signature), b"\x72")
 
 
-def test_shamir_is_that_of_the_textbook():
+def test_shamir_equals_the_textbook_example():
     """1234 + 166 x + 94 x^2, as in the article of Wikipedia: no value reaches the prime."""
     values = [1494, 1942, 2578, 3402, 4414, 5614]
     assert [shamir.value_at([1234, 166, 94], x) for x in range(1, 7)] == values
@@ -105,8 +105,8 @@ def test_the_prime_is_the_first_above_any_secret():
     assert nextprime(2**256) == shamir.PRIME
 
 
-def test_two_of_three_tell_and_one_tells_nothing():
-    """With one share, every secret is as likely: for each there is a line through it."""
+def test_two_shares_of_three_reveal_the_secret_and_one_reveals_nothing():
+    """With one share every secret is equally likely: for each there is a line through it."""
     secret = bytes(range(32))
     shares = shamir.split(secret, 2, 3)
     assert shamir.join({0: shares[0], 2: shares[2]}, 2) == secret
@@ -126,5 +126,5 @@ def test_false_shares_give_another_secret_or_an_error():
     shares = dict(enumerate(shamir.split(bytes(32), 3, 5)))
     shares[0] = (shamir.unpack(shares[0]) ^ 1).to_bytes(33, "big")
     assert shamir.join({k: v for k, v in shares.items() if k}, 3) == bytes(32)
-    with suppress(ValueError):  # mostly it is no secret at all, or else another
+    with suppress(ValueError):  # mostly no valid secret, or else another
         assert shamir.join(shares, 3) != bytes(32)

@@ -1,4 +1,4 @@
-"""A whole secure round of both halves: sums are exact, and nobody learns or forges more."""
+"""Secure rounds with client and server: exact sums, and no party learns or forges more."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
 from ravan_flwr.secure.server import DealerError, SecureServer, read_announcement
-from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held, step_of
+from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, SecureRound, step_of
 
 N = 7
 
@@ -29,108 +29,108 @@ def folder(tmp_path_factory):
     return path
 
 
-def check_sums(held, opened):
-    """Every row that is opened is the plain mean to the rounding; the others are left alone."""
-    schedule = held.server.schedule
+def check_sums(round_, opened):
+    """Every opened row is the plain mean up to rounding; the others stay masked."""
+    schedule = round_.server.schedule
     for place, (part, row) in enumerate(schedule.row_ids):
         name = PARTS[part].name
-        mean, number = held.true_means(place)
+        mean, number = round_.true_means(place)
         count = int(opened.counts[name][row])
         assert count in (0, number)
         if count:
-            assert count >= held.minimum
+            assert count >= round_.minimum
             error = np.abs(opened.means[name][row] - mean).max()
             assert error <= step_of(PARTS[part].bound)
         else:
-            assert number < held.minimum
+            assert number < round_.minimum
             assert not opened.means[name][row].any()
 
 
 @pytest.mark.parametrize("number", [3, 4, 7, 20])
-def test_the_sum_is_the_plain_one_to_the_rounding(folder, number):
-    held = Held(folder, number)
-    opened = held.hold()
-    check_sums(held, opened)
+def test_the_sum_is_the_plain_sum_up_to_rounding(folder, number):
+    round_ = SecureRound(folder, number)
+    opened = round_.run()
+    check_sums(round_, opened)
     assert (opened.counts["H"] == number).all()
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("gone", [(0,), (6,), (2, 5)])
-def test_clients_may_fail_in_any_phase(folder, phase, gone):
-    held = Held(folder, N, fails=dict.fromkeys(gone, phase))
-    opened = held.hold()
-    check_sums(held, opened)
-    left = N - len(gone) * (phase in PHASES[:3])
+@pytest.mark.parametrize("dropped", [(0,), (6,), (2, 5)])
+def test_clients_may_drop_out_in_any_phase(folder, phase, dropped):
+    round_ = SecureRound(folder, N, fails=dict.fromkeys(dropped, phase))
+    opened = round_.run()
+    check_sums(round_, opened)
+    left = N - len(dropped) * (phase in PHASES[:3])
     assert (opened.counts["H"] == left).all()
 
 
-def test_clients_may_fail_in_different_phases(folder):
-    held = Held(folder, 12, fails={0: "shares", 3: "masked", 5: "agree", 9: "unmask"})
-    check_sums(held, held.hold())
+def test_clients_may_drop_out_in_different_phases(folder):
+    round_ = SecureRound(folder, 12, fails={0: "shares", 3: "masked", 5: "agree", 9: "unmask"})
+    check_sums(round_, round_.run())
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fails", [{}, {1: "masked"}, {0: "shares", 4: "masked"}])
-def test_masks_are_by_head_among_those_who_train_it(folder, seed, fails):
+def test_masks_of_a_head_are_among_the_clients_that_train_it(folder, seed, fails):
     random = np.random.default_rng(seed)
     rows = random.random((8, 7)) < 0.5
     rows[:, 6] = True
-    held = Held(folder, 8, rows, fails, seed=seed)
-    opened = held.hold()
-    check_sums(held, opened)
-    sizes = held.server.schedule.sizes
-    for partition, sent in held.sent.items():  # no larger than what is trained
+    round_ = SecureRound(folder, 8, rows, fails, seed=seed)
+    opened = round_.run()
+    check_sums(round_, opened)
+    sizes = round_.server.schedule.sizes
+    for partition, sent in round_.sent.items():  # no larger than the trained rows
         assert len(sent) <= 3 * int(sizes[rows[partition]].sum())
 
 
 def test_a_head_that_loses_its_trainers_stays_masked(folder):
-    """Four train it, one fails after masking: three are opened. Two fail: it is left alone."""
+    """Four clients train it. If one drops out after masking, it is opened; if two do, it is not."""
     rows = np.ones((9, 7), bool)
     rows[4:, 0] = False
-    for gone, count in (({3: "masked"}, 3), ({2: "masked", 3: "masked"}, 0)):
-        held = Held(folder, 9, rows, gone)
-        opened = held.hold()
+    for dropped, count in (({3: "masked"}, 3), ({2: "masked", 3: "masked"}, 0)):
+        round_ = SecureRound(folder, 9, rows, dropped)
+        opened = round_.run()
         assert opened.counts["H"][0] == count
-        assert (opened.counts["H"][1:] == 9 - len(gone)).all()
-        check_sums(held, opened)
-        # The server has not even the shares by which it could.
-        group = held.server.schedule.group_of[0]
-        shares = held.server._shares
-        index = 1 + held.server.schedule.groups_of(0).index(group)
+        assert (opened.counts["H"][1:] == 9 - len(dropped)).all()
+        check_sums(round_, opened)
+        # The server does not have the shares that it would need.
+        group = round_.server.schedule.group_of[0]
+        shares = round_.server._shares
+        index = 1 + round_.server.schedule.groups_of(0).index(group)
         assert ((0, index) in shares) == bool(count)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_too_few_clients_end_the_round(folder, phase):
-    gone = N - threshold_of(N) + 1
-    held = Held(folder, N, fails=dict.fromkeys(range(gone), phase))
-    if phase == "keys":  # who never comes belongs to no round
-        assert (held.hold().counts["H"] == N - gone).all()
+    dropped = N - threshold_of(N) + 1
+    round_ = SecureRound(folder, N, fails=dict.fromkeys(range(dropped), phase))
+    if phase == "keys":  # a client without keys is not part of the round
+        assert (round_.run().counts["H"] == N - dropped).all()
         return
     with pytest.raises(ValueError, match=r"expected at least 5"):
-        held.hold()
+        round_.run()
 
 
 def test_the_server_alone_cannot_unmask(folder):
-    """All that it has, less one share of the threshold, and the sum before it is unmasked."""
-    held = Held(folder, N)
-    held.meet()
-    held.share()
-    held.mask()
-    held.agree()
-    told = held.server.close_list()
+    """It has all messages, less one share of the threshold, and the sum before unmasking."""
+    round_ = SecureRound(folder, N)
+    round_.meet()
+    round_.share()
+    round_.mask()
+    round_.agree()
+    signed = round_.server.close_list()
     for partition in range(threshold_of(N) - 1):
-        held.server.take_shares(partition, held.clients[partition].unmask(ROUND, told))
+        round_.server.take_shares(partition, round_.clients[partition].unmask(ROUND, signed))
     with pytest.raises(ValueError, match="masks of partition 0 cannot be recovered: got 4 shares"):
-        held.server.open()
-    # The sum as it is has nothing of the changes: any number is as likely.
-    assert held.server._total is not None
-    total = held.server._total.numbers
+        round_.server.open()
+    # The masked sum is independent of the changes: any value is equally likely.
+    assert round_.server._total is not None
+    total = round_.server._total.numbers
     assert stats.kstest(total / 2**24, "uniform").pvalue > 1e-3
 
 
-class Counted:
-    """Bytes that look random and follow from a seed, in place of the system's."""
+class SeededBytes:
+    """Random-looking bytes from a seed, in place of the system's."""
 
     def __init__(self, seed):
         self.random = np.random.default_rng(seed)
@@ -140,60 +140,60 @@ class Counted:
 
 
 def test_masked_uploads_are_uniform_and_cancel(folder, monkeypatch):
-    """Whole bytes of all uploads, of changes that are all the same, by fixed secrets."""
-    fixed = Counted(5)
+    """All bytes of all uploads, for equal changes and fixed secrets."""
+    fixed = SeededBytes(5)
     monkeypatch.setattr("ravan_flwr.secure.agreement.new_key", fixed)
     monkeypatch.setattr("ravan_flwr.secure.client.secrets.token_bytes", fixed)
     monkeypatch.setattr(
         "tests.unit.secure.rounds.to_steps",
         lambda values, *_: (np.full(len(values), LEVELS, np.uint32), 0),
     )
-    held = Held(folder, N)
-    held.hold()
-    for sent in held.sent.values():
+    round_ = SecureRound(folder, N)
+    round_.run()
+    for sent in round_.sent.values():
         data = np.frombuffer(sent, np.uint8)
         counts = np.bincount(data >> 4, minlength=16)
         assert stats.chisquare(counts).pvalue > 1e-4
-    data = np.frombuffer(b"".join(held.sent.values()), np.uint8)
+    data = np.frombuffer(b"".join(round_.sent.values()), np.uint8)
     assert stats.chisquare(np.bincount(data, minlength=256)).pvalue > 1e-3
-    # Without the clients' own masks, those of pairs cancel: what is left is exactly the sum.
-    assert held.server._total is not None
-    assert (held.server._total.numbers == N * LEVELS).all()
+    # Without the clients' own masks, pairwise masks cancel, and exactly the sum is left.
+    assert round_.server._total is not None
+    assert (round_.server._total.numbers == N * LEVELS).all()
     # Unmasked, the same bytes are far from uniform.
     plain = np.tile(np.frombuffer(LEVELS.to_bytes(3, "little"), np.uint8), 100)
     assert stats.chisquare(np.bincount(plain, minlength=256)).pvalue < 1e-10
 
 
 def test_no_stream_is_used_twice(folder, monkeypatch):
-    seen, streams = [], []
+    places, streams = [], []
 
-    def noted(key, place, size, make=stream_of):
+    def recording(key, place, size, make=stream_of):
         streams.append(make(key, place, size).tobytes())
-        seen.append((key, place))
+        places.append((key, place))
         return make(key, place, size)
 
-    monkeypatch.setattr(rows_and_masks, "stream_of", noted)
-    held = Held(folder, 4)
-    held.meet()
-    held.share()
-    held.mask()
-    # A pair's streams are made by either; apart from that each is another.
+    monkeypatch.setattr(rows_and_masks, "stream_of", recording)
+    round_ = SecureRound(folder, 4)
+    round_.meet()
+    round_.share()
+    round_.mask()
+    # Both clients of a pair make its streams; all others are different.
     pairs, own = 4 * 3 // 2 * 7, 4 * 7
-    assert len(set(seen)) == len(set(streams)) == pairs + own
-    assert len(seen) == 2 * pairs + own
+    assert len(set(places)) == len(set(streams)) == pairs + own
+    assert len(places) == 2 * pairs + own
 
 
 def test_a_long_stream_is_made_in_pieces(monkeypatch):
-    whole = stream_of(bytes(32), (1, 2), 1000)
+    expected = stream_of(bytes(32), (1, 2), 1000)
     monkeypatch.setattr(rows_and_masks, "_BLOCK", 64)
-    assert stream_of(bytes(32), (1, 2), 1000).tolist() == whole.tolist()
-    assert (stream_of(bytes(32), (2, 1), 1000) != whole).any()
+    assert stream_of(bytes(32), (1, 2), 1000).tolist() == expected.tolist()
+    assert (stream_of(bytes(32), (2, 1), 1000) != expected).any()
 
 
 def test_two_rounds_with_the_same_changes_have_other_masks(folder):
-    first, second = Held(folder, 4), Held(folder, 4)
-    for held in (first, second):
-        held.hold()
+    first, second = SecureRound(folder, 4), SecureRound(folder, 4)
+    for round_ in (first, second):
+        round_.run()
     assert first.sent[0] != second.sent[0]
     assert np.array_equal(first.changes[0][0], second.changes[0][0])
 
@@ -202,92 +202,97 @@ def test_two_rounds_with_the_same_changes_have_other_masks(folder):
 
 
 def until(folder, phase, **given):
-    held = Held(folder, N, **given)
-    steps = {"keys": held.meet, "shares": held.share, "masked": held.mask, "agree": held.agree}
+    round_ = SecureRound(folder, N, **given)
+    steps = {
+        "keys": round_.meet,
+        "shares": round_.share,
+        "masked": round_.mask,
+        "agree": round_.agree,
+    }
     for name, step in steps.items():
         step()
         if name == phase:
             break
-    return held
+    return round_
 
 
 def test_a_client_unmasks_once(folder):
-    held = until(folder, "agree")
-    told = held.server.close_list()
-    client = held.clients[0]
-    assert client.unmask(ROUND, told)["shares"]
-    assert client.state == {"round": ROUND, "phase": "done"}  # nothing else is left
+    round_ = until(folder, "agree")
+    signed = round_.server.close_list()
+    client = round_.clients[0]
+    assert client.unmask(ROUND, signed)["shares"]
+    assert client.state == {"round": ROUND, "phase": "done"}  # all other state is deleted
     with pytest.raises(ValueError, match="answers each phase once"):
-        client.unmask(ROUND, told)
+        client.unmask(ROUND, signed)
 
 
-def test_a_client_forgets_its_secrets_also_where_it_refuses(folder):
-    held = until(folder, "agree")
-    client = held.clients[0]
+def test_a_client_deletes_its_secrets_also_when_it_refuses(folder):
+    round_ = until(folder, "agree")
+    client = round_.clients[0]
     with pytest.raises(ValueError, match="got 0 signatures, expected 5"):
         client.unmask(ROUND, {"signers": pack(np.zeros(N, bool)), "signatures": b""})
     assert client.state == {"round": ROUND, "phase": "done"}
 
 
 def test_a_client_signs_one_list(folder):
-    """So nobody can be alive to one client and dropped to another, or both at once."""
-    held = until(folder, "masked")
-    client, alive = held.clients[0], np.ones(N, bool)
+    """No client can be alive for one client and dropped for another."""
+    round_ = until(folder, "masked")
+    client, alive = round_.clients[0], np.ones(N, bool)
     client.agree(ROUND, {"alive": pack(alive)})
     alive[3] = False
     with pytest.raises(ValueError, match="answers each phase once"):
         client.agree(ROUND, {"alive": pack(alive)})
 
 
-def test_a_client_unmasks_only_what_a_threshold_has_signed(folder):
-    """The server tells partition 0 that 3 is dropped, and the others that it is not."""
-    held = until(folder, "masked")
-    told = held.server.close_masked()
+def test_a_client_unmasks_only_a_list_signed_by_a_threshold(folder):
+    """The server claims to partition 0 that 3 dropped out, and to the others that it did not."""
+    round_ = until(folder, "masked")
+    masked = round_.server.close_masked()
     for partition in range(1, N):
-        held.server.take_signature(partition, held.clients[partition].agree(ROUND, told))
-    alive = held.server.alive.copy()
+        round_.server.take_signature(partition, round_.clients[partition].agree(ROUND, masked))
+    alive = round_.server.alive.copy()
     alive[3] = False
-    held.clients[0].agree(ROUND, {"alive": pack(alive)})
-    signers = np.array([p in held.server.signatures and p != 3 for p in range(N)])
-    signatures = b"".join(held.server.signatures[p] for p in np.flatnonzero(signers))
+    round_.clients[0].agree(ROUND, {"alive": pack(alive)})
+    signers = np.array([p in round_.server.signatures and p != 3 for p in range(N)])
+    signatures = b"".join(round_.server.signatures[p] for p in np.flatnonzero(signers))
     with pytest.raises(ValueError, match="partition 1: its signature is not by"):
-        held.clients[0].unmask(ROUND, {"signers": pack(signers), "signatures": signatures})
+        round_.clients[0].unmask(ROUND, {"signers": pack(signers), "signatures": signatures})
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda alive: alive[:3].fill(False), "got a list of 4 clients, expected 5 at least"),
         (lambda alive: alive[:1].fill(False), "got a list without this client"),
     ],
 )
-def test_a_list_that_is_too_short_is_not_signed(folder, change, told):
-    held = until(folder, "masked")
+def test_a_list_that_is_too_short_is_not_signed(folder, change, message):
+    round_ = until(folder, "masked")
     alive = np.ones(N, bool)
     change(alive)
-    with pytest.raises(ValueError, match=told):
-        held.clients[0].agree(ROUND, {"alive": pack(alive)})
+    with pytest.raises(ValueError, match=message):
+        round_.clients[0].agree(ROUND, {"alive": pack(alive)})
 
 
-def test_who_has_shared_nothing_cannot_be_alive(folder):
-    held = until(folder, "masked", fails={6: "shares"})
+def test_a_client_without_shares_cannot_be_alive(folder):
+    round_ = until(folder, "masked", fails={6: "shares"})
     with pytest.raises(ValueError, match="have shared nothing"):
-        held.clients[0].agree(ROUND, {"alive": pack(np.ones(N, bool))})
+        round_.clients[0].agree(ROUND, {"alive": pack(np.ones(N, bool))})
 
 
-def test_a_round_that_was_is_not_begun_again(folder):
-    held = until(folder, "agree")
+def test_an_earlier_round_is_not_repeated(folder):
+    round_ = until(folder, "agree")
     for number in (1, ROUND):
         with pytest.raises(ValueError, match=f"expected one after {ROUND}"):
-            held.clients[0].make_keys(number)
-    held.clients[0].make_keys(ROUND + 1)
+            round_.clients[0].make_keys(number)
+    round_.clients[0].make_keys(ROUND + 1)
     with pytest.raises(ValueError, match="asked to continue in round 3 after phase 'agreed'"):
-        held.clients[0].unmask(ROUND, held.server.close_list())
+        round_.clients[0].unmask(ROUND, round_.server.close_list())
 
 
 def test_phases_come_in_order(folder):
-    held = until(folder, "keys")
-    client = held.clients[0]
+    round_ = until(folder, "keys")
+    client = round_.clients[0]
     for phase in (client.take_shares, client.agree, client.unmask):
         with pytest.raises(ValueError, match="answers each phase once"):
             phase(ROUND, {})
@@ -295,33 +300,33 @@ def test_phases_come_in_order(folder):
         client.mask(ROUND, np.zeros(3, np.uint32))
 
 
-def test_invented_clients_are_not_known(folder, tmp_path):
-    """The server's own keys under the name of a client."""
+def test_clients_with_unknown_keys_are_refused(folder, tmp_path):
+    """The server uses its own keys under the name of a client."""
     for partition in (5, 6):
         make_keys(tmp_path, partition)
-    held = Held(folder, N)
+    round_ = SecureRound(folder, N)
     for partition in (5, 6):
         keys = NodeKeys(tmp_path, partition)
-        held.clients[partition] = SecureClient({}, RUN, partition, keys)
-    held.meet()
+        round_.clients[partition] = SecureClient({}, RUN, partition, keys)
+    round_.meet()
     with pytest.raises(DistrustError, match="partition 5: its signature is not by") as caught:
-        held.clients[0].share_secrets(ROUND, held.server.announce())
+        round_.clients[0].share_secrets(ROUND, round_.server.announce())
     assert caught.value.partitions == (5, 6)
 
 
-def test_a_client_without_a_file_is_not_known(folder, tmp_path):
+def test_a_client_without_a_key_file_is_refused(folder, tmp_path):
     make_keys(tmp_path, 0)
     for partition in range(1, N - 1):
         name = f"partition-{partition}.pub"
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    held = Held(folder, N)
-    held.clients[0] = SecureClient({}, RUN, 0, NodeKeys(tmp_path, 0))
-    held.meet()
+    round_ = SecureRound(folder, N)
+    round_.clients[0] = SecureClient({}, RUN, 0, NodeKeys(tmp_path, 0))
+    round_.meet()
     with pytest.raises(DistrustError, match=r"partition-6\.pub: it cannot be read \(No such file"):
-        held.clients[0].share_secrets(ROUND, held.server.announce())
+        round_.clients[0].share_secrets(ROUND, round_.server.announce())
 
 
-def test_signatures_of_another_run_round_or_client_are_false(folder):
+def test_signatures_of_another_run_round_or_client_are_refused(folder):
     client = SecureClient({}, RUN, 2, NodeKeys(folder, 2))
     parts = client.make_keys(ROUND)
     assert read_announcement(RUN, ROUND, 2, parts).node == NodeKeys(folder, 2).public()
@@ -332,255 +337,259 @@ def test_signatures_of_another_run_round_or_client_are_false(folder):
         read_announcement(RUN, ROUND, 2, parts | {"keys": b"abc"})
 
 
-def test_keys_that_the_others_would_refuse_cost_their_client(folder):
-    """Of low order, or one for both purposes: signed as it should be, and refused at once."""
+def test_invalid_keys_exclude_their_client(folder):
+    """Keys of low order, or one key for both purposes, are refused despite a valid signature."""
     keys = NodeKeys(folder, 2)
     good = SecureClient({}, RUN, 2, keys).make_keys(ROUND)["keys"][:32]
-    for public, told in ((good + bytes(32), "low order"), (good + good, "are one, expected two")):
+    for public, error in ((good + bytes(32), "low order"), (good + good, "are one, expected two")):
         signature = keys.sign(signed_keys(RUN, ROUND, 2, public))
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=error):
             read_announcement(RUN, ROUND, 2, {"keys": public + signature, "node": keys.public()})
 
 
-def announced(held, **changes):
-    """A schedule that differs from what the server should have said."""
-    schedule = held.server.schedule
-    given: dict[str, Any] = {
+def announced(secure_round, **changes):
+    """Announce a schedule that differs from the correct one."""
+    schedule = secure_round.server.schedule
+    arguments: dict[str, Any] = {
         "run": RUN, "round_": ROUND, "minimum": 3, "parts": PARTS,
         "rows": {p: schedule.trained[p] for p in range(N)},
     }  # fmt: skip
-    other = make_schedule(**(given | changes))
-    return SecureServer(other, held.announcements).announce()
+    other = make_schedule(**(arguments | changes))
+    return SecureServer(other, secure_round.announcements).announce()
 
 
 def test_a_schedule_of_another_round_is_refused(folder):
-    held = until(folder, "keys")
+    round_ = until(folder, "keys")
     for changes in ({"run": RUN + 1}, {"round_": ROUND + 1}):
-        other = Held(folder, N)
+        other = SecureRound(folder, N)
         other.meet()
         with pytest.raises(ValueError, match=f"expected {RUN}, {ROUND}"):
             other.clients[0].share_secrets(ROUND, announced(other, **changes))
-    rows = {p: held.server.schedule.trained[p] for p in range(1, N)}
+    rows = {p: round_.server.schedule.trained[p] for p in range(1, N)}
     with pytest.raises(ValueError, match="without partition 0"):
-        held.clients[0].share_secrets(ROUND, announced(held, rows=rows))
+        round_.clients[0].share_secrets(ROUND, announced(round_, rows=rows))
 
 
-def test_a_head_for_few_is_refused_by_who_would_train_it(folder):
-    """A server that lets one client train a head alone."""
-    held = until(folder, "keys")
-    told = held.server.announce()
-    schedule = copy.copy(held.server.schedule)
+def test_a_head_of_too_few_clients_is_refused_by_its_clients(folder):
+    """The server lets two clients train a head alone."""
+    round_ = until(folder, "keys")
+    announcement = round_.server.announce()
+    schedule = copy.copy(round_.server.schedule)
     trained = schedule.trained.copy()
     trained[2:, 0] = False
     object.__setattr__(schedule, "trained", trained)
-    told["schedule"] = schedule.to_bytes()
+    announcement["schedule"] = schedule.to_bytes()
     with pytest.raises(ValueError, match="got a part that 2 clients train, expected 3"):
-        held.clients[0].share_secrets(ROUND, told)
+        round_.clients[0].share_secrets(ROUND, announcement)
 
 
-def test_keys_that_are_not_its_own_are_refused(folder):
-    held = until(folder, "keys")
+def test_a_client_refuses_a_list_with_other_keys_of_its_own(folder):
+    round_ = until(folder, "keys")
     later = SecureClient({}, RUN, 0, NodeKeys(folder, 0))
-    held.announcements[0] = read_announcement(RUN, ROUND, 0, later.make_keys(ROUND))
-    server = SecureServer(held.server.schedule, held.announcements)
+    round_.announcements[0] = read_announcement(RUN, ROUND, 0, later.make_keys(ROUND))
+    server = SecureServer(round_.server.schedule, round_.announcements)
     with pytest.raises(ValueError, match="other keys of this client"):
-        held.clients[0].share_secrets(ROUND, server.announce())
+        round_.clients[0].share_secrets(ROUND, server.announce())
 
 
 def test_clients_of_different_schedules_cannot_open_each_others_shares(folder):
-    """The server tells partition 0 another bound than the others: it has no share of theirs."""
-    held = until(folder, "keys")
-    other = announced(held, parts=(PARTS[0], PARTS[1].__class__("classifier", 1, 30, 0.2)))
+    """Partition 0 gets another bound than the others, so that it cannot open their shares."""
+    round_ = until(folder, "keys")
+    other = announced(round_, parts=(PARTS[0], PARTS[1].__class__("classifier", 1, 30, 0.2)))
     for partition in range(N):
-        told = other if partition == 0 else held.server.announce()
-        held.server.take_shares_sent(partition, held.clients[partition].share_secrets(ROUND, told))
-    held.server.close_sharing()
-    held.clients[0].take_shares(ROUND, held.server.to_mask(0))
-    assert [bool(text) for text in held.clients[0].state["held"]] == [True] + 6 * [False]
+        announcement = other if partition == 0 else round_.server.announce()
+        round_.server.take_shares_sent(
+            partition, round_.clients[partition].share_secrets(ROUND, announcement)
+        )
+    round_.server.close_sharing()
+    round_.clients[0].take_shares(ROUND, round_.server.to_mask(0))
+    assert [bool(text) for text in round_.clients[0].state["held"]] == [True] + 6 * [False]
 
 
-def test_a_short_list_of_who_is_here_is_refused(folder):
-    held = until(folder, "shares")
-    told = held.server.to_mask(0)
+def test_a_short_list_of_present_clients_is_refused(folder):
+    round_ = until(folder, "shares")
+    request = round_.server.to_mask(0)
     here = np.zeros(N, bool)
     here[:3] = True
     with pytest.raises(ValueError, match="got a list of 3 clients, expected 5 at least"):
-        held.clients[0].take_shares(ROUND, told | {"here": pack(here)})
+        round_.clients[0].take_shares(ROUND, request | {"here": pack(here)})
 
 
-# What a client does wrong.
+# Faults of a client.
 
 
-def test_a_false_share_costs_its_own_answer(folder):
-    held = until(folder, "agree", fails={6: "masked"})
-    told = held.server.close_list()
+def test_a_false_share_invalidates_its_own_answer_alone(folder):
+    round_ = until(folder, "agree", fails={6: "masked"})
+    signed = round_.server.close_list()
     for partition in range(6):
-        shares = held.clients[partition].unmask(ROUND, told)
+        shares = round_.clients[partition].unmask(ROUND, signed)
         if partition == 1:
             first = shares["shares"][:-1] + bytes([shares["shares"][-1] ^ 1])
             with pytest.raises(ValueError, match="is not the one that it was given"):
-                held.server.take_shares(partition, {"shares": first})
+                round_.server.take_shares(partition, {"shares": first})
         else:
-            held.server.take_shares(partition, shares)
-    check_sums(held, held.server.open())
+            round_.server.take_shares(partition, shares)
+    check_sums(round_, round_.server.open())
 
 
-def test_who_deals_false_shares_is_named(folder):
-    """Marks that fit to shares of something else: found out when it counts."""
-    held = until(folder, "keys")
+def test_a_dealer_of_false_shares_is_named(folder):
+    """The marks fit to shares of another secret, which is detected when the secret is needed."""
+    round_ = until(folder, "keys")
     for partition in range(N):
-        client = held.clients[partition]
+        client = round_.clients[partition]
         if partition == 2:
             true, client.state["pairs"] = client.state["pairs"], client.state["sealing"]
             client._check_key_list = lambda *_: None
-        held.server.take_shares_sent(partition, client.share_secrets(ROUND, held.server.announce()))
+        round_.server.take_shares_sent(
+            partition, client.share_secrets(ROUND, round_.server.announce())
+        )
         if partition == 2:
             client.state["pairs"] = true
-    held.server.close_sharing()
-    held.fails = {2: "masked"}
-    held.mask()
-    held.agree()
-    held.unmask()
+    round_.server.close_sharing()
+    round_.fails = {2: "masked"}
+    round_.mask()
+    round_.agree()
+    round_.unmask()
     with pytest.raises(ValueError, match="partition 2 has shared something else"):
-        held.server.open()
+        round_.server.open()
 
 
 @pytest.mark.parametrize("constant", [shamir.PRIME - 1, None])
-def test_who_deals_shares_of_no_secret_is_named(folder, monkeypatch, constant):
-    """As marked, but of a number above all secrets; or no numbers below the prime at all."""
+def test_a_dealer_of_shares_of_no_valid_secret_is_named(folder, monkeypatch, constant):
+    """Marks fit, but the secret is above the range, or shares are not below the prime."""
 
     def none(secret, threshold, number):
         if constant is None:
             return [b"\xfe" * shamir.SHARE] * number
         return [shamir.value_at([constant], x + 1).to_bytes(shamir.SHARE) for x in range(number)]
 
-    held = until(folder, "keys")
+    round_ = until(folder, "keys")
     for partition in range(N):
         with monkeypatch.context() as patch:
             if partition == 2:
                 patch.setattr(shamir, "split", none)
-            dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
-        held.server.take_shares_sent(partition, dealt)
-    held.server.close_sharing()
-    held.mask()
-    held.agree()
-    held.unmask()
+            shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
+        round_.server.take_shares_sent(partition, shares_sent)
+    round_.server.close_sharing()
+    round_.mask()
+    round_.agree()
+    round_.unmask()
     with pytest.raises(DealerError, match="partition 2"):
-        held.server.open()
+        round_.server.open()
 
 
-def test_who_gives_most_of_the_others_nonsense_is_named(folder):
-    held = until(folder, "keys")
+def test_a_dealer_of_unreadable_shares_is_named(folder):
+    round_ = until(folder, "keys")
     for partition in range(N):
-        dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
+        shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
         if partition == 2:
-            dealt["sealed"] = bytes(len(dealt["sealed"]))
-        held.server.take_shares_sent(partition, dealt)
-    held.server.close_sharing()
-    held.mask()
-    held.agree()
-    held.unmask()
+            shares_sent["sealed"] = bytes(len(shares_sent["sealed"]))
+        round_.server.take_shares_sent(partition, shares_sent)
+    round_.server.close_sharing()
+    round_.mask()
+    round_.agree()
+    round_.unmask()
     with pytest.raises(DealerError, match="partition 2") as caught:
-        held.server.open()
+        round_.server.open()
     assert caught.value.partition == 2
 
 
-def test_who_says_that_it_was_given_nothing_is_named_beside_who_gave_it(folder):
-    """With two gone, one that tells no share is one too few, and no dealer's fault for sure."""
-    held = until(folder, "agree")
-    told = held.server.close_list()
+def test_a_client_that_denies_its_share_is_named_beside_the_dealer(folder):
+    """With two clients gone, one denied share is one too few; dealer and denier are both named."""
+    round_ = until(folder, "agree")
+    signed = round_.server.close_list()
     for partition in range(5):
-        shares = held.clients[partition].unmask(ROUND, told)["shares"]
+        shares = round_.clients[partition].unmask(ROUND, signed)["shares"]
         if partition == 1:
             shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
-        held.server.take_shares(partition, {"shares": shares})
+        round_.server.take_shares(partition, {"shares": shares})
     with pytest.raises(DealerError, match="cannot be recovered: got 4 shares, expected") as caught:
-        held.server.open()
+        round_.server.open()
     assert (caught.value.partition, caught.value.deniers) == (0, (1,))
-    assert held.server.denied == {(dealer, 1) for dealer in (0, 2, 3, 4, 5, 6)}
+    assert round_.server.denied == {(dealer, 1) for dealer in (0, 2, 3, 4, 5, 6)}
 
 
-def test_who_is_silent_makes_no_dealer_suspect(folder):
-    """One denies, and two do not answer: with its share there were still too few."""
-    held = until(folder, "agree")
-    told = held.server.close_list()
+def test_unresponsive_clients_do_not_incriminate_a_dealer(folder):
+    """One client denies its share and two do not answer: its share would not have been enough."""
+    round_ = until(folder, "agree")
+    signed = round_.server.close_list()
     for partition in range(4):
-        shares = held.clients[partition].unmask(ROUND, told)["shares"]
+        shares = round_.clients[partition].unmask(ROUND, signed)["shares"]
         if partition == 1:
             shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
-        held.server.take_shares(partition, {"shares": shares})
+        round_.server.take_shares(partition, {"shares": shares})
     with pytest.raises(ValueError, match="got 3 shares, expected at least 5") as caught:
-        held.server.open()
+        round_.server.open()
     assert not isinstance(caught.value, DealerError)
 
 
 @pytest.mark.parametrize(("part", "length"), [("sealed", 20), ("marks", 16)])
-def test_nonsense_in_place_of_a_share_is_left_out_and_others_have_theirs(folder, part, length):
-    """Of a share that is marked falsely its holder tells none: one not as marked is refused."""
-    held = until(folder, "keys")
+def test_an_unreadable_share_is_skipped_and_others_are_used(folder, part, length):
+    """A client does not send a share whose mark is false, since the server would refuse it."""
+    round_ = until(folder, "keys")
     for partition in range(N):
-        dealt = held.clients[partition].share_secrets(ROUND, held.server.announce())
-        if partition == 2:  # spoils what it gives to 0
-            dealt[part] = bytes(length) + dealt[part][length:]
-        held.server.take_shares_sent(partition, dealt)
-    held.server.close_sharing()
-    held.mask()
-    held.agree()
-    assert held.clients[0].state["held"][2] == b""
-    held.unmask()
-    check_sums(held, held.server.open())
+        shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
+        if partition == 2:  # spoils its share for client 0
+            shares_sent[part] = bytes(length) + shares_sent[part][length:]
+        round_.server.take_shares_sent(partition, shares_sent)
+    round_.server.close_sharing()
+    round_.mask()
+    round_.agree()
+    assert round_.clients[0].state["held"][2] == b""
+    round_.unmask()
+    check_sums(round_, round_.server.open())
 
 
-def test_numbers_that_are_not_masked_as_agreed_are_found_out(folder):
-    held = until(folder, "shares")
-    held.fails = {4: "masked"}
-    held.mask()
-    held.fails = {}
-    held.server.take_masked(4, np.random.default_rng(1).bytes(len(held.sent[4])))
-    held.agree()
-    held.unmask()
+def test_an_upload_with_wrong_masks_is_detected(folder):
+    round_ = until(folder, "shares")
+    round_.fails = {4: "masked"}
+    round_.mask()
+    round_.fails = {}
+    round_.server.take_masked(4, np.random.default_rng(1).bytes(len(round_.sent[4])))
+    round_.agree()
+    round_.unmask()
     with pytest.raises(ValueError, match="a client sent what is not masked as agreed"):
-        held.server.open()
+        round_.server.open()
 
 
 @pytest.mark.parametrize("length", [0, 1, 10_000])
 def test_messages_of_other_lengths_are_refused(folder, length):
-    held = until(folder, "keys")
+    round_ = until(folder, "keys")
     nothing = {"sealed": bytes(length), "marks": b"", "seeds": b""}
     with pytest.raises(ValueError, match=r"got \d+ bytes, expected \d+"):
-        held.server.take_shares_sent(0, nothing)
-    assert not held.server.shares_sent
-    held = until(folder, "shares")
+        round_.server.take_shares_sent(0, nothing)
+    assert not round_.server.shares_sent
+    round_ = until(folder, "shares")
     with pytest.raises(ValueError, match=r"bytes of masked numbers, expected"):
-        held.server.take_masked(0, bytes(length))
-    assert not held.server.alive.any()
+        round_.server.take_masked(0, bytes(length))
+    assert not round_.server.alive.any()
 
 
 def test_a_signature_of_another_list_is_refused(folder):
-    held = until(folder, "masked")
-    held.server.close_masked()
+    round_ = until(folder, "masked")
+    round_.server.close_masked()
     with pytest.raises(ValueError, match="not of the list"):
-        held.server.take_signature(0, {"signature": bytes(SIGNATURE)})
+        round_.server.take_signature(0, {"signature": bytes(SIGNATURE)})
     with pytest.raises(ValueError, match="signature has 1 bytes"):
-        held.server.take_signature(0, {"signature": b"x"})
+        round_.server.take_signature(0, {"signature": b"x"})
 
 
 def test_a_late_upload_stays_masked(folder):
-    """Of a client that was given up the server has the key of pairs, and its numbers come then."""
-    held = Held(folder, N, fails={3: "masked"})
-    opened = held.hold()
-    check_sums(held, opened)
-    late = from_bytes(held.sent[3])
+    """The server has the pairwise key of a client that dropped out, and its upload arrives late."""
+    round_ = SecureRound(folder, N, fails={3: "masked"})
+    opened = round_.run()
+    check_sums(round_, opened)
+    late = from_bytes(round_.sent[3])
     rows = np.ones(7, bool)
-    vector = Vector(held.server.schedule, rows, late.copy())
-    private = shamir.join(held.server._shares[3, 0], held.server.schedule.threshold)
+    vector = Vector(round_.server.schedule, rows, late.copy())
+    private = shamir.join(round_.server._shares[3, 0], round_.server.schedule.threshold)
     for other in range(N):
         if other != 3:
-            secret = masks_secret(private, held.announcements[other].keys[1])
-            key = pair_key(secret, held.server.statement, 3, other)
+            secret = masks_secret(private, round_.announcements[other].keys[1])
+            key = pair_key(secret, round_.server.statement, 3, other)
             vector.mask(key, rows, add=other < 3)
     assert stats.kstest(vector.numbers / 2**24, "uniform").pvalue > 1e-3
-    assert not any(dealer == 3 and index for dealer, index in held.server._shares)
+    assert not any(dealer == 3 and index for dealer, index in round_.server._shares)
 
 
 def masks_secret(private, public):
@@ -589,7 +598,7 @@ def masks_secret(private, public):
     return shared_secret(private, public)
 
 
-# Fixed point.
+# Fixed-point numbers.
 
 
 def test_rounding_is_unbiased_and_zero_is_exact():
@@ -602,7 +611,7 @@ def test_rounding_is_unbiased_and_zero_is_exact():
     assert (to_steps(np.zeros(9), 0.7, random)[0] == LEVELS // 2).all()
 
 
-def test_what_is_beyond_the_bound_is_cut_off_and_what_is_none_is_zero():
+def test_values_beyond_the_bound_are_clipped_and_nan_becomes_zero():
     random = np.random.default_rng(0)
     values = np.array([-np.inf, -2.0, -1.0, 1.0, 1.5, np.inf, np.nan])
     steps, beyond = to_steps(values, 1.0, random)
@@ -610,7 +619,7 @@ def test_what_is_beyond_the_bound_is_cut_off_and_what_is_none_is_zero():
     assert beyond == 5
 
 
-def test_256_clients_have_room():
+def test_a_sum_of_256_clients_does_not_overflow():
     total = np.array([256 * LEVELS], np.uint32)
     assert 256 * LEVELS < 2**24
     from ravan_flwr.secure.fixed_point import mean_of
@@ -620,15 +629,15 @@ def test_256_clients_have_room():
         mean_of(total, 255, 0.5)
 
 
-def test_groups_are_as_few_as_safety_allows(folder):
-    """All train all: one. A head for few of many is one by itself."""
+def test_the_number_of_groups_is_minimal(folder):
+    """If all clients train all rows, there is one group; a head of few clients is its own group."""
     del folder
     everything = {p: np.ones(7, bool) for p in range(12)}
     assert set(make_schedule(RUN, ROUND, 3, PARTS, everything).group_of) == {0}
     few = {p: np.array([p < 5] + [True] * 6) for p in range(12)}
     schedule = make_schedule(RUN, ROUND, 3, PARTS, few)
     assert schedule.group_of.tolist() == [0] + [1] * 6
-    for gone in itertools.combinations(range(12), 4):
-        alive = np.array([p not in gone for p in range(12)])
+    for dropped in itertools.combinations(range(12), 4):
+        alive = np.array([p not in dropped for p in range(12)])
         opened = schedule.opened(np.ones(12, bool), alive)
         assert opened == ({0, 1} if alive[:5].sum() >= 3 else {1})

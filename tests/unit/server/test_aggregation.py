@@ -1,4 +1,4 @@
-"""A round's sums: what a client was sent is made once for all clients with that share."""
+"""A round's sums: a broadcast is made once for all clients with the same budget fraction."""
 
 import pytest
 
@@ -8,34 +8,34 @@ from tests.methods import build, train_client
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """A method with a broadcast for each share, and the shares that it was asked for."""
+def counting_method(monkeypatch):
+    """Return a method that counts broadcasts, its adapters, and the requested budget fractions."""
     method, adapters = build("hetlora")
-    asked, broadcast = [], method.broadcast
+    requested, broadcast = [], method.broadcast
 
     def counting(state, fraction):
-        asked.append(fraction)
+        requested.append(fraction)
         return broadcast(state, fraction)
 
     monkeypatch.setattr(method, "broadcast", counting)
-    return method, adapters, asked
+    return method, adapters, requested
 
 
-def test_a_broadcast_is_made_once_a_share(counted):
-    method, adapters, asked = counted
+def test_a_broadcast_is_made_once_a_budget_fraction(counting_method):
+    method, adapters, requested = counting_method
     state = method.initial_state(adapters)
     fractions = [1.0, 0.5, 1.0, 0.5, 1.0]
     uploads = [train_client(method, adapters, state, s, seed) for seed, s in enumerate(fractions)]
-    asked.clear()
+    requested.clear()
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, fraction in zip(uploads, fractions, strict=True):
         sums.offer(upload, fraction)
     assert sums.count == len(fractions)
-    assert sorted(asked) == [0.5, 1.0]
+    assert sorted(requested) == [0.5, 1.0]
 
 
-def test_few_broadcasts_are_kept_however_many_shares_there_are(counted):
-    method, adapters, _ = counted
+def test_few_broadcasts_are_cached_for_any_number_of_budget_fractions(counting_method):
+    method, adapters, _ = counting_method
     state = method.initial_state(adapters)
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for number in range(1, 4 * KEPT_BROADCASTS):

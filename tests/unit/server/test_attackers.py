@@ -1,4 +1,4 @@
-"""One hostile node of four: its reply is lost, and nothing else."""
+"""One hostile node of four: its reply is rejected, and no other is affected."""
 
 import json
 import math
@@ -39,36 +39,36 @@ from tests.attackers import (
     objects_of,
     with_body,
 )
-from tests.hand_made import DERIVED, Nodes, impatient, registered_client, run
+from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 ENVELOPES = int(os.environ.get("RAVAN_ENVELOPES", "10000"))
 
 
 @pytest.mark.parametrize("behaviour", ATTACKERS, ids=lambda one: one.__name__)
-def test_a_hostile_reply_costs_itself_and_nothing_else(behaviour, caplog):
+def test_a_hostile_reply_is_rejected_and_no_other_is_affected(behaviour, caplog):
     attacker = behaviour()
     settings = {"rounds": 2, "clients_per_round": 4, "evaluate_on": "clients"}
     began = time.monotonic()
     notes, _, _ = run(Attacked(attacker), validation_share=0.5, **settings)
     assert time.monotonic() - began < 20
     honest = Nodes()
-    if attacker.kind == "train" and attacker.told:
+    if attacker.kind == "train" and attacker.reason:
         del honest.registered[12]  # partition 2
     expected, _, _ = run(honest, validation_share=0.5, **settings)
     for record, state, alone in zip(notes.records, notes.states, expected.states, strict=True):
         assert all(torch.equal(state[name], alone[name]) for name in alone)
-        assert len(record["rejected"]) == (1 if attacker.told else 0)
+        assert len(record["rejected"]) == (1 if attacker.reason else 0)
         for one in record["rejected"]:
             assert one["client"] == "partition 2"
-            assert re.search(attacker.told, one["reason"]), one["reason"]
+            assert re.search(attacker.reason, one["reason"]), one["reason"]
             assert len(one["reason"]) <= 500
         json.dumps(record, allow_nan=False)
     assert all("\x1b" not in line and "\n" not in line for line in caplog.messages)
 
 
-def test_a_doubled_answer_counts_once():
+def test_a_duplicate_reply_counts_once():
     notes, _, _ = run(
         Attacked(Doubled()), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None
     )
@@ -82,7 +82,7 @@ class BadAnswer(Attacker):
         raise KeyError("no such object")
 
 
-def test_who_answers_the_question_badly_is_refused_and_the_others_are_not_lost():
+def test_an_invalid_answer_to_the_query_refuses_its_node_alone():
     _, strategy, _ = run(
         Attacked(BadAnswer()), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None
     )
@@ -91,9 +91,9 @@ def test_who_answers_the_question_badly_is_refused_and_the_others_are_not_lost()
 
 
 class Pointed(Attacker):
-    """All of the change that it may make in one number of each factor: the product is large."""
+    """Put the permitted change into one value of each factor, so that their product is large."""
 
-    told = "the norm of B would grow by"
+    reason = "the norm of B would grow by"
 
     def __init__(self, limit):
         self.limit = limit
@@ -108,8 +108,8 @@ class Pointed(Attacker):
 
 
 @pytest.mark.parametrize("method", ["flexlora", "raflora", "fedex-lora"])
-def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(method):
-    rate, steps = 1.0, 100  # so that nothing else of these nodes is refused
+def test_a_large_product_of_permitted_factors_is_rejected(method):
+    rate, steps = 1.0, 100  # no other check rejects these nodes
     limit = UpdateNormCheck(None, rate * steps)
 
     def most(sent):
@@ -123,10 +123,10 @@ def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(
     for record in notes.records:
         assert "refused" not in record
         assert [c["partition-id"] for c in record["clients"]] == [0, 1, 3]
-        assert re.search(attacker.told, record["rejected"][0]["reason"])
+        assert re.search(attacker.reason, record["rejected"][0]["reason"])
 
 
-def test_what_factors_within_their_limits_make_of_a_correction_does_not_undo_every_round():
+def test_permitted_factors_cannot_make_a_correction_too_large():
     rate, steps = 1.0, 100
     limit = UpdateNormCheck(None, rate * steps)
 
@@ -140,8 +140,8 @@ def test_what_factors_within_their_limits_make_of_a_correction_does_not_undo_eve
     assert not any("refused" in record for record in notes.records)
 
 
-def test_a_state_that_the_wire_has_no_room_for_is_not_taken(monkeypatch):
-    """Every factor fits into 16 bits, and the product does not: it could never be sent again."""
+def test_a_state_beyond_the_wires_range_is_refused(monkeypatch):
+    """Every factor fits into 16 bits and the product does not, so that it could not be sent."""
 
     def halved(record):
         return decode(from_record(record), "float16")
@@ -167,7 +167,7 @@ def test_a_state_that_the_wire_has_no_room_for_is_not_taken(monkeypatch):
     assert all("B has numbers up to" in record["refused"] for record in notes.records)
 
 
-# Envelopes: what Flower's own grid makes of what a node uploaded.
+# Envelopes: Flower's own grid on malformed uploads of a node.
 
 
 def question(number=0):
@@ -197,31 +197,31 @@ def uploads():
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """Objects are fetched one after the other: a pool of threads for each would take a while."""
+    """Fetch objects one after the other, since a thread pool for each would be slow."""
     monkeypatch.setattr(
         "flwr.superlink.grid.http_grid.pull_objects",
         lambda object_ids, pull_object_fn: {key: pull_object_fn(key) for key in object_ids},
     )
 
 
-def test_flowers_grid_loses_what_comes_with_a_broken_reply(uploads):
-    """Why replies are fetched one by one: were this mended in Flower, it could be undone."""
-    uploads.there = {
+def test_flowers_grid_loses_replies_fetched_with_a_broken_one(uploads):
+    """Replies are fetched one by one for this reason, until Flower handles it."""
+    uploads.replies = {
         "question-0": objects_of(honest_reply(0)),
         "question-1": ("x", {"x": b"Message  0\0"}),
     }
-    with pytest.raises(Exception):  # noqa: B017, PT011 (whatever it is)
+    with pytest.raises(Exception):  # noqa: B017, PT011 (any exception)
         uploads.pull_messages(["question-0", "question-1"])
-    assert not uploads.there
+    assert not uploads.replies
 
 
-def test_the_others_of_one_look_are_not_lost(uploads):
+def test_other_replies_of_the_same_poll_are_not_lost(uploads):
     for number in range(6):
-        uploads.there[f"question-{number}"] = objects_of(honest_reply(number))
-    uploads.there["question-2"] = ("x", {"x": b"garbage"})
-    _, contents = uploads.there["question-4"]
+        uploads.replies[f"question-{number}"] = objects_of(honest_reply(number))
+    uploads.replies["question-2"] = ("x", {"x": b"garbage"})
+    _, contents = uploads.replies["question-4"]
     array = next(key for key, one in contents.items() if one.startswith(b"Array "))
-    uploads.there["question-4"] = array, contents  # a root that is no Message
+    uploads.replies["question-4"] = array, contents  # no Message as root
     replies = list(
         ReplyFetcher().fetch_ready(uploads, [f"question-{number}" for number in range(8)])
     )
@@ -230,13 +230,13 @@ def test_the_others_of_one_look_are_not_lost(uploads):
 
 
 @pytest.mark.timeout(1800)
-def test_no_envelope_ends_anything(uploads, one_thread):
-    draw, honest, sender = random.Random(0), objects_of(honest_reply()), registered_client()
+def test_no_malformed_envelope_stops_the_server(uploads, one_thread):
+    random_, honest, sender = random.Random(0), objects_of(honest_reply()), registered_client()
     used = failed = longest = 0
     began = time.process_time()
     for _ in range(ENVELOPES):
-        root, contents = mutated(honest, draw)
-        uploads.there, uploads._objects = {"question-0": (root, contents)}, {}
+        root, contents = mutated(honest, random_)
+        uploads.replies, uploads._objects = {"question-0": (root, contents)}, {}
         started = time.process_time()
         reply = fetch(uploads, "question-0")
         assert isinstance(reply, Message)
@@ -251,11 +251,11 @@ def test_no_envelope_ends_anything(uploads, one_thread):
         assert time.process_time() - started < 1.0
     assert longest < 2000
     assert failed > ENVELOPES / 2
-    assert used > ENVELOPES / 100  # not all mutations do harm
+    assert used > ENVELOPES / 100  # some mutations do no harm
     assert time.process_time() - began < 0.01 * ENVELOPES + 10
 
 
-def test_a_chunk_that_is_listed_a_thousand_times_is_not_put_together(uploads):
+def test_a_chunk_listed_a_thousand_times_is_not_assembled(uploads):
     data = bytes(range(256)) * 4096  # 1 MB
     array = Array("uint8", (len(data),), STYPE, data)
     content = RecordDict({"arrays": ArrayRecord({"H": array})})
@@ -263,7 +263,7 @@ def test_a_chunk_that_is_listed_a_thousand_times_is_not_put_together(uploads):
     key = next(key for key, one in contents.items() if one.startswith(b"Array "))
     body = json.loads(contents[key].partition(b"\0")[2]) | {"arraychunk_ids": [0] * 1500}
     contents[key] = with_body(contents[key], json.dumps(body).encode())
-    uploads.there["question-0"] = root, contents
+    uploads.replies["question-0"] = root, contents
     tracemalloc.start()
     try:
         reply = fetch(uploads, "question-0")
@@ -276,8 +276,8 @@ def test_a_chunk_that_is_listed_a_thousand_times_is_not_put_together(uploads):
     assert most < 8 * len(data)
 
 
-def test_what_is_honest_and_large_is_put_together():
-    """Zeros are one chunk, listed as often as there are five megabytes of them."""
+def test_a_large_honest_reply_is_assembled():
+    """Zeros are one chunk, listed once for each five megabytes."""
     array = Array("uint8", (60_000_000,), STYPE, bytes(60_000_000))
     message = Message(RecordDict({"arrays": ArrayRecord({"H": array})}), reply_to=question())
     check_objects(objects_of(message)[1])
@@ -286,59 +286,59 @@ def test_what_is_honest_and_large_is_put_together():
         check_objects(objects_of(reason)[1])
 
 
-def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
-    def gone(_):
+def test_an_unreachable_superlink_rejects_no_reply(uploads):
+    def refuse(_):
         raise httpx.ConnectError("nobody there")
 
-    uploads._client.PullMessages = uploads._client.GetNodes = gone
+    uploads._client.PullMessages = uploads._client.GetNodes = refuse
     assert fetch(uploads, "question-0") is None
     assert list(ReplyFetcher().fetch_ready(uploads, ["question-0"])) == []
 
 
-def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
-    """A node tells of objects and does not upload them: whoever fetches them waits for minutes."""
+def test_an_incomplete_reply_does_not_block_the_others(uploads, monkeypatch):
+    """A node announces objects and does not upload them, so that their fetch blocks for minutes."""
     monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.3)
-    held = threading.Event()
+    uploaded = threading.Event()
     fetch = uploads._client.PullObject
 
-    def slow(request):
+    def slow_fetch(request):
         if request.object_id == "never":
-            held.wait(30)
+            uploaded.wait(30)
         return fetch(request)
 
-    uploads._client.PullObject = slow
+    uploads._client.PullObject = slow_fetch
     ids = [f"question-{number}" for number in range(5)]
     for number in (1, 2, 4):
-        uploads.there[ids[number]] = objects_of(honest_reply(number))
+        uploads.replies[ids[number]] = objects_of(honest_reply(number))
     for number in (0, 3):
-        uploads.there[ids[number]] = "never", {"never": b"Message  0\0"}
-    inbox, patience = ReplyFetcher(), RoundDeadline(1.5, 5)
+        uploads.replies[ids[number]] = "never", {"never": b"Message  0\0"}
+    inbox, deadline = ReplyFetcher(), RoundDeadline(1.5, 5)
     began = time.monotonic()
-    came = [r.metadata.reply_to_message_id for r in pull_replies(uploads, inbox, ids, patience)]
-    assert came == [ids[1], ids[2], ids[4]]
+    arrived = [r.metadata.reply_to_message_id for r in pull_replies(uploads, inbox, ids, deadline)]
+    assert arrived == [ids[1], ids[2], ids[4]]
     assert time.monotonic() - began < 4
-    held.set()  # they come at last, and are there for whoever looks the next time
+    uploaded.set()  # they arrive at last, and the next poll returns them
     late: set[str] = set()
     while late != {ids[0], ids[3]}:  # until the test's own timeout
         late |= {reply.metadata.reply_to_message_id for reply in inbox.fetch_ready(uploads, ids)}
 
 
-def test_what_was_there_is_read_also_when_the_time_is_up(uploads, monkeypatch):
-    """The first reply takes longer to use than there is time; the others were there all along."""
+def test_replies_that_arrived_in_time_are_read_after_the_timeout(uploads, monkeypatch):
+    """Using the first reply takes longer than the timeout; the others had arrived before."""
     ids = [f"question-{number}" for number in range(4)]
-    uploads.there = {key: objects_of(honest_reply(n)) for n, key in enumerate(ids)}
-    came = []
+    uploads.replies = {key: objects_of(honest_reply(n)) for n, key in enumerate(ids)}
+    arrived = []
     for reply in pull_replies(uploads, ReplyFetcher(), ids, RoundDeadline(0.2, 4)):
-        came.append(reply.metadata.reply_to_message_id)
-        if len(came) == 1:
+        arrived.append(reply.metadata.reply_to_message_id)
+        if len(arrived) == 1:
             time.sleep(0.5)
-    assert came == ids
+    assert arrived == ids
 
 
 # Text.
 
 
-def test_text_of_a_node_is_one_line_and_short():
+def test_text_of_a_node_is_escaped_and_shortened():
     assert plain("a\x1b[2K\nb\u202e\\") == "a\\x1b[2K\\nb\\u202e\\"
     assert plain("ok: größer") == "ok: größer"
     for text in ("x" * 10**6, "\x00" * 10**6, "\ud800" * 499):

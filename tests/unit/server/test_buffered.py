@@ -1,4 +1,4 @@
-"""Asynchronous rounds: exact where nothing is stale, FedBuff's weights where something is."""
+"""Asynchronous rounds: exact without staleness, FedBuff's weights with it."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.server.buffered import rebased, weight_of_staleness
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import Device
-from tests.hand_made import Nodes, impatient, run  # noqa: F401 (a fixture)
+from tests.hand_made import Nodes, fake_clock, run  # noqa: F401 (a fixture)
 from tests.methods import aggregate, build, some_state, train_client
 
 ABLE = [name for name, method in METHODS.items() if method.asynchronous and name != "none"]
@@ -32,53 +32,53 @@ def test_a_buffer_of_all_clients_is_a_synchronous_round(method):
 
 @pytest.mark.parametrize("method", ABLE)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_rebased_upload_changes_the_state_of_now(method, fraction):
-    """A slow oracle: the state of an upload alone, minus then, weighted, plus now."""
-    made, adapters = build(method)
-    fraction = fraction if made.can_train(fraction) else 1.0
-    then, now = some_state(made, adapters, 1), some_state(made, adapters, 9)
-    upload = train_client(made, adapters, then, fraction, 5)
-    got = aggregate(made, now, [(rebased(made, upload, fraction, then, now, 0.5), fraction)])
-    alone = aggregate(made, then, [(upload, fraction)])
+def test_a_rebased_upload_applies_its_change_to_the_current_state(method, fraction):
+    """Compare with a plain loop: the state of the upload alone, minus then, weighted, plus now."""
+    method_, adapters = build(method)
+    fraction = fraction if method_.can_train(fraction) else 1.0
+    then, now = some_state(method_, adapters, 1), some_state(method_, adapters, 9)
+    upload = train_client(method_, adapters, then, fraction, 5)
+    got = aggregate(method_, now, [(rebased(method_, upload, fraction, then, now, 0.5), fraction)])
+    alone = aggregate(method_, then, [(upload, fraction)])
     for name, tensor in now.items():
         expected = tensor.double() + 0.5 * (alone[name].double() - then[name].double())
         torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_weights_are_those_of_the_paper():
+def test_staleness_weights_equal_the_papers():
     assert [weight_of_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
 @given(st.permutations(range(4)))
 @pytest.mark.parametrize("method", ABLE)
 def test_the_order_within_a_buffer_does_not_matter(method, order):
-    made, adapters = build(method)
-    states = [some_state(made, adapters, seed) for seed in range(4)]
+    method_, adapters = build(method)
+    states = [some_state(method_, adapters, seed) for seed in range(4)]
     uploads = [
         (
             rebased(
-                made, train_client(made, adapters, then, 1.0, 7 + age), 1.0, then, states[0],
+                method_, train_client(method_, adapters, then, 1.0, 7 + age), 1.0, then, states[0],
                 weight_of_staleness(age),
             ),
             1.0,
         )
         for age, then in enumerate(states)
     ]  # fmt: skip
-    expected = aggregate(made, states[0], uploads)
-    got = aggregate(made, states[0], [uploads[i] for i in order])
+    expected = aggregate(method_, states[0], uploads)
+    got = aggregate(method_, states[0], [uploads[i] for i in order])
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 class Plenty:
-    """Work that fits each device."""
+    """Pretend that work fits every device."""
 
     def memory_shortage(self, fraction, client):
         return ""
 
 
 class Timed(TimedGrid, Nodes):
-    """Hand-made nodes whose devices take so many seconds for whatever they are sent."""
+    """Hand-made nodes whose devices take a given number of seconds for any message."""
 
     def __init__(self, seconds, behave=None):
         Nodes.__init__(self, len(seconds), behave)
@@ -107,7 +107,7 @@ ASYNC: dict[str, Any] = {
 
 
 def test_three_clients_by_hand():
-    """They take 1, 2.5 and 4 s, and whoever has answered is sent the next version.
+    """They take 1, 2.5 and 4 s; each client that has answered is sent the next version.
 
     0 ends at 1, 2 and 3 s, 1 at 2.5 s and 2 at 4 s. At 4 s 0 answers first: it was sent earlier.
     """
@@ -115,7 +115,7 @@ def test_three_clients_by_hand():
     used = [(r["time"], c["partition-id"], c.get("staleness", 0)) for r in notes.records
             for c in r["clients"]]  # fmt: skip
     assert used == [(1.0, 0, 0), (2.0, 0, 0), (2.5, 1, 2), (3.0, 0, 1), (4.0, 2, 4)]
-    assert sorted(strategy.in_flight.versions) == [4, 5]  # what somebody is out with
+    assert sorted(strategy.in_flight.versions) == [4, 5]
 
 
 @pytest.mark.parametrize("seconds", [[3.0, 1.0, 2.0], [2.0, 3.0, 1.0]])
@@ -128,15 +128,15 @@ def test_clients_may_answer_in_any_order(seconds):
         torch.testing.assert_close(other.states[0][name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_an_update_that_is_too_old_is_rejected():
+def test_an_update_that_is_too_stale_is_rejected():
     notes, strategy, _ = run(Timed([1.0, 2.5, 9.0]), 12, timeout=100.0, max_staleness=3, **ASYNC)
-    told = [one for record in notes.records for one in record["rejected"]]
-    assert len(told) >= 1
-    assert "expected at most max-staleness = 3" in told[0]["reason"]
+    rejected = [entry for record in notes.records for entry in record["rejected"]]
+    assert len(rejected) >= 1
+    assert "expected at most max-staleness = 3" in rejected[0]["reason"]
     assert min(strategy.in_flight.versions) >= 12 - 3
 
 
-def test_a_lying_version_costs_its_own_reply():
+def test_a_false_version_rejects_its_own_reply():
     class Liar(Timed):
         def reply(self, message, upload, number):
             lies = self.registered[message.metadata.dst_node_id].partition_id == 1
@@ -144,14 +144,14 @@ def test_a_lying_version_costs_its_own_reply():
 
     nodes = Liar([1.0, 1.5, 2.0])
     notes, _, _ = run(nodes, 6, timeout=100.0, **ASYNC)
-    rejected = [one for record in notes.records for one in record["rejected"]]
-    assert {one["client"] for one in rejected} == {"partition 1"}
+    rejected = [entry for record in notes.records for entry in record["rejected"]]
+    assert {entry["client"] for entry in rejected} == {"partition 1"}
     assert "reply is of round" in rejected[0]["reason"]
     assert {c["partition-id"] for r in notes.records for c in r["clients"]} == {0, 2}
 
 
 class Remote(Nodes):
-    """Nodes whose replies are fetched by threads, as in a deployment; each lies there twice."""
+    """Nodes whose replies are fetched by threads, as in a deployment, and arrive twice."""
 
     in_process = False
 
@@ -159,24 +159,24 @@ class Remote(Nodes):
         return 2 * list(super().pull_messages(message_ids))
 
 
-def test_replies_are_fetched_and_a_doubled_one_counts_once():
-    """Also one that a thread has fetched when an evaluation begins."""
+def test_replies_are_fetched_and_a_duplicate_counts_once():
+    """Also a reply that a thread has fetched when an evaluation begins."""
     settings = ASYNC | {"evaluate_fn": None, "evaluate_on": "clients", "validation_share": 0.5}
     notes, _, _ = run(Remote(3), 30, **settings)
     assert [len(record["clients"]) for record in notes.records] == [1] * 30
     assert not any(record["rejected"] for record in notes.records)
-    counted = [
+    clients = [
         (c["partition-id"], r["round"] - c.get("staleness", 0))
         for r in notes.records
         for c in r["clients"]
     ]
-    assert len(counted) == len(set(counted))
+    assert len(clients) == len(set(clients))
     assert max(c.get("staleness", 0) for r in notes.records for c in r["clients"]) < 10
 
 
-def test_a_silent_client_costs_its_place_until_the_timeout():
+def test_an_unresponsive_client_occupies_its_place_until_the_timeout():
     notes, _, _ = run(Timed([1.0, 1.5, 1e6]), 12, timeout=5.0, **ASYNC)
-    rejected = [one for record in notes.records for one in record["rejected"]]
+    rejected = [entry for record in notes.records for entry in record["rejected"]]
     assert rejected[0] == {"client": "partition 2", "reason": "no reply within 5 s"}
     assert len(notes.records) == 12
 
@@ -187,7 +187,7 @@ def test_when_every_reply_is_bad_the_run_stops():
 
 
 class Broken:
-    """Answer with numbers that are none."""
+    """Answer with values that are not finite."""
 
     def __call__(self, partition, message):
         del partition
@@ -200,7 +200,7 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"method": "hetlora"}, "got method = 'hetlora', expected one of ravan, full, fedit, ffa-"),
         ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none', since"),
@@ -211,6 +211,6 @@ class Broken:
         ({"budgets": "by-speed:9"}, "budgets = 'by-speed:9': got devices = 'auto'"),
     ],
 )
-def test_what_cannot_be_asynchronous_is_said(settings, told):
-    with pytest.raises(ValueError, match=told):
+def test_settings_incompatible_with_asynchronous_rounds_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         read_config({"aggregation": "async", **settings})

@@ -1,4 +1,4 @@
-"""A run with many clients costs what its rounds cost: counted in operations, not in seconds."""
+"""The cost of a run with many clients, counted in operations instead of seconds."""
 
 import json
 import logging
@@ -17,17 +17,17 @@ from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_LOGGED, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
-from tests.hand_made import Nodes, impatient, loaded_of, registered_client, run
+from tests.hand_made import Nodes, fake_clock, loaded_of, registered_client, run
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 PACKAGE = in_process.__file__.removesuffix("launch/in_process.py")
 
 
-class Counted:
-    """Count the operations of Python that this package does in the block.
+class OperationCount:
+    """Count the Python operations of this package within the block.
 
-    Without those of a status: how often it is made is a matter of time.
+    Writes of the status are excluded, since their number depends on time.
     """
 
     def __enter__(self):
@@ -43,7 +43,7 @@ class Counted:
 
     def _enter(self, frame, event, arg):
         code = frame.f_code.co_filename
-        # What `dataclass` writes is in no file: a comparison of members, say.
+        # Code of `dataclass`, such as comparisons, has no file.
         if not code.startswith((PACKAGE, "<string>")):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -55,61 +55,61 @@ class Counted:
 
 
 def operations(clients, rounds, **settings):
-    """What a run with so many clients does, four of them a round."""
+    """Return the number of operations of a run with this many clients, four of them a round."""
     nodes = Nodes(clients)
-    with Counted() as counted:
+    with OperationCount() as count:
         run(nodes, rounds=rounds, clients_per_round=4, evaluate_fn=lambda *_: None, **settings)
-    return counted.number
+    return count.number
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Do what the first round of a process does and no later one: imports, caches."""
+    """Do the imports and fill the caches, as the first round of a process does."""
     run(Nodes(4), rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
-def test_asking_the_nodes_costs_the_same_for_each(weighting):
+def test_the_cost_of_querying_is_linear_in_the_nodes(weighting):
     few, many = (operations(number, 1, weighting=weighting) for number in (40, 160))
     assert many < 4.2 * few
     assert many / 160 < 6000
 
 
-def test_a_client_that_is_not_in_a_round_costs_it_next_to_nothing():
+def test_a_client_outside_a_round_adds_almost_no_cost():
     def of_a_round(clients):
         return operations(clients, 2) - operations(clients, 1)
 
     assert (of_a_round(160) - of_a_round(40)) / 120 < 250
 
 
-def test_clients_that_rest_are_found_without_comparing_all_with_all():
+def test_the_cost_of_skipped_clients_is_linear():
     def skipped(self, kind, number):
         return number == 1 and self.node_id % 2
 
     def of_a_round(clients):
         nodes = Nodes(clients)
-        with Counted() as counted, pytest.MonkeyPatch.context() as patch:
+        with OperationCount() as count, pytest.MonkeyPatch.context() as patch:
             patch.setattr(Node, "is_skipped", skipped)
             notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
         assert len(notes.records[0]["skipped"]) == clients / 2
-        return counted.number
+        return count.number
 
     assert of_a_round(160) < 4.2 * of_a_round(40)
 
 
-def test_an_evaluation_by_all_clients_costs_the_same_for_each():
+def test_the_cost_of_client_evaluation_is_linear():
     settings = {"evaluate_on": "clients", "validation_share": 0.5}
 
     def of_all(clients):
-        with Counted() as counted:
+        with OperationCount() as count:
             run(Nodes(clients), rounds=1, clients_per_round=4, **settings)
-        return counted.number
+        return count.number
 
     assert of_all(160) < 4.2 * of_all(40)
 
 
-def test_flowers_simulation_is_asked_so_many_questions_at_once():
-    """It goes through all that are open for every client, again and again."""
+def test_the_number_of_open_queries_in_flowers_simulation_is_limited():
+    """Flower's simulation iterates over all open messages for every client."""
 
     class Simulated(Nodes):
         in_process = False
@@ -126,19 +126,19 @@ def test_flowers_simulation_is_asked_so_many_questions_at_once():
     assert len(strategy.registry.clients) == 3 * AT_ONCE + 5
 
 
-def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
+def test_all_clients_are_queried_where_the_first_ones_are_refused():
     class Simulated(Nodes):
         in_process = False
 
     nodes = Simulated(2 * AT_ONCE)
     for number in range(11, 11 + AT_ONCE):
-        other = registered_client(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
-        nodes.registered[number] = other
+        client = registered_client(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
+        nodes.registered[number] = client
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert len(strategy.registry.clients) == len(strategy.registry.refused) == AT_ONCE
 
 
-def test_a_message_that_waits_is_found_without_looking_at_the_others():
+def test_a_waiting_message_is_found_without_iteration():
     class Watched(dict[str, Message]):
         walked = 0
 
@@ -160,7 +160,7 @@ def test_a_message_that_waits_is_found_without_looking_at_the_others():
     assert not nodes._last
 
 
-def test_of_two_messages_of_a_kind_the_client_gets_the_later():
+def test_a_later_message_of_the_same_kind_replaces_the_earlier():
     nodes = Nodes(4)
     first, other, second = (
         next(iter(nodes.push_messages([Message(RecordDict(), node, "query")])))
@@ -171,7 +171,7 @@ def test_of_two_messages_of_a_kind_the_client_gets_the_later():
     assert [reply.metadata.reply_to_message_id for reply in replies] == [other, second]
 
 
-def test_all_at_once_get_their_replies_in_the_order_of_the_messages():
+def test_send_and_receive_returns_replies_in_message_order():
     nodes = Nodes(4)
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     replies = nodes.send_and_receive(
@@ -180,20 +180,20 @@ def test_all_at_once_get_their_replies_in_the_order_of_the_messages():
     assert [reply.metadata.src_node_id for reply in replies] == [14, 11, 13, 12]
 
 
-def test_clients_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
+def test_partition_claims_are_checked_once_a_client(monkeypatch):
     checked: Counter[str] = Counter()
     claim = Partitions.claim
 
-    def counted(self, one, key):
+    def count(self, one, key):
         checked["claims"] += 1
         return claim(self, one, key)
 
-    monkeypatch.setattr(Partitions, "claim", counted)
+    monkeypatch.setattr(Partitions, "claim", count)
     run(Nodes(50), rounds=6, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert checked["claims"] == 50
 
 
-def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
+def test_a_node_that_changes_its_partition_releases_the_old_one():
     parts = Partitions()
     assert parts.claim(registered_client(1, 0)) == ""
     assert "taken by node 1" in parts.claim(registered_client(2, 0))
@@ -203,7 +203,7 @@ def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
     assert parts.claim(registered_client(1, 3)) == ""
 
 
-def test_the_bound_on_examples_follows_who_is_there():
+def test_the_bound_on_examples_depends_on_connected_clients():
     registry = ClientRegistry(read_config({}), loaded_of())
     for number, examples in enumerate((1, 1, 100), start=1):
         registry.nodes[number] = Node(number)
@@ -218,7 +218,7 @@ def test_the_bound_on_examples_follows_who_is_there():
     assert registry.examples(last) == 100
 
 
-def test_the_last_late_replies_of_a_node_are_looked_for():
+def test_only_the_latest_late_replies_of_a_node_are_expected():
     node = Node(1)
     for number in range(3):
         node.expect_late(str(number), registered_client(1), f"late {number}")
@@ -233,13 +233,13 @@ def sizes_of_records(clients):
     return [len(json.dumps(record)) for record in notes.records], memory
 
 
-def test_the_size_of_a_record_and_of_a_checkpoint_depend_on_who_takes_part():
+def test_the_sizes_of_record_and_checkpoint_depend_on_participants_alone():
     (few, memory), (many, memory_of_many) = sizes_of_records(20), sizes_of_records(400)
     assert all(abs(a - b) < 100 for a, b in zip(few, many, strict=True))
     assert memory == memory_of_many
 
 
-def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
+def test_clients_outside_a_round_are_listed_up_to_a_limit_and_counted():
     round_log = RoundLog(1, 10_000)
     round_log.clients.append({"partition-id": 3, "train-loss": 1.0})  # type: ignore[typeddict-item]
     assert not {"more-not-eligible", "more-skipped"} & round_log.record({}).keys()
@@ -252,17 +252,19 @@ def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
     assert len(json.dumps(record)) < 20_000
 
 
-def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
+def test_the_log_has_the_first_rejections_and_the_record_all(caplog):
     round_log = RoundLog(3, 200)
     for number in range(200):
         round_log.reject(registered_client(number, number), "no disk")
-    told = [one.getMessage() for one in caplog.records if one.name == RoundLog.__module__]
-    assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_LOGGED)]
-    assert told[-1] == "more are rejected: the record of round 3 lists them all"
+    logged = [
+        record.getMessage() for record in caplog.records if record.name == RoundLog.__module__
+    ]
+    assert logged[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_LOGGED)]
+    assert logged[-1] == "more are rejected: the record of round 3 lists them all"
     assert len(round_log.rejected) == 200
 
 
-def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
+def test_ineligible_clients_are_logged_in_one_line(caplog):
     caplog.set_level(logging.INFO, "ravan_flwr")
     nodes = Nodes(200, method="fedit")
     for number in range(11, 111):
@@ -278,21 +280,21 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
     assert line.endswith("119, and 80 more")
 
 
-def test_the_status_describes_those_of_this_step_and_counts_the_others():
+def test_the_status_describes_current_clients_and_counts_the_others():
     registry = ClientRegistry(read_config({}), loaded_of())
-    told: list[Any] = []
+    written: list[Any] = []
     for number in range(1, DESCRIBED + 501):
         registry.nodes[number] = Node(number)
         registry._note(registry.nodes[number], registered_client(number, number - 1), "")
     for number in (3, DESCRIBED + 499):
         registry.nodes[number].heard = 2e9
-    status = Status(registry, told.append)
-    asked = [registry.clients[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
-    status.begin("training", 1, 5, asked)
-    described = [one["partition-id"] for one in told[-1]["nodes"]]
-    assert told[-1]["clients"] == DESCRIBED + 500
-    assert told[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
-    assert described[:5] == [*told[-1]["asked"], 2, DESCRIBED + 498]
+    status = Status(registry, written.append)
+    sampled = [registry.clients[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
+    status.begin("training", 1, 5, sampled)
+    described = [client["partition-id"] for client in written[-1]["nodes"]]
+    assert written[-1]["clients"] == DESCRIBED + 500
+    assert written[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
+    assert described[:5] == [*written[-1]["asked"], 2, DESCRIBED + 498]
     assert len(described) == len(set(described)) == DESCRIBED
 
 
@@ -300,11 +302,11 @@ def test_a_preset_is_read_once_for_each_version_of_its_file(tmp_path, monkeypatc
     reads: Counter[str] = Counter()
     read = yaml_file.read_yaml
 
-    def counted(path):
+    def count(path):
         reads[path.name] += 1
         return read(path)
 
-    monkeypatch.setattr(yaml_file, "read_yaml", counted)
+    monkeypatch.setattr(yaml_file, "read_yaml", count)
     file = tmp_path / "mine.yaml"
     text = presets.preset_file("digits-vit").read_text()
     for batch, number in (("batch-size: 32", 32), ("batch-size: 8", 8)):

@@ -1,4 +1,4 @@
-"""Private rounds over hand-made nodes: cohorts, the account ahead of releases, what is not told."""
+"""Private rounds over hand-made nodes: cohorts, the account on disk, and values not recorded."""
 
 import json
 import math
@@ -18,26 +18,28 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
-from tests.hand_made import ROUND, Nodes, Notes, Silent, impatient, initial, strategy_of
+from tests.hand_made import ROUND, Nodes, Notes, Unresponsive, fake_clock, initial, strategy_of
 from tests.methods import build
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 
-def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
-    """Run rounds; the notes, the budget, and what the account's file said each time."""
-    given: dict[str, Any] = {
+def run_rounds(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
+    """Run rounds; return notes, budget, and the contents of the account's file."""
+    defaults: dict[str, Any] = {
         "privacy": "client", "noise_multiplier": 1.0, "clip_norm": 0.5, "clients_per_round": 2,
     }  # fmt: skip
-    given |= {"num_rounds": rounds, "round_timeout": timeout} | settings
-    config = read_config({k.replace("_", "-"): v for k, v in given.items()})
+    defaults |= {"num_rounds": rounds, "round_timeout": timeout} | settings
+    config = read_config({k.replace("_", "-"): v for k, v in defaults.items()})
     notes, files = Notes(), []
-    budget = ClientBudget(config, lambda told: files.append((len(notes.states), told)), before)
+    budget = ClientBudget(
+        config, lambda account: files.append((len(notes.states), account)), before
+    )
     strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
     result = strategy.start(
         nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
     )
-    assert all(dict(told) == {} for told in result.train_metrics_clientapp.values())
+    assert all(dict(account) == {} for account in result.train_metrics_clientapp.values())
     notes.memory = strategy.memory
     return notes, budget, files, from_record(result.arrays)
 
@@ -53,8 +55,8 @@ def everyone(monkeypatch):
 
 
 def test_the_account_is_on_disk_before_each_release():
-    notes, budget, files, _ = hold(Nodes(), rounds=3)
-    assert [(done, told["releases"]) for done, told in files] == [(0, 1), (1, 2), (2, 3)]
+    notes, budget, files, _ = run_rounds(Nodes(), rounds=3)
+    assert [(done, account["releases"]) for done, account in files] == [(0, 1), (1, 2), (2, 3)]
     for number, record in enumerate(notes.records, start=1):
         spent = epsilon_of(1.0, 0.5, 1e-5, number)
         assert record["privacy"]["epsilon"] == files[number - 1][1]["epsilon"] == spent
@@ -80,36 +82,36 @@ def test_an_account_that_cannot_be_written_releases_nothing():
 
 
 def test_losses_and_numbers_of_examples_are_not_recorded():
-    notes, *_ = hold(Nodes(), rounds=1, clients_per_round=4)
+    notes, *_ = run_rounds(Nodes(), rounds=1, clients_per_round=4)
     (record,) = notes.records
     assert "train-loss" not in record
     assert len(record["clients"]) == 4
     assert not any("train-loss" in client for client in record["clients"])
 
 
-def test_cohorts_are_drawn_afresh_and_an_empty_one_adds_noise_alone(monkeypatch):
-    sizes = [len(r["clients"]) for r in hold(Nodes(), rounds=24)[0].records]
+def test_cohorts_are_resampled_and_an_empty_cohort_adds_noise_alone(monkeypatch):
+    sizes = [len(r["clients"]) for r in run_rounds(Nodes(), rounds=24)[0].records]
     assert len(set(sizes)) > 1
     monkeypatch.setattr(noised, "subsample", lambda *_: range(0))
-    notes, *_ = hold(Nodes(), rounds=2)
+    notes, *_ = run_rounds(Nodes(), rounds=2)
     assert [record["clients"] for record in notes.records] == [[], []]
     assert (notes.states[0]["H"] != 0).all()
 
 
-def test_who_is_drawn_does_not_follow_from_the_seed():
+def test_the_sampled_cohort_does_not_depend_on_the_seed():
     nodes = [Nodes(), Nodes()]
     for one in nodes:
-        hold(one, rounds=40, seed=0)
+        run_rounds(one, rounds=40, seed=0)
     assert sorted(nodes[0].trained) != sorted(nodes[1].trained)
 
 
 @pytest.mark.usefixtures("without_noise", "everyone")
 def test_replies_that_are_missing_count_as_zero():
-    """Two of four are expected; the sum is divided by two, however many replied."""
-    whole = hold(Nodes(), rounds=1)[0].states[0]["H"]
+    """Two of four replies are expected; the sum is divided by two, for any number of replies."""
+    complete = run_rounds(Nodes(), rounds=1)[0].states[0]["H"]
     each = []
-    for only in range(4):
-        fails = {n for n in range(4) if n != only}
+    for partial in range(4):
+        fails = {n for n in range(4) if n != partial}
         nodes = Nodes(
             behave=lambda p, m, fails=fails: (
                 Message(Error(2, "it failed"), reply_to=m)
@@ -117,33 +119,35 @@ def test_replies_that_are_missing_count_as_zero():
                 else None
             )
         )
-        notes, *_ = hold(nodes, rounds=1)
+        notes, *_ = run_rounds(nodes, rounds=1)
         assert len(notes.records[0]["rejected"]) == 3
         moved = notes.states[0]["H"]
         assert float(moved.norm()) == pytest.approx(0.5 / 2, rel=1e-5)
         each.append(moved)
-    torch.testing.assert_close(sum(each), whole)
+    torch.testing.assert_close(sum(each), complete)
 
 
 @pytest.mark.usefixtures("without_noise", "everyone")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_change_that_is_not_finite_leaves_no_trace(value):
+def test_a_non_finite_change_affects_no_state(value):
     class Broken(Nodes):
         def reply(self, message, upload, number):
             if self.trained[-1] == (1, 2):
                 upload = upload | {"H": torch.full_like(upload["H"], value)}
             return super().reply(message, upload, number)
 
-    notes, *_ = hold(Broken(), rounds=1)
+    notes, *_ = run_rounds(Broken(), rounds=1)
     (rejected,) = notes.records[0]["rejected"]
     assert rejected["client"] == "partition 2"
     assert "not finite" in rejected["reason"]
-    assert torch.equal(notes.states[0]["H"], hold(Silent(2), rounds=1)[0].states[0]["H"])
+    assert torch.equal(
+        notes.states[0]["H"], run_rounds(Unresponsive(2), rounds=1)[0].states[0]["H"]
+    )
 
 
 @pytest.mark.usefixtures("without_noise", "everyone")
-def test_a_silent_client_counts_as_zero_and_shuts_nobody_out():
-    notes, *_ = hold(Silent(2), rounds=1)
+def test_an_unresponsive_client_counts_as_zero_and_excludes_no_other():
+    notes, *_ = run_rounds(Unresponsive(2), rounds=1)
     assert [client["partition-id"] for client in notes.records[0]["clients"]] == [0, 1, 3]
     others = Nodes(behave=lambda p, m: None)
     assert 0 < float(notes.states[0]["H"].norm()) <= 3 * 0.5 / 2 + 1e-6
@@ -153,36 +157,36 @@ def test_a_silent_client_counts_as_zero_and_shuts_nobody_out():
 @pytest.mark.usefixtures("everyone")
 def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
     limit = epsilon_of(1.0, 0.5, 1e-5, 3) + 1e-6
-    notes, budget, _, result = hold(Nodes(), rounds=9, epsilon=limit)
+    notes, budget, _, result = run_rounds(Nodes(), rounds=9, epsilon=limit)
     assert [record["round"] for record in notes.records] == [1, 2, 3]
     assert budget.epsilon <= limit < epsilon_of(1.0, 0.5, 1e-5, 4)
     assert budget.is_exhausted
     assert torch.equal(result["H"], notes.states[-1]["H"])
     with pytest.raises(ValueError, match=r"epsilon = 0.1: one round takes .* room for one"):
-        hold(Nodes(), rounds=9, epsilon=0.1)
+        run_rounds(Nodes(), rounds=9, epsilon=0.1)
 
 
-def test_noise_follows_from_epsilon_and_the_rounds():
-    _, budget, _, _ = hold(Nodes(), rounds=4, epsilon=8.0, noise_multiplier="auto")
+def test_the_noise_multiplier_is_derived_from_epsilon_and_the_rounds():
+    _, budget, _, _ = run_rounds(Nodes(), rounds=4, epsilon=8.0, noise_multiplier="auto")
     assert 7.9 < budget.epsilon <= 8.0
     assert budget.releases == 4
 
 
-def test_a_cohort_that_is_thought_of_is_named_in_every_record():
-    notes, budget, files, _ = hold(Nodes(), rounds=2, noise_cohort=500)
+def test_a_simulated_noise_cohort_is_recorded_in_every_round():
+    notes, budget, files, _ = run_rounds(Nodes(), rounds=2, noise_cohort=500)
     assert [record["privacy"]["noise-cohort"] for record in notes.records] == [500, 500]
     assert files[-1][1]["noise-cohort"] == budget.as_record()["noise-cohort"] == 500
 
 
-def test_a_clip_norm_that_adapts_is_kept_for_a_run_that_goes_on():
-    notes, budget, files, _ = hold(Nodes(), rounds=2, clip_norm="auto")
+def test_an_adaptive_clip_norm_is_kept_for_a_resumed_run():
+    notes, budget, files, _ = run_rounds(Nodes(), rounds=2, clip_norm="auto")
     norms = [record["privacy"]["clip-norm"] for record in notes.records]
     assert norms[0] == 0.1
     assert norms[1] != 0.1
-    kept = float(notes.memory[CLIP_NORM])
+    last_norm = float(notes.memory[CLIP_NORM])
     before = files[-1][1]
-    more, after, _, _ = hold(Nodes(), 1, memory=notes.memory, before=before, clip_norm="auto")
-    assert more.records[0]["privacy"]["clip-norm"] == kept != norms[1]
+    more, after, _, _ = run_rounds(Nodes(), 1, memory=notes.memory, before=before, clip_norm="auto")
+    assert more.records[0]["privacy"]["clip-norm"] == last_norm != norms[1]
     assert (budget.releases, after.releases) == (2, 3)
     assert after.multiplier == budget.multiplier
 
@@ -194,26 +198,26 @@ ACCOUNT = {
 
 
 def record_of(number, spent=None, **changes):
-    """A round's record; the run went back once, so that each has released one more."""
+    """Return a round's record; the run went back once, so that one more update was released."""
     releases = number + (number > 1)
-    told = {"noise-multiplier": 1.0, "epsilon": epsilon_of(1.0, 0.5, 1e-5, releases)}
-    privacy = {"delta": 1e-5} | told | (spent or {})
+    noise = {"noise-multiplier": 1.0, "epsilon": epsilon_of(1.0, 0.5, 1e-5, releases)}
+    privacy = {"delta": 1e-5} | noise | (spent or {})
     return ROUND | {"round": number, "privacy": privacy} | changes
 
 
 def write_rounds(folder, records):
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def spending(**changes):
-    """Changes of an account with the epsilon that they make."""
-    made = {**ACCOUNT, **{k.replace("_", "-"): v for k, v in changes.items()}}
-    z, rate, releases = (made[k] for k in ("noise-multiplier", "sampling-rate", "releases"))
-    return made | {"epsilon": epsilon_of(z, rate, 1e-5, releases)}
+    """Return changes of an account with the epsilon that results from them."""
+    account = {**ACCOUNT, **{k.replace("_", "-"): v for k, v in changes.items()}}
+    z, rate, releases = (account[k] for k in ("noise-multiplier", "sampling-rate", "releases"))
+    return account | {"epsilon": epsilon_of(z, rate, 1e-5, releases)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (spending(releases=2), "releases = 2 after 3 rounds"),
         (spending(releases=3), r"epsilon = .*, and round 3 has"),
@@ -235,12 +239,12 @@ def spending(**changes):
         ({"delta": 1e-6}, "delta = 1e-06"),
     ],
 )
-def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
+def test_an_invalid_account_is_refused(changes, message, tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
     write_rounds(tmp_path, map(record_of, (1, 2, 3)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         ClientBudget.of(config, directory, start)
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
     budget = ClientBudget.of(config, directory, start)
@@ -249,20 +253,20 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 
 
 @pytest.mark.parametrize(
-    ("spent", "told"),
+    ("spent", "message"),
     [
         ({"epsilon": 8.39}, "epsilon = .*, and round 4 has 8.39"),
         ({"noise-multiplier": 0.5}, "noise-multiplier = 100.0, .* by which round 1 spends"),
     ],
 )
-def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spent, told, tmp_path):
-    """Also of those behind which a run goes back: what was released stays released."""
+def test_an_account_with_derived_noise_must_match_the_records(spent, message, tmp_path):
+    """Updates released after the resumed round count as well."""
     config = read_config({"privacy": "client", "epsilon": 8.0})
     directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
     write_rounds(tmp_path, [*map(record_of, (1, 2, 3)), record_of(4, spent)])
     account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
     (tmp_path / NAME).write_text(json.dumps(account))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         ClientBudget.of(config, directory, start)
     write_rounds(tmp_path, map(record_of, (1, 2, 3, 4)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
@@ -270,13 +274,13 @@ def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spe
 
 
 @pytest.mark.parametrize("norm", [-0.1, 0.0, math.nan, math.inf, 1e-200, [0.1, 0.2], []])
-def test_a_clip_norm_of_a_checkpoint_that_no_run_writes_is_refused(norm):
+def test_an_invalid_clip_norm_of_a_checkpoint_is_refused(norm):
     memory = {CLIP_NORM: torch.tensor(norm, dtype=torch.float64)}
     with pytest.raises(ValueError, match=r"checkpoint: privacy/clip-norm is .*, expected one numb"):
-        hold(Nodes(), memory=memory, clip_norm="auto")
+        run_rounds(Nodes(), memory=memory, clip_norm="auto")
 
 
-def test_a_run_that_goes_on_needs_its_account(tmp_path):
+def test_a_resumed_run_needs_its_account(tmp_path):
     directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=1)
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
@@ -292,7 +296,7 @@ def test_a_method_that_sums_changes_may_be_private(name):
     noised.Noised.check_model(cast(Any, SimpleNamespace(method=build(name)[0])))
 
 
-def test_one_that_does_not_is_refused_before_anything_is_spent_whatever_its_row_says():
+def test_a_method_without_sums_is_refused_before_any_release():
     model = cast(Any, SimpleNamespace(method=build("rolora")[0]))
     with pytest.raises(ValueError, match="does not sum clients' changes, .* derive it from"):
         noised.Noised.check_model(model)

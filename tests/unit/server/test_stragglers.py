@@ -1,4 +1,4 @@
-"""Silent and slow nodes: how long a round waits, whom it asks, and what it knows of their data."""
+"""Unresponsive and slow nodes: deadlines of a round, sampling, and claims about examples."""
 
 import itertools
 import math
@@ -25,8 +25,8 @@ from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
 from tests.hand_made import (
     Nodes,
-    Silent,
-    impatient,
+    Unresponsive,
+    fake_clock,
     loaded_of,
     registered_client,
     run,
@@ -34,11 +34,11 @@ from tests.hand_made import (
     strategy_of,
 )
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 
 class Clock:
-    """`time.monotonic` that a test sets."""
+    """Let a test set `time.monotonic`."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -46,48 +46,48 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("given", "used_at", "ends_at"),
+    ("options", "used_at", "ends_at"),
     [
-        ({"clients": 4}, [1, 2, 3], 3600),  # no grace: today's behaviour
+        ({"clients": 4}, [1, 2, 3], 3600),  # without a straggler timeout
         ({"clients": 4, "least": 2, "grace": 30.0}, [5], 3600),
         ({"clients": 4, "least": 2, "grace": 30.0}, [5, 9], 39),
         ({"clients": 4, "least": 2, "grace": 30.0}, [5, 9, 20], 39),
-        ({"clients": 4, "least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer than that are there
-        ({"clients": 4, "grace": None}, [5], 3600),  # auto: half of those asked
+        ({"clients": 4, "least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer replies than `least`
+        ({"clients": 4, "grace": None}, [5], 3600),  # auto: half of the sampled clients
         ({"clients": 4, "grace": None}, [5, 40], 440),
         ({"clients": 4, "grace": None}, [1, 2], 62),
         ({"clients": 4, "grace": None}, [1, 3000], 3600),
         ({"clients": 4, "least": 3, "grace": None}, [1, 2], 3600),
     ],
 )
-def test_when_a_round_is_over(given, used_at, ends_at, monkeypatch):
+def test_the_deadline_of_a_round(options, used_at, ends_at, monkeypatch):
     clock = Clock(monkeypatch)
-    patience = RoundDeadline(3600, **given)
+    deadline = RoundDeadline(3600, **options)
     for clock.now in used_at:
-        patience.use()
+        deadline.use()
     clock.now = ends_at - 1
-    assert patience.left == 1
-    assert patience.seconds == ends_at
+    assert deadline.left == 1
+    assert deadline.seconds == ends_at
 
 
 def test_enough_replies_end_a_round():
-    patience = RoundDeadline(10, 4, enough=2)
-    patience.use()
-    assert not patience.satisfied
-    patience.use()
-    assert patience.satisfied
+    deadline = RoundDeadline(10, 4, enough=2)
+    deadline.use()
+    assert not deadline.satisfied
+    deadline.use()
+    assert deadline.satisfied
 
 
-class Apart(Silent):
-    """The same nodes, as over a network: replies are fetched, and rounds have a grace."""
+class Remote(Unresponsive):
+    """Nodes as over a network: replies are fetched, and rounds have a straggler timeout."""
 
     in_process = False
 
 
-def test_a_silent_node_costs_the_grace_and_not_the_timeout():
+def test_an_unresponsive_node_delays_a_round_by_the_straggler_timeout():
     began = time.monotonic()
     notes, _, _ = run(
-        Apart(1), rounds=1, timeout=60, clients_per_round=4, min_replies=3, straggler_grace=0.3,
+        Remote(1), rounds=1, timeout=60, clients_per_round=4, min_replies=3, straggler_grace=0.3,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert time.monotonic() - began < 10
@@ -98,18 +98,18 @@ def test_a_silent_node_costs_the_grace_and_not_the_timeout():
     assert rejected["reason"].startswith("no reply within 0.3")
 
 
-def test_who_is_silent_again_and_again_is_asked_less_often():
-    nodes = Silent(1)
+def test_a_repeatedly_unresponsive_client_is_asked_less_often():
+    nodes = Unresponsive(1)
     notes, _, _ = run(
         nodes, rounds=8, timeout=0.2, clients_per_round=4, evaluate_fn=lambda *_: None
     )
-    asked = [r["round"] for r in notes.records if r["rejected"]]
-    assert asked == [1, 2, 4, 8]  # sits out 0, 1, 3 rounds
-    resting = [r["round"] for r in notes.records if r["skipped"] == [1]]
-    assert resting == [3, 5, 6, 7]
+    asked_rounds = [r["round"] for r in notes.records if r["rejected"]]
+    assert asked_rounds == [1, 2, 4, 8]  # skipped for 0, 1, 3 rounds
+    skipped = [r["round"] for r in notes.records if r["skipped"] == [1]]
+    assert skipped == [3, 5, 6, 7]
 
 
-def test_who_answers_again_is_asked_in_every_round():
+def test_a_client_that_replies_again_is_no_longer_skipped():
     node = Node(1)
     for number in (1, 2):
         node.note_missed_reply("train", number)
@@ -120,8 +120,8 @@ def test_who_answers_again_is_asked_in_every_round():
     assert not node.is_skipped("train", 1)
 
 
-class Mute(Nodes):
-    """Partition 1 leaves messages of one kind without a reply, and answers all others."""
+class Partly(Nodes):
+    """Partition 1 does not reply to messages of one kind, and replies to all others."""
 
     def __init__(self, kind):
         super().__init__()
@@ -136,56 +136,56 @@ class Mute(Nodes):
 
 
 @pytest.mark.parametrize(("kind", "sampled"), [("evaluate", 4), ("train", 2)])
-def test_who_answers_one_kind_of_message_alone_is_asked_less_often_for_the_other(kind, sampled):
+def test_a_client_is_skipped_for_the_kind_of_message_it_ignores(kind, sampled):
     notes, _, _ = run(
-        Mute(kind), rounds=12, timeout=0.2, clients_per_round=sampled, evaluate_on="clients",
+        Partly(kind), rounds=12, timeout=0.2, clients_per_round=sampled, evaluate_on="clients",
         validation_share=0.5,
     )  # fmt: skip
-    asked = [r["round"] for r in notes.records if r["rejected"]]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert len(asked) >= 3
+    asked_rounds = [r["round"] for r in notes.records if r["rejected"]]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked_rounds)]
+    assert len(asked_rounds) >= 3
     assert all(gap >= 2**k for k, gap in enumerate(gaps))
 
 
-def test_of_one_silent_node_few_late_replies_are_looked_for():
-    """It is spare in every round, and is never skipped for it."""
+def test_few_late_replies_of_an_unresponsive_node_are_expected():
+    """It is unused in every round, and therefore never skipped."""
     _, strategy, _ = run(
-        Apart(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0, straggler_grace=0.2,
-        evaluate_fn=lambda *_: None,
+        Remote(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0,
+        straggler_grace=0.2, evaluate_fn=lambda *_: None,
     )  # fmt: skip
     late = sum(len(node.late) for node in strategy.registry.nodes.values())
-    assert 1 <= late <= 2 * MOST_LATE  # of that one, and of one other
+    assert 1 <= late <= 2 * MOST_LATE  # of that node, and of another one
 
 
-def test_all_are_asked_where_the_others_are_too_few():
+def test_skipped_clients_are_asked_where_too_few_others_remain():
     notes, _, _ = run(
-        Silent(1, 2), rounds=4, timeout=0.2, clients_per_round=4, min_replies=2,
+        Unresponsive(1, 2), rounds=4, timeout=0.2, clients_per_round=4, min_replies=2,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert [len(r["rejected"]) for r in notes.records] == [2, 2, 0, 2]
     with pytest.raises(RuntimeError, match="got 2 valid replies, expected at least min-replies"):
         run(
-            Silent(1, 2), rounds=1, timeout=0.2, clients_per_round=4, min_replies=3,
+            Unresponsive(1, 2), rounds=1, timeout=0.2, clients_per_round=4, min_replies=3,
             evaluate_fn=lambda *_: None,
         )  # fmt: skip
 
 
 def test_more_clients_are_asked_than_are_used():
-    given: dict[str, Any] = {"clients_per_round": 2, "evaluate_fn": lambda *_: None, "rounds": 3}
-    plain, _, _ = run(Nodes(), **given)
-    notes, _, _ = run(Nodes(), over_sample=1.5, **given)
+    options: dict[str, Any] = {"clients_per_round": 2, "evaluate_fn": lambda *_: None, "rounds": 3}
+    plain, _, _ = run(Nodes(), **options)
+    notes, _, _ = run(Nodes(), over_sample=1.5, **options)
     for record, state, other in zip(notes.records, notes.states, plain.states, strict=True):
-        assert torch.equal(state["H"], other["H"])  # in process the same come first
+        assert torch.equal(state["H"], other["H"])  # in process the same replies are first
         assert (len(record["clients"]), len(record["unused"])) == (2, 1)
         assert not record["rejected"]
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_late_replies_are_looked_for_where_they_can_come(here):
-    """In one process a client would be run for the round before, in the time of this one."""
+@pytest.mark.parametrize("is_in_process", [True, False])
+def test_late_replies_are_fetched_over_a_network_alone(is_in_process):
+    """In one process a client would run for the previous round during the current one."""
 
-    class Watched(Silent):
-        in_process = here
+    class Watched(Unresponsive):
+        in_process = is_in_process
         pushed, looked_for = 0, 0
 
         def push_messages(self, messages):
@@ -194,28 +194,28 @@ def test_late_replies_are_looked_for_where_they_can_come(here):
             return self.ids
 
         def pull_messages(self, message_ids):
-            wanted = set(message_ids)
-            Watched.looked_for += bool(wanted - self.ids)
-            return super().pull_messages(wanted)
+            ids = set(message_ids)
+            Watched.looked_for += bool(ids - self.ids)
+            return super().pull_messages(ids)
 
     run(
         Watched(1, 2), rounds=2, timeout=0.2, clients_per_round=4, min_replies=2,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert Watched.pushed >= 3
-    assert bool(Watched.looked_for) != here
+    assert bool(Watched.looked_for) != is_in_process
 
 
-def test_spare_clients_take_the_place_of_silent_ones():
+def test_over_sampled_clients_replace_unresponsive_ones():
     notes, _, _ = run(
-        Silent(0, 1), rounds=1, timeout=1.0, clients_per_round=2, over_sample=2.0,
+        Unresponsive(0, 1), rounds=1, timeout=1.0, clients_per_round=2, over_sample=2.0,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert [c["partition-id"] for c in notes.records[0]["clients"]] == [2, 3]
     assert sorted(notes.records[0]["unused"]) == [0, 1]
 
 
-def test_spare_ones_do_not_change_who_is_sampled():
+def test_over_sampling_does_not_change_the_sampled_clients():
     clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     for number in range(50):
         alone, more = sample(clients, 3, 0, number), sample(clients, 3, 0, number, reserve=4)
@@ -223,11 +223,11 @@ def test_spare_ones_do_not_change_who_is_sampled():
         assert len({m.partition_id for m in more}) == 7
 
 
-# Who is who.
+# Identity of nodes.
 
 
-class Comes(Nodes):
-    """Nodes whose moment of coming a test sets."""
+class Reconnecting(Nodes):
+    """Nodes whose connection time a test sets."""
 
     since: dict[int, str]
 
@@ -237,14 +237,14 @@ class Comes(Nodes):
             yield NodeInfo(node_id=node_id, last_activated_at=moment)
 
 
-def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
-    """Node 11 is the first in every dict, and comes back again and again with node 14's part."""
-    nodes = Comes()
+def test_a_reconnecting_node_cannot_take_the_partition_of_another():
+    """Node 11 is the first in every dict, and reconnects repeatedly with node 14's partition."""
+    nodes = Reconnecting()
 
     def evaluate(number, _):
         nodes.registered[11] = registered_client(11, 0)
         nodes.since = {11: str(number)}
-        if number == 3:  # the holder was away, and comes back, too
+        if number == 3:  # the owner reconnects, too
             nodes.since[14] = "later"
 
     notes, strategy, _ = run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
@@ -254,8 +254,8 @@ def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
     assert "partition-id 0 is taken by node 14" in strategy.registry.refused[11]
 
 
-class Keyed(Comes):
-    """Each node has a key: node 1x that of the number x, unless `keys` says another."""
+class Keyed(Reconnecting):
+    """Each node has a key: node 1x has that of the number x, unless `keys` has another."""
 
     in_process = False
     keys: ClassVar[dict[int, bytes]] = {}
@@ -276,7 +276,7 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     assert set(owners) == {0, 1, 2, 3}
     assert len(set(owners.values())) == 4
 
-    class Stolen(Keyed):  # before its holder, node 14, is there: it is away
+    class Stolen(Keyed):  # while the owner, node 14, is not connected
         keys: ClassVar[dict[int, bytes]] = {14: b"of somebody else"}
 
     _, again, _ = run(
@@ -297,8 +297,8 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     assert "no node has its earlier key" in caplog.text
 
 
-def test_who_moves_to_a_free_part_leaves_the_old_one():
-    nodes = Comes()
+def test_a_node_that_takes_a_free_partition_releases_the_old_one():
+    nodes = Reconnecting()
     del nodes.registered[14]  # partition 0
 
     def evaluate(number, _):
@@ -312,20 +312,20 @@ def test_who_moves_to_a_free_part_leaves_the_old_one():
     assert not strategy.registry.refused
 
 
-def test_bytes_on_the_links_are_estimated_where_there_are_links(monkeypatch):
-    """Beside the payload: calls, what waits, and the app bundle, once for each node."""
+def test_link_bytes_are_estimated_for_deployments_alone(monkeypatch):
+    """The estimate adds calls, waiting, and the app bundle, once for each node, to the payload."""
     monkeypatch.setattr(round_log, "bundle_bytes", lambda: 10**9)
     notes, _, _ = run(Keyed(), clients_per_round=2, evaluate_fn=lambda *_: None)
     first, second = (record["link-bytes-estimate"] for record in notes.records)
     payload = [record["bytes-up"] + record["bytes-down"] for record in notes.records]
     travels = round_log.FRAMES * payload[0] + round_log.FRAMES * 4 * 10**9
-    assert first - travels >= 6 * round_log.MESSAGE_BYTES  # four are queried
+    assert first - travels >= 6 * round_log.MESSAGE_BYTES  # four clients are queried
     assert 0 < second - round_log.FRAMES * payload[1] - 2 * round_log.MESSAGE_BYTES < 10**6
-    notes, _, _ = run(Comes(), clients_per_round=2, evaluate_fn=lambda *_: None)
+    notes, _, _ = run(Reconnecting(), clients_per_round=2, evaluate_fn=lambda *_: None)
     assert "link-bytes-estimate" not in notes.records[0]
 
 
-def test_the_bundle_is_measured_where_an_app_runs_from_one(monkeypatch, tmp_path):
+def test_the_bundle_size_is_measured_if_the_app_runs_from_one(monkeypatch, tmp_path):
     module = tmp_path / "apps" / "x" / "a" / "b" / "round_log.py"
     module.parent.mkdir(parents=True)
     monkeypatch.setattr(round_log, "__file__", str(module))
@@ -338,30 +338,30 @@ def test_the_bundle_is_measured_where_an_app_runs_from_one(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_one_node_that_is_silent_does_not_end_a_run(number, caplog):
-    """As many are asked as replies are needed: in its rounds others are asked in its place."""
+def test_one_unresponsive_node_does_not_end_a_run(number, caplog):
+    """As many clients are asked as replies are needed; others are asked while it is skipped."""
     notes, _, _ = run(
-        Silent(1), rounds=6, timeout=0.2, clients_per_round=number, min_replies=number,
+        Unresponsive(1), rounds=6, timeout=0.2, clients_per_round=number, min_replies=number,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     assert [len(record["clients"]) >= number for record in notes.records] == [True] * 6
-    silent = [record for record in notes.records if record["rejected"]]
-    assert silent
-    assert caplog.text.count("it asks") == len(silent)
-    for record in silent:
+    rounds_without_reply = [record for record in notes.records if record["rejected"]]
+    assert rounds_without_reply
+    assert caplog.text.count("it asks") == len(rounds_without_reply)
+    for record in rounds_without_reply:
         trained = {f"partition {c['partition-id']}" for c in record["clients"]}
-        assert not trained & {one["client"] for one in record["rejected"]}
+        assert not trained & {entry["client"] for entry in record["rejected"]}
 
 
 @pytest.mark.parametrize(
     ("liar", "parts"),
     [
-        ({"own_data": True, "num_partitions": 1000}, 4),  # has no say
+        ({"own_data": True, "num_partitions": 1000}, 4),  # not counted
         ({"num_partitions": 1000}, 4),
         ({"num_partitions": 2 * MOST_PARTITIONS}, 4),
     ],
 )
-def test_one_liar_does_not_decide_how_the_data_is_dealt_out(liar, parts):
+def test_one_lying_node_does_not_decide_the_number_of_partitions(liar, parts):
     nodes = Nodes()
     nodes.registered[11] = registered_client(11, 3, **liar)
     notes, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
@@ -369,7 +369,7 @@ def test_one_liar_does_not_decide_how_the_data_is_dealt_out(liar, parts):
     assert {12, 13, 14} <= strategy.registry.clients.keys()
 
 
-def test_of_two_that_differ_the_one_is_believed_that_fits_what_is_there():
+def test_of_two_claims_the_one_that_matches_the_connected_nodes_counts():
     nodes = Nodes(2)
     nodes.registered[11] = registered_client(11, 1, num_partitions=10_000)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=2, evaluate_fn=lambda *_: None)
@@ -377,15 +377,15 @@ def test_of_two_that_differ_the_one_is_believed_that_fits_what_is_there():
     assert strategy.registry.partitions == 2
 
 
-def test_a_liar_that_is_gone_does_not_block_a_resume():
+def test_a_disconnected_lying_node_does_not_block_a_resume():
     nodes = Nodes(3, own_data=True)
     nodes.registered[11] = registered_client(11, 2, own_data=True, num_partitions=1000)
     notes, _, _ = run(nodes, rounds=1, clients_per_round=3, evaluate_fn=lambda *_: None)
     assert notes.records[0]["partitions"] == 3
 
 
-class Joins(Comes):
-    """Node 11 is there alone for the first two looks, and says that it is all there is."""
+class Joining(Reconnecting):
+    """Node 11 is connected alone for the first two polls, and claims to be the only node."""
 
     looks = 0
 
@@ -395,9 +395,9 @@ class Joins(Comes):
 
 
 @pytest.mark.parametrize(("before", "least"), [(4, 1), (None, 3)])
-def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeypatch):
+def test_a_lying_node_that_connects_first_does_not_decide_alone(before, least, monkeypatch):
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
-    nodes = Joins()
+    nodes = Joining()
     nodes.registered[11] = registered_client(11, 0, num_partitions=1)
     config = read_config(settings_from({"min_replies": least}))
     client_registry = recruiting.ClientRegistry(config, loaded_of(), before)
@@ -406,7 +406,7 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
     assert client_registry.clients.keys() == {12, 13, 14}
 
 
-def test_who_is_refused_for_its_examples_has_nobodys_part():
+def test_a_node_refused_for_its_examples_occupies_no_partition():
     nodes = Nodes()
     nodes.registered[11] = registered_client(
         11, 0, examples=2**40
@@ -417,17 +417,17 @@ def test_who_is_refused_for_its_examples_has_nobodys_part():
     assert "expected 10" in strategy.registry.refused[11]
 
 
-def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(monkeypatch):
+def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
     monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.1)
     over, threads = threading.Event(), []
 
-    class Held(Comes):
+    class Held(Reconnecting):
         in_process = False
 
         def pull_messages(self, message_ids):
             message = self._waiting.get(next(iter(message_ids)))
             if message is not None and message.metadata.dst_node_id == 12:
-                over.wait(30)  # as for objects that were told of and are never uploaded
+                over.wait(30)  # as for objects that are announced and never uploaded
                 return []
             return super().pull_messages(message_ids)
 
@@ -443,7 +443,7 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
     assert max(threads) - threads[0] <= 2
 
 
-# How many examples.
+# Numbers of examples.
 
 
 def strategy_with(nodes, partition_sizes=None, **settings):
@@ -455,17 +455,17 @@ def weight(strategy, one):
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
-def test_what_the_server_dealt_out_is_what_a_node_has(setting):
+def test_a_nodes_claim_must_equal_its_partition_size(setting):
     nodes = Nodes()
     nodes.registered[12] = registered_client(12, 2, examples=2**40)
-    given = {"validation_share": 0.5, **setting}
-    strategy = strategy_with(nodes, lambda number: [10] * number, **given)
+    options = {"validation_share": 0.5, **setting}
+    strategy = strategy_with(nodes, lambda number: [10] * number, **options)
     strategy.registry.recruit(nodes, wait=True)
     assert strategy.registry.clients.keys() == {11, 13, 14}
     assert "examples is 1099511627776, expected 10" in strategy.registry.refused[12]
 
 
-def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
+def test_a_server_without_the_shared_data_logs_that_sizes_are_unchecked(caplog):
     def missing(number):
         raise ValueError("no such data set")
 
@@ -477,10 +477,10 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
     assert caplog.text.count("are not checked: no such data set") == 1
     (first, *_) = strategy.registry.clients.values()
     liar = replace(first, examples=2**40)
-    assert weight(strategy, liar) == 100.0  # ten times what the others say
+    assert weight(strategy, liar) == 100.0  # ten times the others' claims
 
 
-def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
+def test_a_claim_of_own_examples_is_limited_by_the_others_or_the_operator():
     nodes = Nodes(own_data=True)
     nodes.registered[12] = registered_client(12, 2, own_data=True, examples=2**40)
     strategy = strategy_with(nodes, weighting="examples")
@@ -493,28 +493,28 @@ def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says()
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
-def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
+def test_a_single_node_with_own_data_is_limited_by_the_others(setting):
     nodes = Nodes()
     nodes.registered[12] = registered_client(12, 2, own_data=True, examples=2**48)
-    given = {"validation_share": 0.5, **setting}
-    strategy = strategy_with(nodes, lambda number: [10] * number, **given)
+    options = {"validation_share": 0.5, **setting}
+    strategy = strategy_with(nodes, lambda number: [10] * number, **options)
     strategy.registry.recruit(nodes, wait=True)
-    counted = {
+    examples = {
         m.partition_id: strategy.registry.examples(m) for m in strategy.registry.clients.values()
     }
-    assert counted == {0: 10, 1: 10, 2: 100, 3: 10}
+    assert examples == {0: 10, 1: 10, 2: 100, 3: 10}
 
 
-def test_no_claim_is_beyond_all_bounds():
+def test_absurd_claims_are_refused():
     answer = registered_client().as_config()
     for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
         with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
             read_registered_client(1, answer | {key: value})
     with pytest.raises(ValueError, match="derived has 100000 numbers, expected 2"):
         read_registered_client(1, answer | {"derived": ["x"] * 100_000}, 2)
-    told = read_registered_client(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
-    assert told.device.startswith(r"cpu\x1b[2K\rxxx")
-    assert len(told.device) <= 200
+    client = read_registered_client(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
+    assert client.device.startswith(r"cpu\x1b[2K\rxxx")
+    assert len(client.device) <= 200
 
 
 # Sums and bytes.
@@ -527,7 +527,7 @@ def test_a_mean_is_weighted():
 
 
 class Counting(TorchFunctionMode):
-    """The bytes of every tensor that is made, whether or not it is kept."""
+    """Record the bytes of every tensor that is made, even if it is discarded."""
 
     def __init__(self):
         super().__init__()
@@ -545,7 +545,7 @@ class Counting(TorchFunctionMode):
 
 @pytest.mark.parametrize("wire", ["float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("shape", [(4, 3, 64, 64), (300, 301), (100_001,)])
-def test_decoding_makes_no_more_than_four_times_what_was_sent(wire, shape):
+def test_decoding_allocates_at_most_four_times_the_message(wire, shape):
     random = torch.Generator().manual_seed(0)
     coded = encode({"x": torch.randn(shape, generator=random)}, wire, random)
     sent = sum(tensor.nbytes for tensor in coded.values())
@@ -553,12 +553,12 @@ def test_decoding_makes_no_more_than_four_times_what_was_sent(wire, shape):
     with Counting() as counting:
         plain = decode(coded, wire)
     assert plain["x"].shape == shape
-    made = sum(size for where, size in counting.made.items() if where not in own)
-    assert made <= 4 * sent + 4096
+    allocated = sum(size for where, size in counting.made.items() if where not in own)
+    assert allocated <= 4 * sent + 4096
 
 
 @pytest.mark.parametrize("wire", ["float16", "int8"])
-def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
+def test_an_oversized_upload_is_refused_before_it_is_decoded(wire):
     random = torch.Generator().manual_seed(0)
     coded = encode({"x": torch.ones(1000, 1000), "y": torch.ones(5)}, wire, random)
     with Counting() as counting, pytest.raises(ValueError, match="have 1000005 numbers, expected"):
@@ -567,27 +567,27 @@ def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
     assert decode(coded, wire, most=1_000_005)["x"].shape == (1000, 1000)
 
 
-def test_the_seconds_of_a_grace_may_be_any():
+def test_an_infinite_deadline_is_accepted():
     assert math.isinf(RoundDeadline(math.inf, 1).left)
 
 
 @pytest.mark.parametrize(
-    ("settings", "partitions", "can", "came"),
+    ("settings", "partitions", "eligible", "expected"),
     [
         ({"limits": "min-replies=4"}, 20, 20, 4),
         ({"secure-aggregation": True}, 20, 20, 7),  # two thirds of clients-per-round
-        ({"secure-aggregation": True}, 6, 6, 4),  # of all, which are fewer
-        ({"secure-aggregation": True}, 9, 5, 9),  # all are here: nobody else can come
+        ({"secure-aggregation": True}, 6, 6, 4),  # two thirds of all clients, which are fewer
+        ({"secure-aggregation": True}, 9, 5, 9),  # all clients are connected
     ],
 )
-def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, can, came):
-    """Over a network; nodes come one by one. The time-out is longer than any test."""
+def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, eligible, expected):
+    """Over a network; nodes connect one by one. The timeout is longer than any test."""
     clients: dict[int, Any] = {}
 
     def gather(_):
         number = len(clients)
         clients[number] = SimpleNamespace(
-            partition_id=number, budget_fraction=1.0 if number < can else 0.5
+            partition_id=number, budget_fraction=1.0 if number < eligible else 0.5
         )
 
     def present(_):
@@ -601,4 +601,4 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     gather(None)
     sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))
     sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()))
-    assert len(clients) == came
+    assert len(clients) == expected

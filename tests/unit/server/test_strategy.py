@@ -1,4 +1,4 @@
-"""The strategy against nodes that misbehave, over a Grid of hand-made replies."""
+"""The strategy with misbehaving nodes, over a Grid of hand-made replies."""
 
 import math
 from typing import Any
@@ -16,14 +16,14 @@ from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.replies import most_validation_size
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
-from tests.hand_made import DERIVED, Nodes, Silent, impatient, registered_client, run
+from tests.hand_made import DERIVED, Nodes, Unresponsive, fake_clock, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 
-def test_a_round_is_recorded_with_who_did_what():
+def test_a_round_records_its_clients_and_their_work():
     notes, _, result = run(Nodes(), clients_per_round=3, evaluate_fn=lambda *_: MetricRecord({}))
     assert [record["round"] for record in notes.records] == [1, 2]
     for record, state in zip(notes.records, notes.states, strict=True):
@@ -39,7 +39,7 @@ def test_a_round_is_recorded_with_who_did_what():
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
-def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
+def test_sampling_depends_on_seed_and_round_but_not_on_node_ids():
     one, other = Nodes(), Nodes()
     other.registered = {node_id + 1000: m for node_id, m in reversed(one.registered.items())}
     other.registered = {
@@ -53,7 +53,7 @@ def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
 
 
 def reply_of(change, kind="train"):
-    """A behaviour of partition 2 in training: its honest reply, changed."""
+    """Return a behaviour of partition 2 in training: its honest reply, changed."""
 
     def behave(nodes, partition_id, message):
         if partition_id != 2 or message.metadata.message_type != kind:
@@ -112,7 +112,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_reply_is_rejected_with_its_reason_and_the_round_goes_on(fault):
+def test_an_invalid_reply_is_rejected_and_the_round_continues(fault):
     change, reason = FAULTS[fault]
     nodes = Nodes()
     nodes.behave = lambda partition_id, message: reply_of(change)(nodes, partition_id, message)
@@ -141,7 +141,7 @@ CALIBRATION_FAULTS = {key: FAULTS[key] for key in ("it raises", "other bases", "
 
 
 @pytest.mark.parametrize("fault", CALIBRATION_FAULTS)
-def test_a_bad_reply_to_the_calibration_never_reaches_the_bases(fault):
+def test_an_invalid_calibration_reply_does_not_affect_the_bases(fault):
     change, reason = CALIBRATION_FAULTS[fault]
     nodes = Nodes(method="fed-sb")
     behave = reply_of(change, "train.calibrate")
@@ -153,7 +153,7 @@ def test_a_bad_reply_to_the_calibration_never_reaches_the_bases(fault):
     (rejected,) = calibration["rejected"]
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(rejected["reason"])
-    # The mean of the others': every weight 1, 2 and 4 larger.
+    # The mean of the others' replies: every weight 1, 2 and 4 larger.
     expected = torch.tensor([(1 + 2 + 4) / 3 * (rows * columns) ** 0.5
                              for rows, columns in ((6, 5), (4, 7))])  # fmt: skip
     torch.testing.assert_close(notes.calibrated_state["H"][:, 0, 0], expected)
@@ -168,7 +168,7 @@ def test_a_calibration_without_a_valid_reply_stops_the_run():
         run(nodes, rounds=1, clients_per_round=4, method="fed-sb")
 
 
-def test_replies_weigh_the_same_or_by_their_examples():
+def test_replies_are_weighted_uniformly_or_by_examples():
     states = {}
     for weighting in ("uniform", "examples"):
         nodes = Nodes(3, method="fedit")
@@ -191,7 +191,7 @@ def test_replies_weigh_the_same_or_by_their_examples():
             torch.testing.assert_close(state[name], expected.float())
 
 
-def test_clients_that_can_afford_the_method_may_be_away_for_a_round():
+def test_eligible_clients_may_be_disconnected_for_a_round():
     nodes = Nodes(3, method="fedit")
     nodes.registered[11] = registered_client(11, 2, num_partitions=3)
     for node_id, partition_id in ((12, 1), (13, 0)):
@@ -199,14 +199,14 @@ def test_clients_that_can_afford_the_method_may_be_away_for_a_round():
             node_id, partition_id, num_partitions=3, budget_fraction=0.5
         )
 
-    def leave(_, message):
+    def drop_out(_, message):
         if message.metadata.message_type == "train":
             reply = nodes.answer(nodes.registered[11], message)
             del nodes.registered[11]
             return reply
         return None
 
-    nodes.behave = leave
+    nodes.behave = drop_out
     with pytest.raises(RuntimeError, match=r"round 2: got no valid reply.*resume=RUN"):
         run(nodes, evaluate_fn=lambda *_: None, method="fedit")
 
@@ -217,33 +217,33 @@ def test_a_round_without_a_valid_reply_stops_the_run():
             return Message(Error(2, "out of memory"), reply_to=message)
         return None
 
-    told = r"round 2: got no valid reply, .*partitions 0, 1, 2, 3: .*out of memory.*resume=RUN"
-    with pytest.raises(RuntimeError, match=told):
+    error = r"round 2: got no valid reply, .*partitions 0, 1, 2, 3: .*out of memory.*resume=RUN"
+    with pytest.raises(RuntimeError, match=error):
         run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
 
 
-def test_a_silent_client_is_left_behind():
+def test_an_unresponsive_client_is_rejected_after_the_timeout():
     notes, _, _ = run(
-        Silent(1), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
+        Unresponsive(1), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
     )
     (rejected,) = notes.records[0]["rejected"]
     assert rejected == {"client": "partition 1", "reason": "no reply within 0.5 s"}
 
 
 class Slow(Nodes):
-    """Partition 1's training replies of round 1 come in round 2, as over a network."""
+    """Partition 1's training replies of round 1 arrive in round 2, as over a network."""
 
     in_process = False
 
-    def __init__(self, *given, **named):
-        super().__init__(*given, **named)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.held = []
 
     def pull_messages(self, message_ids):
-        wanted = set(message_ids)
-        now = [r for r in self.held if r.metadata.reply_to_message_id in wanted and self.later]
+        ids = set(message_ids)
+        now = [r for r in self.held if r.metadata.reply_to_message_id in ids and self.later]
         self.held = [reply for reply in self.held if reply not in now]
-        for reply in super().pull_messages(wanted):
+        for reply in super().pull_messages(ids):
             (self.held if self.is_slow(reply) else now).append(reply)
         return now
 
@@ -267,30 +267,30 @@ def test_a_late_reply_is_refused_and_recorded():
     assert late in second["rejected"]
     assert [c["partition-id"] for c in third["clients"]] == [0, 1, 2, 3]
     assert not third["rejected"]
-    # Its bytes came, too.
+    # Its bytes arrived, too.
     one = second["clients"][0]["bytes-up"]
     assert second["bytes-up"] == one * (len(second["clients"]) + 1)
 
 
-def test_a_round_closes_with_those_that_came_if_they_are_enough():
-    given: dict[str, Any] = {
+def test_a_round_needs_min_replies_valid_replies():
+    options: dict[str, Any] = {
         "rounds": 1,
         "timeout": 0.3,
         "clients_per_round": 4,
         "evaluate_fn": lambda *_: None,
     }
-    notes, _, _ = run(Silent(1, 3), min_replies=2, **given)
+    notes, _, _ = run(Unresponsive(1, 3), min_replies=2, **options)
     assert [c["partition-id"] for c in notes.records[0]["clients"]] == [0, 2]
-    told = "got 2 valid replies, expected at least min-replies = 3: partitions 1, 3: no reply"
-    with pytest.raises(RuntimeError, match=told):
-        run(Silent(1, 3), min_replies=3, **given)
+    message = "got 2 valid replies, expected at least min-replies = 3: partitions 1, 3: no reply"
+    with pytest.raises(RuntimeError, match=message):
+        run(Unresponsive(1, 3), min_replies=3, **options)
     with pytest.raises(ValueError, match="min-replies = 5: the nodes have num-partitions = 4"):
         run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
     with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):
         read_config({"limits": "min-replies=4"})
 
 
-def test_a_round_waits_for_nodes_that_are_away():
+def test_a_round_waits_for_disconnected_nodes():
     class Away(Nodes):
         asked = 0
 
@@ -305,7 +305,7 @@ def test_a_round_waits_for_nodes_that_are_away():
     assert all(len(record["clients"]) == 4 for record in notes.records)
 
 
-def test_what_clients_say_of_their_evaluation_is_checked():
+def test_evaluation_metrics_of_clients_are_validated():
     def behave(partition_id, message):
         if message.metadata.message_type != "evaluate" or partition_id == 3:
             return None
@@ -320,7 +320,7 @@ def test_what_clients_say_of_their_evaluation_is_checked():
     notes, _, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=4, **settings)
     (record,) = notes.records
     assert record["metrics"] == {"accuracy": 0.75, "loss": 1.0}
-    reasons = {one["client"]: one["reason"] for one in record["rejected"]}
+    reasons = {entry["client"]: entry["reason"] for entry in record["rejected"]}
     assert reasons == {
         "partition 0": "missing 'loss'",
         "partition 1": "num-examples is 1e+12, expected above 0 and at most 12",
@@ -328,7 +328,7 @@ def test_what_clients_say_of_their_evaluation_is_checked():
     }
 
 
-def test_a_message_that_cannot_be_sent_is_told():
+def test_a_message_that_cannot_be_sent_is_recorded():
     class Full(Nodes):
         def push_messages(self, messages):
             return super().push_messages([m for m in messages if not self.too_large(m)])
@@ -359,7 +359,7 @@ def test_a_message_that_cannot_be_sent_is_told():
         ({"device": ""}, None),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
+def test_an_incompatible_node_is_refused_by_name(change, reason, caplog):
     nodes = Nodes()
     changed = {"partition_id": 3} | change
     nodes.registered[11] = registered_client(11, **changed)
@@ -367,23 +367,23 @@ def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     if reason is None:
         assert not strategy.registry.refused
         return
-    ((node_id, told),) = strategy.registry.refused.items()
+    ((node_id, refusal),) = strategy.registry.refused.items()
     assert node_id in {11, 14}
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(told)
+        raise AssertionError(refusal)
     assert len(strategy.registry.clients) == 3
 
 
-def test_many_refusals_are_not_told_one_by_one(caplog):
+def test_the_number_of_logged_refusals_is_limited(caplog):
     with pytest.raises(RuntimeError, match="no node to train on: all 500 were refused: its back"):
         run(Nodes(500, backbone="other"))
-    told = [record.message for record in caplog.records if "refused" in record.message]
-    assert len(told) == 6
-    assert told[0].startswith("refused node 11: its backbone")
-    assert told[-1].startswith("refused 495 nodes more: its backbone")
+    logged = [record.message for record in caplog.records if "refused" in record.message]
+    assert len(logged) == 6
+    assert logged[0].startswith("refused node 11: its backbone")
+    assert logged[-1].startswith("refused 495 nodes more: its backbone")
 
 
-def test_a_round_is_told_to_have_the_clients_that_are_there(caplog):
+def test_the_number_of_connected_clients_is_logged(caplog):
     caplog.set_level("INFO")
     run(Nodes(2), rounds=1, clients_per_round=3)
     assert "; 2 clients a round, " in caplog.text
@@ -393,9 +393,9 @@ def test_a_round_is_told_to_have_the_clients_that_are_there(caplog):
     assert "1 node with 10 examples" in caplog.text
 
 
-def test_no_node_that_can_train_stops_the_run_and_says_why_once():
-    told = r"no node to train on: all 4 were refused: its backbone [^;]*; give it the server's$"
-    with pytest.raises(RuntimeError, match=told):
+def test_without_an_eligible_node_the_run_stops_with_the_reason():
+    message = r"no node to train on: all 4 were refused: its backbone [^;]*; give it the server's$"
+    with pytest.raises(RuntimeError, match=message):
         run(Nodes(backbone="other"))
     empty = Nodes()
     empty.registered = {}
@@ -403,7 +403,7 @@ def test_no_node_that_can_train_stops_the_run_and_says_why_once():
         run(empty)
 
 
-def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled():
+def test_late_nodes_are_queried_and_disconnected_ones_not_sampled():
     nodes = Nodes()
     late = nodes.registered.pop(13)
 
@@ -418,31 +418,31 @@ def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled(
     assert by_round == [{0, 2, 3}] * 2 + [{0, 1, 2, 3}] * 2 + [{0, 1, 2}] * 2
 
 
-def test_a_run_begins_without_a_node_that_does_not_answer():
-    class Mute(Nodes):
-        """Node 13 is there, and leaves its question without an answer."""
+def test_a_run_begins_without_an_unresponsive_node():
+    class Unanswering(Nodes):
+        """Node 13 is connected, and does not answer its query."""
 
         def pull_messages(self, message_ids):
-            silent = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(set(message_ids) - silent)
+            unresponsive = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(set(message_ids) - unresponsive)
 
-    notes, strategy, _ = run(Mute(), clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, strategy, _ = run(Unanswering(), clients_per_round=4, evaluate_fn=lambda *_: None)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
     assert strategy.registry.refused == {13: "no answer within 0.2 s"}
 
 
-def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
-    class Thinks(Nodes):
-        """Node 13 comes in round 1, and answers its question in round 3."""
+def test_a_round_does_not_wait_for_a_new_node_that_does_not_answer(monkeypatch):
+    class LateAnswer(Nodes):
+        """Node 13 connects in round 1, and answers its query in round 3."""
 
         def pull_messages(self, message_ids):
-            wanted = set(message_ids)
+            ids = set(message_ids)
             if self.registered.get(13) and self.trained[-1][0] < 3:
-                wanted -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(wanted)
+                ids -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(ids)
 
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
-    nodes = Thinks()
+    nodes = LateAnswer()
     late = nodes.registered.pop(13)
     run(
         nodes, rounds=5, clients_per_round=4,
@@ -452,9 +452,9 @@ def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
     assert by_round == [{0, 2, 3}] * 3 + [{0, 1, 2, 3}] * 2
 
 
-def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypatch):
-    class Dies(Nodes):
-        """Node 13 is back at every look, each time anew, and gone when it should answer."""
+def test_a_run_does_not_wait_for_a_node_that_disconnects_at_each_query(monkeypatch):
+    class Disconnecting(Nodes):
+        """Node 13 reconnects before every poll, and disconnects before it answers."""
 
         def get_nodes(self):
             self.looks = getattr(self, "looks", 0) + 1
@@ -464,18 +464,18 @@ def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypat
             return nodes
 
         def pull_messages(self, message_ids):
-            silent = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(set(message_ids) - silent)
+            unresponsive = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(set(message_ids) - unresponsive)
 
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
-    nodes = Dies()
+    nodes = Disconnecting()
     notes, strategy, _ = run(nodes, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
     assert 13 not in strategy.registry.clients
 
 
 class Restarted(Nodes):
-    """A node that is listed all the time, but since another moment: it was restarted."""
+    """A node that is always listed, but with a later connection time after its restart."""
 
     since = "morning"
 
@@ -486,7 +486,7 @@ class Restarted(Nodes):
 
 @pytest.mark.parametrize("before", [{"budget_fraction": 7.0}, {}])
 @pytest.mark.parametrize("after", [{}, {"num_partitions": 5}, {"budget_fraction": 0.5}])
-def test_a_restarted_node_is_asked_again(before, after):
+def test_a_restarted_node_is_queried_again(before, after):
     nodes = Restarted()
     nodes.registered[11] = registered_client(11, 3, **before)
 
@@ -495,12 +495,12 @@ def test_a_restarted_node_is_asked_again(before, after):
             nodes.registered[11], nodes.since = registered_client(11, 3, **after), "noon"
 
     notes, strategy, _ = run(nodes, rounds=3, clients_per_round=4, evaluate_fn=evaluate)
-    there = [
+    numbers_of_nodes = [
         [c["budget-fraction"] for c in r["clients"] if c["partition-id"] == 3]
         for r in notes.records
     ]
     expected = [] if "num_partitions" in after else [after.get("budget_fraction", 1.0)]
-    assert there == [[] if before else [1.0], expected, expected]
+    assert numbers_of_nodes == [[] if before else [1.0], expected, expected]
     assert bool(strategy.registry.refused) == ("num_partitions" in after)
 
 
@@ -508,11 +508,11 @@ def test_a_restarted_node_is_asked_again(before, after):
     ("numbers", "stay"),
     [
         ([(0, 5), (0, 4), (1, 4), (2, 4), (3, 4)], {12, 13, 14, 15}),
-        ([(0, 2), (1, 2), (2, 4), (3, 4)], {13, 14}),  # as many say the one as the other
+        ([(0, 2), (1, 2), (2, 4), (3, 4)], {13, 14}),  # equally many nodes claim either number
         ([(0, 4), (1, 4), (1, 4)], {11, 12}),
     ],
 )
-def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
+def test_the_majority_of_nodes_decides_the_number_of_partitions(numbers, stay):
     nodes = Nodes()
     nodes.registered = {
         11 + i: registered_client(11 + i, partition, num_partitions=number)
@@ -523,7 +523,7 @@ def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
     assert len(strategy.registry.refused) == len(numbers) - len(stay)
 
 
-def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
+def test_a_refused_node_is_queried_again_when_it_reconnects():
     nodes = Nodes()
     good, nodes.registered[11] = nodes.registered[11], registered_client(11, 3, budget_fraction=7.0)
 
@@ -539,7 +539,7 @@ def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
-def test_whoever_evaluates_on_what_it_held_back_is_believed(fraction):
+def test_a_claim_of_validation_examples_is_accepted_up_to_its_split(fraction):
     for number in range(2, 500):
         held_back = math.ceil(fraction * number)
         if held_back < number:
@@ -547,7 +547,7 @@ def test_whoever_evaluates_on_what_it_held_back_is_believed(fraction):
             assert held_back <= most <= held_back + 1 / (1 - fraction) + 2
 
 
-def test_evaluation_on_the_clients_weighs_by_examples():
+def test_client_evaluation_is_weighted_by_examples():
     settings = {"evaluate_on": "clients", "validation_share": 0.5, "eval_every": 2}
     notes, _, _ = run(Nodes(), rounds=3, **settings)
     mean = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4) / 4
@@ -556,7 +556,7 @@ def test_evaluation_on_the_clients_weighs_by_examples():
     assert metrics == [{}, expected, expected]
 
 
-def test_sampling_is_even():
+def test_sampling_is_uniform():
     clients = [registered_client(i, i, num_partitions=10) for i in range(10)]
     counts = dict.fromkeys(range(10), 0)
     for number in range(1000):
@@ -568,7 +568,7 @@ def test_sampling_is_even():
     assert max(counts.values()) < 360
 
 
-def test_answers_round_trip_and_missing_fields_are_named():
+def test_registrations_round_trip_and_missing_fields_are_reported():
     answer = ConfigRecord(registered_client().as_config())
     assert read_registered_client(1, answer) == registered_client()
     for key in list(answer):
@@ -583,11 +583,11 @@ def test_fingerprints_agree_to_rounding_only():
             check_derived(other, DERIVED)
 
 
-def test_bytes_are_those_of_the_arrays():
+def test_payload_bytes_equal_those_of_the_arrays():
     assert num_bytes(ArrayRecord()) == 0
 
 
-def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(monkeypatch, caplog):
+def test_an_impossible_next_state_is_discarded_and_the_run_continues(monkeypatch, caplog):
     real, calls = update_norm_check.UpdateNormCheck.check_state, []
 
     def refuse(self, old, new, *others):
@@ -607,28 +607,28 @@ def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(m
     assert "round 1 has no effect, the state stays as it was" in caplog.text
 
 
-def test_fewer_than_three_replies_change_nothing_under_robust_and_it_says_so(caplog):
-    given: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
-    notes, _, _ = run(Nodes(2), weighting="median", **given)
+def test_with_robust_weighting_fewer_than_three_replies_change_nothing(caplog):
+    options: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
+    notes, _, _ = run(Nodes(2), weighting="median", **options)
     assert not notes.states[0]["H"].any()
     assert (
         "2 replies came, and weighting = 'median' changes nothing with fewer than 3" in caplog.text
     )
 
 
-def test_a_robust_calibration_wants_three_replies():
-    given: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
-    told = "round 0: got 2 valid replies, expected at least min-replies = 3"
-    with pytest.raises(RuntimeError, match=told):
-        run(Nodes(2, method="fed-sb"), method="fed-sb", weighting="median", **given)
+def test_a_robust_calibration_needs_three_replies():
+    options: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
+    message = "round 0: got 2 valid replies, expected at least min-replies = 3"
+    with pytest.raises(RuntimeError, match=message):
+        run(Nodes(2, method="fed-sb"), method="fed-sb", weighting="median", **options)
 
 
-def test_a_reason_is_given_once_with_those_who_gave_it():
+def test_equal_reasons_are_reported_once_with_their_clients():
     round_log = RoundLog(1, 12)
     for number in range(12):
         reason = "out of memory" if number == 3 else "no such column 'text'"
         round_log.reject(registered_client(partition_id=number), reason)
-    told = round_log.too_few_replies_message(1)
-    assert told.count("no such column") == 1
-    assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in told
-    assert "partition 3: out of memory" in told
+    message = round_log.too_few_replies_message(1)
+    assert message.count("no such column") == 1
+    assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in message
+    assert "partition 3: out of memory" in message

@@ -1,4 +1,4 @@
-"""A SuperLink that fails for a while: its calls are repeated, and no node pays for it."""
+"""A SuperLink that fails temporarily: its calls are repeated, and no node is rejected for it."""
 
 import threading
 import time
@@ -15,9 +15,9 @@ from flwr.superlink.grid import HttpGrid
 
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.superlink import failures_of, retry_failed_calls
-from tests.hand_made import Nodes, impatient, run
+from tests.hand_made import Nodes, fake_clock, run
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 ALL = {"rounds": 2, "clients_per_round": 4, "evaluate_fn": lambda *_: None}
 
@@ -34,7 +34,7 @@ NOT_STORED = lambda: ObjectPushError("fe68", 1, "58662800")  # noqa: E731
 
 
 class Failing(Nodes):
-    """The SuperLink fails the first calls about each message, of one kind or of all."""
+    """The SuperLink fails the first calls for each message, of one kind or of all."""
 
     in_process = False
 
@@ -71,7 +71,7 @@ class Failing(Nodes):
     ("call", "failure"),
     [*((c, f) for c in ("push", "pull", "nodes", "") for f in FAILURES), ("push", NOT_STORED)],
 )
-def test_a_passing_failure_costs_nobody_anything(failure, call, monkeypatch):
+def test_a_temporary_failure_affects_no_reply(failure, call, monkeypatch):
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
     honest, _, _ = run(Nodes(), **ALL)
     notes, strategy, _ = run(Failing(failure, 3, call), **ALL)
@@ -82,7 +82,7 @@ def test_a_passing_failure_costs_nobody_anything(failure, call, monkeypatch):
     assert all(node.failures == 0 for node in strategy.registry.nodes.values())
 
 
-def test_until_the_deadline_and_no_longer():
+def test_calls_are_repeated_until_the_deadline():
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match=r"the SuperLink fails \(HTTP 500\) for round-timeout = 60 s"
@@ -91,13 +91,13 @@ def test_until_the_deadline_and_no_longer():
     assert 60 <= time.monotonic() - began < 70
 
 
-def test_a_call_that_is_refused_says_so():
+def test_a_refused_call_raises():
     with pytest.raises(RuntimeError, match=r"the SuperLink refuses a call \(HTTP 412\)"):
         run(Failing(lambda: answer(412), 1, "push"), **ALL)
 
 
 class Lost(Failing):
-    """In the first two rounds the SuperLink never gives the replies of some partitions."""
+    """In the first two rounds the SuperLink never returns the replies of some partitions."""
 
     def __init__(self, *partitions):
         super().__init__(FAILURES[0], 10**9, "pull", "train")
@@ -114,19 +114,19 @@ class Lost(Failing):
                 super().fail(call, about, kind)
 
 
-def test_whose_reply_the_superlink_did_not_give_is_not_called_silent():
+def test_a_reply_lost_by_the_superlink_does_not_count_as_missed():
     notes, strategy, _ = run(Lost(1, 2), clients_per_round=4, rounds=3, timeout=60.0,
                              evaluate_fn=lambda *_: None)  # fmt: skip
     for record in notes.records[:2]:
         assert [client["partition-id"] for client in record["clients"]] == [0, 3]
-        assert {one["client"] for one in record["rejected"]} == {"partition 1", "partition 2"}
+        assert {entry["client"] for entry in record["rejected"]} == {"partition 1", "partition 2"}
         for one in record["rejected"]:
             assert one["reason"] == "no reply within 60 s, since the SuperLink failed (HTTP 500)"
     assert len(notes.records[2]["clients"]) == 4
     assert all(node.failures == 0 for node in strategy.registry.nodes.values())
 
 
-def test_a_run_that_ends_for_it_names_the_superlink():
+def test_a_run_that_ends_for_lost_replies_names_the_superlink():
     with pytest.raises(
         RuntimeError, match=r"got no valid reply.*since the SuperLink failed \(HTTP 500\)"
     ):
@@ -137,7 +137,7 @@ def test_a_run_that_ends_for_it_names_the_superlink():
 
 
 class Server(ThreadingHTTPServer):
-    """A SuperLink with one node, which answers 500 so many times first."""
+    """Act as a SuperLink with one node that first answers 500 a number of times."""
 
     def __init__(self, failures):
         self.failures, self.calls = failures, 0
@@ -180,7 +180,7 @@ def grid_to(server):
 
 
 def test_flowers_grid_repeats_a_call_over_http(superlink):
-    """A pull consists of several calls: to repeat all of them would find nothing."""
+    """A pull consists of several calls, and repeating all of them would return nothing."""
     grid = grid_to(superlink)
     with pytest.raises(httpx.HTTPStatusError):
         grid.get_node_ids()

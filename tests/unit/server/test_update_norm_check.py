@@ -1,4 +1,4 @@
-"""How far one client may move what it was sent, against slow loops and against liars."""
+"""The check of update norms, against plain loops and lying clients."""
 
 import math
 import statistics
@@ -24,13 +24,13 @@ from tests.methods import build, some_state, train_client
 
 
 def sizes(*values, name="H", numbers=100):
-    """Changes with these root mean squares, of a tensor that was zero."""
+    """Return changes with these root mean squares, of a tensor that was zero."""
     return [{name: Change(numbers * value**2, 0.0, numbers)} for value in values]
 
 
 @pytest.mark.parametrize("name", METHODS)
 @given(fraction=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 9))
-def test_a_change_counts_from_what_the_client_was_sent(name, fraction, seed):
+def test_a_change_is_measured_from_the_clients_broadcast(name, fraction, seed):
     method, adapters = build(name)
     fraction = fraction if method.can_train(fraction) else 1.0
     state = some_state(method, adapters) | {CLASSIFIER: torch.zeros(4)}
@@ -40,18 +40,18 @@ def test_a_change_counts_from_what_the_client_was_sent(name, fraction, seed):
     method.choose(adapters, fraction, random, lambda: None)
     still = method.upload(adapters) | {CLASSIFIER: torch.zeros(4)}
     limit = UpdateNormCheck(1e-9)
-    pot = Aggregate(method, state, limit)
-    pot.offer(still, fraction)  # it changes nothing, however large the state is
+    sums = Aggregate(method, state, limit)
+    sums.offer(still, fraction)  # it changes nothing, for a state of any norm
     moved = {k: v + 0.5 if v.is_floating_point() else v for k, v in still.items()}
     numbers = sum(v.numel() for v in moved.values() if v.is_floating_point())
-    told = f"change of norm {0.5 * math.sqrt(numbers):.4g}, expected at most 1e-09"
-    with pytest.raises(ValueError, match=told):
-        pot.offer(moved, fraction)
-    assert pot.count == 1
+    message = f"change of norm {0.5 * math.sqrt(numbers):.4g}, expected at most 1e-09"
+    with pytest.raises(ValueError, match=message):
+        sums.offer(moved, fraction)
+    assert sums.count == 1
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=9))
-def test_the_size_of_a_change_is_that_of_a_slow_loop(numbers):
+def test_the_norm_of_a_change_equals_a_plain_loop(numbers):
     new, old = torch.tensor(numbers), torch.arange(float(len(numbers)))
     (change,) = changes_of({"x": new}, {"x": old}).values()
     squares = [(a - b) ** 2 for a, b in zip(new.tolist(), old.tolist(), strict=True)]
@@ -62,8 +62,8 @@ def test_the_size_of_a_change_is_that_of_a_slow_loop(numbers):
 
 @pytest.mark.parametrize("wire", KEYS["wire"].choices)
 @given(st.integers(0, 99), st.floats(1e-3, 1e2), st.sampled_from([(3, 5, 7), (2500,), (1,)]))
-def test_what_the_wire_rounds_is_within_the_limit_and_hardly_more_is(wire, seed, scale, shape):
-    """A client that trains nothing, with tensors that have far larger numbers among others."""
+def test_the_limit_permits_rounding_of_the_wire_and_little_more(wire, seed, scale, shape):
+    """A client that trains nothing, with much larger values among others."""
     random = torch.Generator().manual_seed(seed)
     state = {"x": scale * torch.randn(shape, generator=random).pow(3)}
     back = state
@@ -77,18 +77,18 @@ def test_what_the_wire_rounds_is_within_the_limit_and_hardly_more_is(wire, seed,
     assert (most == 0) == (wire == "float32")
 
 
-def test_what_the_optimiser_can_do_is_the_limit():
+def test_the_limit_is_the_largest_step_of_the_optimiser():
     limit = UpdateNormCheck(None, step=0.1)
     most = REACH * 0.1 * 1.1
     for one in sizes(0.0, 0.99 * most):
         limit.check(one)
-    told = f"changes H by .*expected at most {most:.4g}, which is what 0.1 = learning-rate x local"
-    with pytest.raises(ValueError, match=told):
+    error = f"changes H by .*expected at most {most:.4g}, which is what 0.1 = learning-rate x local"
+    with pytest.raises(ValueError, match=error):
         limit.check(*sizes(1.01 * most))
 
 
-def test_after_quiet_rounds_one_with_new_examples_moves_as_far_as_adam_can():
-    """It is honest, however little the others still move; a limit of what is usual refused it."""
+def test_after_small_updates_a_client_may_move_as_far_as_adam_can():
+    """An honest update, however small recent ones were: a limit by recent norms would refuse it."""
     method, adapters = build("full")
     state = method.initial_state(adapters)
     limit = UpdateNormCheck(None, step=0.1)
@@ -111,7 +111,7 @@ def test_under_local_epochs_each_client_has_its_own_limit():
         limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=0.1)
 
 
-def test_a_next_state_that_no_reply_can_have_made_is_refused():
+def test_an_impossible_next_state_is_refused():
     limit = UpdateNormCheck(None, step=0.1)
     old = {"B": torch.ones(100), "residual": torch.zeros(3)}
     limit.check_state(old, {"B": torch.full((100,), 1.5), "residual": torch.zeros(5)})
@@ -122,18 +122,18 @@ def test_a_next_state_that_no_reply_can_have_made_is_refused():
             limit.check_state(old, {"B": torch.ones(100), "residual": torch.full((9,), bad)})
 
 
-def test_a_flexlora_product_of_two_large_factors_never_leaves_the_server():
-    """Each factor is within a fixed limit, and their product is not finite any more."""
+def test_a_non_finite_flexlora_product_is_refused():
+    """Each factor is within a fixed limit, and their product is not finite."""
     method, adapters = build("flexlora")
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
-    pot = Aggregate(method, state, UpdateNormCheck(1e30))
-    pot.offer({k: torch.full_like(v, 1e28) for k, v in upload.items()}, 1.0)
+    sums = Aggregate(method, state, UpdateNormCheck(1e30))
+    sums.offer({k: torch.full_like(v, 1e28) for k, v in upload.items()}, 1.0)
     with pytest.raises(ValueError, match="expected finite ones|expected at most"):
-        pot.close()
+        sums.close()
 
 
-def test_a_sketch_that_is_far_larger_than_most_is_left_out():
+def test_a_sketch_far_larger_than_most_is_excluded():
     sums, honest = (MeansByNorm({"x": torch.zeros(3)}) for _ in range(2))
     for seed in range(4):
         one = {"x": 1 + torch.rand(3, generator=torch.Generator().manual_seed(seed))}
@@ -152,7 +152,7 @@ CALIBRATED = [
 
 @pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
 @pytest.mark.parametrize(("name", "changes"), CALIBRATED)
-def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, changes, robust):
+def test_one_false_reply_of_five_does_not_affect_a_robust_calibration(name, changes, robust):
     method, _ = build(name, **changes)
     key = "sketch" if changes.get("init") == "data-aware" else "change"
     size = method.calibration.bytes_up // 4
@@ -160,15 +160,15 @@ def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, chang
         {key: torch.randn(size, generator=torch.Generator().manual_seed(1)) * (1 + n / 1e6)}
         for n in range(4)
     ]
-    made = []
+    results = []
     for lies in ([], [{key: -honest[0][key]}]):
         sums = CalibrationSums(method.calibration, None, 10.0, robust)
         for upload in honest + lies:
             sums.add(upload, 1.0)
         fixed, changed = sums.close()
-        made.append(fixed | changed)
+        results.append(fixed | changed)
     for basis in ("B", "A"):
-        torch.testing.assert_close(made[0][basis], made[1][basis], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(results[0][basis], results[1][basis], atol=1e-3, rtol=1e-3)
 
 
 def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not():

@@ -1,4 +1,4 @@
-"""Simulated time: three clients by hand, hours online by a slow loop, files of devices."""
+"""Simulated time: three clients by hand, hours online by a plain loop, device files."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def test_three_clients_by_hand():
     clock.wait(1.0)
     assert (clock.arrived("bc"), clock.now) == ([], 6.0)
     assert clock.send("d", 0, 10**6, 3e10, 5 * 10**5) == 11.0  # it starts when it is sent
-    assert clock.send("e", 0, 10**6, 3e10, 5 * 10**5) == 16.0  # and after what the device does
+    assert clock.send("e", 0, 10**6, 3e10, 5 * 10**5) == 16.0  # and after the device's earlier work
     for _ in range(4):
         clock.wait(1000)
     assert clock.arrived("bcde") == ["d", "e", "c", "b"]
@@ -45,7 +45,7 @@ def test_after_waiting_for_a_device_it_is_online(begin):
         assert clock.online(0)
 
 
-def test_ten_thousand_clients_cost_little():
+def test_simulating_ten_thousand_clients_is_fast():
     """200 in flight of 10,000: less than 2 ms an update, of this process's time."""
     clock = SimulatedClock(devices_of("edge-gpus", 0, 10_000))
     flying = {str(i) for i in range(200)}
@@ -62,8 +62,8 @@ def test_ten_thousand_clients_cost_little():
     assert time.process_time() - began < 0.002 * number
 
 
-def slow(start, seconds, online):
-    """Count hour by hour; all are whole hours."""
+def slow_end(start, seconds, online):
+    """Count hour by hour; all times are whole hours."""
     hour = start
     while seconds:
         if (hour - online[0]) % 24 < online[1] - online[0]:
@@ -73,10 +73,10 @@ def slow(start, seconds, online):
 
 
 @given(st.integers(0, 100), st.integers(1, 80), st.integers(0, 23), st.integers(1, 24))
-def test_work_goes_on_in_the_hours_online(start, hours, begin, length):
+def test_work_continues_in_the_hours_online(start, hours, begin, length):
     online = (float(begin), float(begin + length))
     ends = finish(start * 3600.0, hours * 3600.0, online)
-    assert ends == 3600.0 * slow(start, hours, online)
+    assert ends == 3600.0 * slow_end(start, hours, online)
 
 
 @pytest.mark.parametrize("profile", ["uniform", "phones", "edge-gpus"])
@@ -104,9 +104,9 @@ FILE = """
 
 def test_a_file_gives_devices_in_its_order(tmp_path):
     (tmp_path / "devices.yaml").write_text(FILE)
-    fast, again, slow = devices_of(str(tmp_path / "devices.yaml"), 0, 3)
+    fast, again, slow_end = devices_of(str(tmp_path / "devices.yaml"), 0, 3)
     assert fast == again == Device("3090", 1e12, 12.5e6, 2.5e6, 8e9, (0.0, 24.0))
-    assert slow == Device("slow", 1e11, 1e6, 1e5, math.inf, (22.0, 30.0))
+    assert slow_end == Device("slow", 1e11, 1e6, 1e5, math.inf, (22.0, 30.0))
 
 
 def test_a_file_may_give_more_devices_than_there_are_clients(tmp_path):
@@ -115,7 +115,7 @@ def test_a_file_may_give_more_devices_than_there_are_clients(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (FILE, "got devices of 3 clients, expected 4; raise `clients`"),
         ("{", "devices.yaml, line 1, column 2: "),
@@ -137,12 +137,12 @@ def test_a_file_may_give_more_devices_than_there_are_clients(tmp_path):
         (FILE.replace("teraflops: 1,", ""), "teraflops is missing; expected the fields"),
     ],
 )
-def test_a_wrong_file_is_said(text, told, tmp_path):
+def test_an_invalid_device_file_is_reported(text, message, tmp_path):
     (tmp_path / "devices.yaml").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         devices_of(str(tmp_path / "devices.yaml"), 0, 4)
 
 
-def test_an_unknown_profile_is_said():
+def test_an_unknown_profile_is_reported():
     with pytest.raises(ValueError, match=r"devices = 'edge': got no file, expected one of uniform"):
         devices_of("edge", 0, 4)

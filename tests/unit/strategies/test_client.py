@@ -1,4 +1,4 @@
-"""What a client does with a PEFT model: load, choose, train, collect, restore."""
+"""A client's work on a PEFT model: load, select, train, collect, restore."""
 
 import copy
 
@@ -26,11 +26,11 @@ class Small(nn.Module):
         return self.classifier(self.norm(self.value(torch.tanh(self.query(x)))))
 
 
-def ravan(**how):
+def ravan(**settings):
     torch.manual_seed(0)
     config = RavanConfig(
         r=3, num_heads=HEADS, target_modules=["query", "value"],
-        modules_to_save=["classifier", "norm"], **how,
+        modules_to_save=["classifier", "norm"], **settings,
     )  # fmt: skip
     return get_peft_model(Small(), config)
 
@@ -51,7 +51,7 @@ def arrays_of(model, seed=1):
     return ArrayRecord(arrays)
 
 
-def named(record):
+def by_name(record):
     return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
 
 
@@ -61,9 +61,9 @@ def backward(model, seed=0):
     nn.functional.cross_entropy(model(x), y).backward()
 
 
-def train(model, steps=3, **how):
+def train(model, steps=3, **options):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **{"lr": 0.05, "weight_decay": 0.5} | how)
+    optimizer = torch.optim.AdamW(trained, **{"lr": 0.05, "weight_decay": 0.5} | options)
     for step in range(steps):
         optimizer.zero_grad()
         backward(model, step)
@@ -71,25 +71,25 @@ def train(model, steps=3, **how):
     return optimizer
 
 
-def test_what_is_loaded_is_in_the_model_and_comes_back():
+def test_loaded_arrays_are_in_the_model_and_collected_again():
     model = ravan()
     sent = arrays_of(model)
     load_arrays(model, sent)
     state = get_peft_model_state_dict(model)
-    for name, tensor in named(sent).items():
+    for name, tensor in by_name(sent).items():
         torch.testing.assert_close(state[name], tensor)
-    back, sent = named(collect_arrays(model)), named(sent)
+    back, sent = by_name(collect_arrays(model)), by_name(sent)
     for layer in ("query", "value"):
         name = f"{BASE}.{layer}"
         product = sent.pop(f"{name}.ravan_s")[:, None, None] * sent.pop(f"{name}.ravan_H")
         torch.testing.assert_close(back.pop(f"{name}.ravan_H"), product)
         assert back.pop(f"{name}.ravan_heads").tolist() == [0, 1, 2, 3]
-    assert back.keys() == sent.keys()  # the modules to save, whole
+    assert back.keys() == sent.keys()  # with the complete modules to save
     for name, tensor in sent.items():
         torch.testing.assert_close(back[name], tensor)
 
 
-def test_scales_that_are_not_sent_are_one_again():
+def test_missing_scales_are_reset_to_one():
     model = ravan()
     load_arrays(model, arrays_of(model))
     products = {k: a for k, a in arrays_of(model, 2).items() if not k.endswith("ravan_s")}
@@ -99,7 +99,7 @@ def test_scales_that_are_not_sent_are_one_again():
 
 @pytest.mark.parametrize("score", ["random", "weight", "gradient"])
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.8, 1])
-def test_heads_that_are_not_chosen_do_not_move_and_have_no_gradient(fraction, score):
+def test_unselected_heads_do_not_change_and_have_no_gradient(fraction, score):
     model = ravan()
     load_arrays(model, arrays_of(model))
     layers = {f"{BASE}.{x}": getattr(model.base_model.model, x) for x in ("query", "value")}
@@ -117,9 +117,9 @@ def test_heads_that_are_not_chosen_do_not_move_and_have_no_gradient(fraction, sc
     assert [tuple(p.shape) for p in trained] == [(number, 3, 3)] * 2
     assert all(p.grad is None for p in trained)
     optimizer = train(model)
-    kept = [s["exp_avg"].shape for p, s in optimizer.state.items() if p.ndim == 3]
-    assert kept == [(number, 3, 3)] * 2
-    reply = named(collect_arrays(model))
+    moment_shapes = [s["exp_avg"].shape for p, s in optimizer.state.items() if p.ndim == 3]
+    assert moment_shapes == [(number, 3, 3)] * 2
+    reply = by_name(collect_arrays(model))
     for name, layer in layers.items():
         H, s = layer.ravan_H["default"], layer.ravan_s["default"]
         heads = reply[f"{name}.ravan_heads"].tolist()
@@ -134,16 +134,16 @@ def test_heads_that_are_not_chosen_do_not_move_and_have_no_gradient(fraction, sc
     y = model.eval()(x)
     restore(model)
     torch.testing.assert_close(model(x), y)
-    whole = [p for n, p in model.named_parameters() if "ravan_H" in n]
-    assert [tuple(p.shape) for p in whole] == [(HEADS, 3, 3)] * 2
+    all_heads = [p for n, p in model.named_parameters() if "ravan_H" in n]
+    assert [tuple(p.shape) for p in all_heads] == [(HEADS, 3, 3)] * 2
     backward(model.train())
-    assert all(p.grad.shape == p.shape for p in whole)
+    assert all(p.grad.shape == p.shape for p in all_heads)
     load_arrays(model, arrays_of(ravan()))
 
 
 def test_weight_and_gradient_scores_choose_the_largest():
     model = ravan()
-    arrays = named(arrays_of(model))
+    arrays = by_name(arrays_of(model))
     for layer, order in (("query", [3, 1, 0, 2]), ("value", [0, 2, 1, 3])):
         for size, head in enumerate(reversed(order), start=1):
             arrays[f"{BASE}.{layer}.ravan_H"][head] *= 10.0**size
@@ -168,7 +168,7 @@ def test_weight_and_gradient_scores_choose_the_largest():
     assert chosen == {name: sorted(norm.topk(2).indices.tolist()) for name, norm in norms.items()}
 
 
-def test_random_scores_are_those_of_the_generator():
+def test_random_scores_depend_on_the_generator():
     model = ravan()
     draws = [choose(model, 0.25, generator=torch.Generator().manual_seed(s)) for s in range(20)]
     again = choose(model, 0.25, generator=torch.Generator().manual_seed(7))
@@ -176,15 +176,15 @@ def test_random_scores_are_those_of_the_generator():
     assert {heads[0] for draw in draws for heads in draw.values()} == {0, 1, 2, 3}
 
 
-def test_a_global_selection_may_leave_a_layer_out():
+def test_a_global_selection_may_select_no_head_of_a_layer():
     model = ravan()
-    arrays = named(arrays_of(model))
+    arrays = by_name(arrays_of(model))
     arrays[f"{BASE}.query.ravan_H"] *= 1000
     load_arrays(model, ArrayRecord(arrays))
     chosen = choose(model, 0.5, "weight", selection="global")
     assert chosen == {f"{BASE}.query": [0, 1, 2, 3], f"{BASE}.value": []}
     train(model)
-    reply = named(collect_arrays(model))
+    reply = by_name(collect_arrays(model))
     assert reply[f"{BASE}.value.ravan_H"].shape == (0, 3, 3)
     assert reply[f"{BASE}.value.ravan_heads"].tolist() == []
 
@@ -203,9 +203,9 @@ def test_constant_scales_stay_one():
 
 @pytest.mark.parametrize(("fraction", "rank"), [(0.25, 1), (0.5, 2), (1.0, 4)])
 def test_a_lora_is_trained_in_its_first_ranks(fraction, rank):
-    """As a LoRA of that rank which was given these ranks alone."""
+    """It equals a LoRA of that rank that was given these ranks alone."""
     model, small = lora(), lora(r=rank, alpha=2 * rank)
-    sent = named(arrays_of(model))
+    sent = by_name(arrays_of(model))
     load_arrays(model, ArrayRecord(sent))
     cut = {k: t[:rank] if "lora_A" in k else t[:, :rank].contiguous() for k, t in sent.items()}
     load_arrays(small, ArrayRecord(cut))
@@ -213,7 +213,7 @@ def test_a_lora_is_trained_in_its_first_ranks(fraction, rank):
     assert chosen == {f"{BASE}.{x}": list(range(rank)) for x in ("query", "value")}
     train(model)
     train(small)
-    got, expected = named(collect_arrays(model)), named(collect_arrays(small))
+    got, expected = by_name(collect_arrays(model)), by_name(collect_arrays(small))
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
@@ -231,17 +231,17 @@ def test_a_factor_that_is_frozen_is_not_sent():
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_what_fedex_lora_adds_is_added_until_restore(dense):
-    model = lora(alpha=8)  # whose scaling is 2
+def test_the_fedex_lora_residual_is_applied_until_restore(dense):
+    model = lora(alpha=8)  # its scaling is 2
     weight = model.base_model.model.query.get_base_layer().weight
     before, x = weight.detach().clone(), torch.randn(3, 12)
-    sent = named(arrays_of(model))
+    sent = by_name(arrays_of(model))
     load_arrays(model, ArrayRecord(sent))
     plain = model.base_model.model.query(x)
     U, V = torch.randn(16, 2), torch.randn(2, 12)
     added = {"residual": U @ V} if dense else {"residual_B": U, "residual_A": V}
     more = {f"{BASE}.query.{name}": tensor for name, tensor in added.items()}
-    for _ in range(2):  # twice is once
+    for _ in range(2):  # loading twice has no further effect
         load_arrays(model, ArrayRecord({**sent, **more, "residual_rank": torch.tensor([2])}))
         torch.testing.assert_close(model.base_model.model.query(x) - plain, 2 * x @ (U @ V).mT)
     assert not any("residual" in name for name in collect_arrays(model))
@@ -252,7 +252,7 @@ def test_what_fedex_lora_adds_is_added_until_restore(dense):
     assert torch.equal(weight, before)
 
 
-def test_ranks_that_are_not_chosen_come_back():
+def test_unselected_ranks_are_restored():
     model = lora()
     load_arrays(model, arrays_of(model))
     before = copy.deepcopy(model.state_dict())
@@ -263,7 +263,7 @@ def test_ranks_that_are_not_chosen_come_back():
 
 
 @pytest.mark.parametrize(
-    ("added", "told"),
+    ("added", "message"),
     [
         ({"query.residual": (1, 12)}, "query has another shape than the layer"),
         ({"query.residual_B": (16, 2)}, "query has another shape .* or a part of it is missing"),
@@ -271,20 +271,20 @@ def test_ranks_that_are_not_chosen_come_back():
         ({"other.residual": (16, 12)}, "other.residual': the model has no such layer"),
     ],
 )
-def test_a_residual_that_does_not_fit_changes_nothing(added, told):
+def test_a_residual_of_another_shape_changes_nothing(added, message):
     model = lora()
     before = copy.deepcopy(model.state_dict())
     more = {f"{BASE}.{name}": torch.ones(shape) for name, shape in added.items()}
-    with pytest.raises(ValueError, match=told):
-        load_arrays(model, ArrayRecord({**named(arrays_of(model)), **more}))
+    with pytest.raises(ValueError, match=message):
+        load_arrays(model, ArrayRecord({**by_name(arrays_of(model)), **more}))
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing():
+def test_incompatible_arrays_are_refused_and_change_nothing():
     model = ravan()
-    sent, before = named(arrays_of(model)), copy.deepcopy(model.state_dict())
+    sent, before = by_name(arrays_of(model)), copy.deepcopy(model.state_dict())
     name = f"{BASE}.query.ravan_H"
-    for wrong, told in (
+    for wrong, message in (
         ({k: t for k, t in sent.items() if k != name}, rf"{name}': got none, the model expects"),
         (
             sent | {name: torch.zeros(2, 3, 3)},
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         ),
         (sent | {"other": torch.zeros(1)}, r"'other': got shape \(1,\), the model expects none"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             load_arrays(model, ArrayRecord(wrong))
         assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
@@ -305,7 +305,7 @@ def test_a_quantised_weight_is_refused_before_anything_is_changed():
     more = {f"{BASE}.{name}.residual": torch.ones(16, 12) for name in ("query", "value")}
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="a weight of torch.int8, expected floating point"):
-        load_arrays(model, ArrayRecord({**named(arrays_of(model)), **more}))
+        load_arrays(model, ArrayRecord({**by_name(arrays_of(model)), **more}))
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
@@ -329,13 +329,13 @@ def test_a_budget_fraction_may_be_any_number(fraction):
 
 
 @pytest.mark.parametrize("fraction", [np.float32(0.7)])  # 0.699999988
-def test_a_budget_fraction_of_numpy_pays_for_what_it_says(fraction):
+def test_a_float32_budget_fraction_affords_its_nominal_heads(fraction):
     config = RavanConfig(r=1, num_heads=10, target_modules=["query", "value"])
     heads = choose(get_peft_model(Small(), config), fraction)
     assert [len(chosen) for chosen in heads.values()] == [7, 7]
 
 
-def test_other_mistakes_are_errors_that_say_what_to_do():
+def test_other_mistakes_raise_errors_with_advice():
     with pytest.raises(ValueError, match="score = 'size': expected one of random, weight, grad"):
         choose(ravan(), 0.5, "size")
     with pytest.raises(ValueError, match="selection = 'all': expected one of layer, global"):
@@ -355,27 +355,27 @@ def test_other_mistakes_are_errors_that_say_what_to_do():
 
 
 @pytest.mark.parametrize("make", [ravan, lora])
-def test_a_model_is_saved_whole_also_while_a_part_is_trained(make, tmp_path):
-    """As `Trainer` does, at each of its checkpoints."""
+def test_a_model_is_saved_completely_while_selected_heads_are_trained(make, tmp_path):
+    """`Trainer` saves so at each of its checkpoints."""
     model = make().eval()
     load_arrays(model, arrays_of(model))
     choose(model, 0.5, "weight")
     train(model)
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(5))
     model.save_pretrained(tmp_path)
-    kept = copy.deepcopy(model.state_dict())
+    saved = copy.deepcopy(model.state_dict())
     restore(model)
-    assert list(kept) == list(model.state_dict())
+    assert list(saved) == list(model.state_dict())
     for name, tensor in model.state_dict().items():
-        assert torch.equal(kept[name], tensor), name
+        assert torch.equal(saved[name], tensor), name
     torch.manual_seed(0)
     loaded = PeftModel.from_pretrained(Small(), tmp_path)
     assert torch.equal(loaded.eval()(x), model(x))
 
 
 @pytest.mark.parametrize("make", [ravan, lora])
-def test_a_checkpoint_is_loaded_while_a_part_is_trained(make):
-    """As `Trainer` does with the best of them."""
+def test_a_checkpoint_is_loaded_while_selected_heads_are_trained(make):
+    """`Trainer` loads the best of them so."""
     model = make()
     load_arrays(model, arrays_of(model))
     choose(model, 0.5, "weight")
@@ -385,7 +385,7 @@ def test_a_checkpoint_is_loaded_while_a_part_is_trained(make):
     model.load_state_dict(before)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    train(model)  # still those that were chosen
+    train(model)  # the same heads are trained
     restore(model)
     for name, layer in model.named_modules():
         if hasattr(layer, "ravan_H"):
@@ -399,7 +399,7 @@ def test_a_checkpoint_is_loaded_while_a_part_is_trained(make):
 
 
 class WithLoss(Small):
-    """What `Trainer` takes: a dict of a batch in, the loss out."""
+    """Take a batch as a dict and return the loss, as `Trainer` requires."""
 
     def forward(self, x, labels=None):
         logits = super().forward(x)
@@ -407,27 +407,27 @@ class WithLoss(Small):
         return {"loss": loss, "logits": logits}
 
 
-def test_trainer_trains_what_was_chosen(tmp_path):
+def test_trainer_trains_the_selected_heads(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     config = RavanConfig(r=3, num_heads=HEADS, target_modules=["query", "value"])
     model = get_peft_model(WithLoss(), config)
     load_arrays(model, arrays_of(model))
-    before = named(collect_arrays(model))
+    before = by_name(collect_arrays(model))
     chosen = choose(model, 0.5)
     random = torch.Generator().manual_seed(0)
     data = [{"x": torch.randn(12, generator=random), "labels": i % 3} for i in range(16)]
-    how = TrainingArguments(
+    training_arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, use_cpu=True,
         report_to="none", save_strategy="no", learning_rate=0.01, disable_tqdm=True,
         remove_unused_columns=False, dataloader_pin_memory=False,
     )  # fmt: skip
-    Trainer(model, how, train_dataset=data).train()
-    after = named(collect_arrays(model))
+    Trainer(model, training_arguments, train_dataset=data).train()
+    after = by_name(collect_arrays(model))
     restore(model)
-    whole = named(collect_arrays(model))
+    all_arrays = by_name(collect_arrays(model))
     for name, heads in chosen.items():
         assert after[f"{name}.ravan_heads"].tolist() == heads
         for head in range(HEADS):
-            same = torch.equal(whole[f"{name}.ravan_H"][head], before[f"{name}.ravan_H"][head])
+            same = torch.equal(all_arrays[f"{name}.ravan_H"][head], before[f"{name}.ravan_H"][head])
             assert same == (head not in heads)

@@ -1,4 +1,4 @@
-"""The examples of docs/library.md run as they stand there."""
+"""The examples of docs/library.md run unchanged."""
 
 import re
 from typing import Any

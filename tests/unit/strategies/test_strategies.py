@@ -1,4 +1,4 @@
-"""The strategies in Flower's own loop: the app's numbers, FedAvg's rules, and wrong replies."""
+"""The strategies in Flower's own loop: the app's results, FedAvg's rules, and invalid replies."""
 
 import dataclasses
 import re
@@ -23,10 +23,10 @@ from ravan_flwr.strategies import (
     FlexLoraStrategy,
     RavanStrategy,
 )
-from tests.hand_made import Nodes, impatient, run
+from tests.hand_made import Nodes, fake_clock, run
 from tests.methods import LAYERS, build
 
-__all__ = ["impatient"]
+__all__ = ["fake_clock"]
 
 HEADS, RANK = 3, 2
 SHARES = (1.0, 0.34, 0.67, 0.67)
@@ -42,17 +42,17 @@ BASELINES = {
 }
 
 
-# What the app's server does, and the replies that it had.
+# The app's server, and the replies that it received.
 
 
 class Recorded(Nodes):
-    """Nodes of different budgets; what they upload is kept, by round."""
+    """Nodes of different budget fractions, whose uploads are kept by round."""
 
     def __init__(self, method, **changes):
         super().__init__(len(SHARES))
         self.method, self.adapters = build(method, **changes)
         for (node, one), fraction in zip(self.registered.items(), SHARES, strict=True):
-            if self.method.parts is not None:  # else all train the whole
+            if self.method.parts is not None:  # else all train all parameters
                 self.registered[node] = dataclasses.replace(one, budget_fraction=fraction)
         self.uploads: dict[int, list[dict[str, torch.Tensor]]] = {}
 
@@ -62,7 +62,7 @@ class Recorded(Nodes):
 
 
 def app_run(method, rounds=2, weighting="uniform", **changes):
-    """States after each round of the app, and the uploads that made them."""
+    """Return the states after each round of the app, and the uploads of each round."""
     nodes = Recorded(method, **changes)
     notes, _, _ = run(
         nodes, rounds=rounds, method=method, clients_per_round=len(SHARES), weighting=weighting
@@ -76,7 +76,7 @@ def name_of(layer):
 
 
 def named_heads(upload):
-    """An upload of the app as arrays by name, by plain loops over the bits."""
+    """Return an upload of the app as arrays by name, by plain loops over the bits."""
     bits = [int(byte) >> place & 1 for byte in upload["heads"] for place in range(8)]
     arrays, at = {}, 0
     for position, layer in enumerate(LAYERS):
@@ -88,7 +88,7 @@ def named_heads(upload):
 
 
 def named_factors(tensors):
-    """B and A of the app, flat one layer after the other, as arrays by name."""
+    """Return B and A of the app, flat one layer after the other, as arrays by name."""
     arrays = {}
     for name, side in (("B", "out_features"), ("A", "in_features")):
         if name not in tensors:
@@ -111,7 +111,7 @@ def start_of_heads(extra=()):
     return arrays | dict(extra)
 
 
-# Flower's loop over replies made by hand.
+# Flower's loop over hand-made replies.
 
 
 def record(arrays):
@@ -119,7 +119,7 @@ def record(arrays):
 
 
 class Replying(InProcessGrid):
-    """Nodes 1, 2, ... of which each round's answer is `answer(round, place, message)`."""
+    """Nodes 1, 2, ... whose answer in each round is `answer(round, place, message)`."""
 
     def __init__(self, number, answer):
         super().__init__({}, number)
@@ -140,7 +140,7 @@ def content(arrays, examples=1, **metrics):
 
 
 def loop(strategy, initial, replies, examples=None):
-    """The arrays after Flower's own `start`; `replies` are arrays by name, by round."""
+    """Return the arrays after Flower's own `start`; `replies` are arrays by name, by round."""
     examples = examples or [1] * len(replies[1])
 
     def answer(number, place, message):
@@ -160,9 +160,9 @@ def heads_of(arrays):
 
 
 @pytest.mark.parametrize("head_mean", ["trained", "all"])
-def test_ravan_is_the_apps_ravan(head_mean):
+def test_ravan_equals_the_apps_ravan(head_mean):
     _, states, uploads = app_run("ravan", head_mean=head_mean)
-    replies = {number: [named_heads(one) for one in some] for number, some in uploads.items()}
+    replies = {number: [named_heads(upload) for upload in some] for number, some in uploads.items()}
     got = loop(RavanStrategy(head_mean=head_mean), start_of_heads(), replies)
     torch.testing.assert_close(heads_of(got), states[-1]["H"], rtol=0, atol=1e-6)
     assert not torch.equal(states[-1]["H"], states[1]["H"])
@@ -170,10 +170,12 @@ def test_ravan_is_the_apps_ravan(head_mean):
 
 
 @pytest.mark.parametrize("method", BASELINES)
-def test_a_baseline_is_that_of_the_app(method):
+def test_a_baseline_equals_the_apps(method):
     app, states, uploads = app_run(method, rounds=3)
     start = states[0] | ({} if "A" in states[0] else {"A": flatten(app.initial_A)})
-    replies = {number: [named_factors(one) for one in some] for number, some in uploads.items()}
+    replies = {
+        number: [named_factors(upload) for upload in some] for number, some in uploads.items()
+    }
     got = loop(BASELINES[method](), named_factors(start), replies)
     for name, array in named_factors(states[-1]).items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-6, err_msg=name)
@@ -188,7 +190,7 @@ def test_a_baseline_is_that_of_the_app(method):
             torch.testing.assert_close(torch.from_numpy(dense), expected.dense())
 
 
-def test_fed_sb_is_that_of_the_app():
+def test_fed_sb_equals_the_apps():
     _, states, uploads = app_run("fed-sb")
     del uploads[0]  # the calibration
     replies, initial = {}, {}
@@ -196,9 +198,9 @@ def test_fed_sb_is_that_of_the_app():
         replies[number] = [
             {
                 f"{name_of(x)}.ravan_H": H[None].numpy()
-                for x, H in zip(LAYERS, one["H"], strict=True)
+                for x, H in zip(LAYERS, upload["H"], strict=True)
             }
-            for one in some
+            for upload in some
         ]
     for layer in LAYERS:
         initial[f"{name_of(layer)}.ravan_H"] = np.zeros((1, RANK, RANK), np.float32)
@@ -206,9 +208,11 @@ def test_fed_sb_is_that_of_the_app():
     torch.testing.assert_close(heads_of(got)[:, 0], states[-1]["H"], rtol=0, atol=1e-6)
 
 
-def test_fedit_is_flowers_fedavg():
+def test_fedit_equals_flowers_fedavg():
     _, states, uploads = app_run("fedit", weighting="examples")
-    replies = {number: [named_factors(one) for one in some] for number, some in uploads.items()}
+    replies = {
+        number: [named_factors(upload) for upload in some] for number, some in uploads.items()
+    }
     got = loop(FedAvg(), named_factors(states[0]), replies, [10] * len(SHARES))
     for name, array in named_factors(states[-1]).items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-6, err_msg=name)
@@ -217,8 +221,8 @@ def test_fedit_is_flowers_fedavg():
 # FedAvg's rules.
 
 
-def whole_replies(rounds, nodes=3, seed=0):
-    """Every head trained by everybody, and a classifier."""
+def complete_replies(rounds, nodes=3, seed=0):
+    """Return replies in which all clients train every head, and a classifier."""
     random = np.random.default_rng(seed)
     shapes = {name: value.shape for name, value in start_with_classifier().items()}
     return {
@@ -248,8 +252,8 @@ def assert_alike(got, expected):
         np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_with_all_heads_trained_by_everybody_it_is_fedavg_over_the_products():
-    replies, examples = whole_replies(2), [1, 5, 2]
+def test_if_all_clients_train_all_heads_ravan_is_fedavg_over_products():
+    replies, examples = complete_replies(2), [1, 5, 2]
     expected = loop(FedAvg(), products_alone(), replies, examples)
     assert_alike(loop(RavanStrategy(), start_with_classifier(), replies, examples), expected)
 
@@ -264,14 +268,14 @@ def test_with_all_heads_trained_by_everybody_it_is_fedavg_over_the_products():
         partial(FedAdam, eta=0.5),
     ],
 )
-def test_a_server_optimiser_is_flowers(flowers):
-    replies = whole_replies(3)
+def test_a_server_optimiser_equals_flowers(flowers):
+    replies = complete_replies(3)
     expected = loop(flowers(), products_alone(), replies)
     got = loop(RavanStrategy(server_optimizer=flowers()), start_with_classifier(), replies)
     assert_alike(got, expected)
 
 
-def test_a_client_may_send_the_state_dict_of_peft_as_it_is():
+def test_a_client_may_send_pefts_state_dict():
     random = np.random.default_rng(0)
     replies: dict[int, list[dict[str, Any]]] = {1: []}
     for _ in range(2):
@@ -281,8 +285,8 @@ def test_a_client_may_send_the_state_dict_of_peft_as_it_is():
     got = loop(RavanStrategy(), start_of_heads(), replies)
     for layer in LAYERS:
         products = [
-            one[f"{name_of(layer)}.ravan_s"][:, None, None] * one[f"{name_of(layer)}.ravan_H"]
-            for one in replies[1]
+            reply[f"{name_of(layer)}.ravan_s"][:, None, None] * reply[f"{name_of(layer)}.ravan_H"]
+            for reply in replies[1]
         ]
         np.testing.assert_allclose(
             got[f"{name_of(layer)}.ravan_H"], np.mean(products, 0), atol=1e-6
@@ -302,11 +306,11 @@ def test_the_order_of_heads_in_a_reply_does_not_matter():
 
 
 def test_flowers_fractions_minimum_numbers_and_metrics_functions_work():
-    replies = whole_replies(2, nodes=6)
-    seen: list[tuple[int, str]] = []
+    replies = complete_replies(2, nodes=6)
+    keys: list[tuple[int, str]] = []
 
     def metrics(contents, key):
-        seen.append((len(contents), key))
+        keys.append((len(contents), key))
         return MetricRecord({"mine": float(len(contents))})
 
     def answer(number, place, message):
@@ -324,17 +328,17 @@ def test_flowers_fractions_minimum_numbers_and_metrics_functions_work():
         train_metrics_aggr_fn=metrics,
     )  # fmt: skip
     result = strategy.start(grid, record(start_with_classifier()), num_rounds=2)
-    asked = [(kind, number) for kind, number, _ in grid.asked]
+    numbers = [(kind, number) for kind, number, _ in grid.asked]
     for number in (1, 2):
-        assert asked.count(("train", number)) == 3
-        assert asked.count(("evaluate", number)) == 4
-    assert seen == [(3, "rows")] * 2
+        assert numbers.count(("train", number)) == 3
+        assert numbers.count(("evaluate", number)) == 4
+    assert keys == [(3, "rows")] * 2
     assert result.train_metrics_clientapp[2]["mine"] == 3.0
     assert result.evaluate_metrics_clientapp[2].keys() == {"accuracy"}
     assert RavanStrategy.start is FedAvg.start
 
 
-# Replies that are wrong.
+# Invalid replies.
 
 FIRST = f"base_model.model.{LAYERS[0].name}"
 
@@ -390,7 +394,7 @@ WRONG = {
 
 
 def round_with(change, spoil=None):
-    """A round of four nodes, of which the last one's reply is changed; and one of three."""
+    """Run a round of four nodes, of which the last one's reply is changed, and one of three."""
     strategy = RavanStrategy()
 
     def answer(nodes):
@@ -410,7 +414,7 @@ def round_with(change, spoil=None):
     return got, expected, strategy
 
 
-def assert_costs_only_itself(got, expected, strategy, reason):
+def assert_rejected_alone(got, expected, strategy, reason):
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(got.arrays[name].numpy(), array.numpy())
     assert got.train_metrics_clientapp[1] == expected.train_metrics_clientapp[1]
@@ -420,10 +424,10 @@ def assert_costs_only_itself(got, expected, strategy, reason):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_reply_costs_only_itself(kind, caplog):
+def test_an_invalid_reply_is_rejected_alone(kind, caplog):
     change, reason = WRONG[kind]
     got, expected, strategy = round_with(change)
-    assert_costs_only_itself(got, expected, strategy, reason)
+    assert_rejected_alone(got, expected, strategy, reason)
 
 
 SPOILT = {
@@ -449,16 +453,16 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_a_spoilt_record_costs_only_itself(kind):
+def test_a_corrupted_record_is_rejected_alone(kind):
     spoil, reason = SPOILT[kind]
     got, expected, strategy = round_with(lambda reply: reply, spoil=spoil)
-    assert_costs_only_itself(got, expected, strategy, reason)
+    assert_rejected_alone(got, expected, strategy, reason)
 
 
-def test_a_round_of_wrong_replies_alone_changes_nothing(caplog):
-    replies = whole_replies(3, nodes=2)
+def test_a_round_of_invalid_replies_alone_changes_nothing(caplog):
+    replies = complete_replies(3, nodes=2)
     expected = loop(FedAvg(), products_alone(), {1: replies[1], 2: replies[3]})
-    replies[2] = [without(f"{FIRST}.ravan_H")(one) for one in replies[2]]
+    replies[2] = [without(f"{FIRST}.ravan_H")(reply) for reply in replies[2]]
     strategy = RavanStrategy()
     got = loop(strategy, start_with_classifier(), replies)
     assert sorted(strategy.rejected) == [2]
@@ -466,18 +470,18 @@ def test_a_round_of_wrong_replies_alone_changes_nothing(caplog):
     assert_alike(got, expected)
 
 
-def test_replies_that_were_wrong_from_the_first_on_are_an_error():
-    """No array would come out, as Flower's own strategies refuse replies that do not agree."""
-    replies = whole_replies(1, nodes=2)
-    replies[1] = [without(f"{FIRST}.ravan_H")(one) for one in replies[1]]
-    told = rf"round 1: all 2 .* the last of them: array '{FIRST}.ravan_H' is missing; build the"
-    with pytest.raises(ValueError, match=told):
+def test_invalid_replies_in_the_first_round_are_an_error():
+    """No array would result; Flower's own strategies refuse inconsistent replies as well."""
+    replies = complete_replies(1, nodes=2)
+    replies[1] = [without(f"{FIRST}.ravan_H")(reply) for reply in replies[1]]
+    message = rf"round 1: all 2 .* the last of them: array '{FIRST}.ravan_H' is missing; build the"
+    with pytest.raises(ValueError, match=message):
         loop(RavanStrategy(), start_with_classifier(), replies)
 
 
-def test_the_advice_of_a_rejection_is_for_who_has_arguments_and_no_keys():
+def test_a_rejection_names_arguments_instead_of_keys():
     got, expected, strategy = round_with(having(H, of((2, 2, 2), 1e30)))
-    assert_costs_only_itself(got, expected, strategy, "lower the learning rate, or raise the limit")
+    assert_rejected_alone(got, expected, strategy, "lower the learning rate, or raise the limit")
     assert "learning-rate" not in strategy.rejected[1][4]
     assert "in limits" not in strategy.rejected[1][4]
 
@@ -491,12 +495,12 @@ RANKED = {
 
 
 @pytest.mark.parametrize("kind", RANKED)
-def test_a_lora_of_another_shape_costs_only_itself(kind):
+def test_a_lora_of_another_shape_is_rejected_alone(kind):
     part, shape, reason = RANKED[kind]
     _, states, uploads = app_run("flexlora", rounds=1)
-    good = [named_factors(one) for one in uploads[1]]
-    whole = max(good, key=lambda reply: reply[f"{FIRST}.lora_B.weight"].size)
-    bad = whole | {f"{FIRST}.{part}": np.ones(shape, np.float32)}
+    good = [named_factors(upload) for upload in uploads[1]]
+    complete = max(good, key=lambda reply: reply[f"{FIRST}.lora_B.weight"].size)
+    bad = complete | {f"{FIRST}.{part}": np.ones(shape, np.float32)}
     strategy, initial = FlexLoraStrategy(), named_factors(states[0])
     got = loop(strategy, initial, {1: [*good, bad]})
     expected = loop(FlexLoraStrategy(), initial, {1: good})
@@ -506,10 +510,10 @@ def test_a_lora_of_another_shape_costs_only_itself(kind):
     assert re.search(reason, found), found
 
 
-def test_a_client_that_forgot_to_freeze_is_told_so():
+def test_a_client_that_trained_a_frozen_factor_is_rejected_with_advice():
     app, states, uploads = app_run("ffa-lora", rounds=1)
     initial = named_factors(states[0] | {"A": flatten(app.initial_A)})
-    replies = [named_factors(one | {"A": flatten(app.initial_A)}) for one in uploads[1]]
+    replies = [named_factors(upload | {"A": flatten(app.initial_A)}) for upload in uploads[1]]
     strategy = FFALoraStrategy()
     with pytest.raises(ValueError, match="all 4 replies were rejected"):
         loop(strategy, initial, {1: replies})
@@ -518,7 +522,7 @@ def test_a_client_that_forgot_to_freeze_is_told_so():
         assert "freeze it on the clients" in reason
 
 
-# What a person sets wrong.
+# Configuration errors of the user.
 
 
 def test_arrays_of_another_adapter_are_refused_by_name():
@@ -538,7 +542,7 @@ def test_arrays_of_another_adapter_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how", "told"),
+    ("strategy", "arguments", "message"),
     [
         (
             RavanStrategy,
@@ -556,24 +560,26 @@ def test_arrays_of_another_adapter_are_refused_by_name():
         ),
     ],
 )
-def test_a_wrong_argument_is_refused(strategy, how, told):
-    with pytest.raises(ValueError, match=told):
-        strategy(**how)
+def test_a_wrong_argument_is_refused(strategy, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        strategy(**arguments)
 
 
 def test_the_error_of_a_server_optimizer_names_the_strategies_that_take_one():
-    with pytest.raises(ValueError, match="no mean of the replies") as told:
+    with pytest.raises(ValueError, match="no mean of the replies") as message:
         FlexLoraStrategy(server_optimizer=FedAdam())
     for name in (name for name in strategies.__all__ if "Strategy" in name):
         averages = METHODS[getattr(strategies, name).method].averages
-        assert (name in str(told.value)) == averages
+        assert (name in str(message.value)) == averages
 
 
-def test_replies_before_anything_was_sent_are_an_error():
+def test_replies_before_any_broadcast_are_an_error():
     with pytest.raises(RuntimeError, match="call start, or configure_train"):
         RavanStrategy().aggregate_train(1, [])
 
 
-def test_every_method_of_the_app_that_needs_no_more_has_a_strategy():
-    named = {getattr(strategies, name).method for name in strategies.__all__ if "Strategy" in name}
-    assert named == {*BASELINES, "ravan", "fed-sb"}
+def test_every_app_method_without_further_needs_has_a_strategy():
+    methods = {
+        getattr(strategies, name).method for name in strategies.__all__ if "Strategy" in name
+    }
+    assert methods == {*BASELINES, "ravan", "fed-sb"}

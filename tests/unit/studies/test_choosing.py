@@ -1,4 +1,4 @@
-"""A learning rate is chosen on the mean of its seeds, beyond the grid's edge where need be."""
+"""A learning rate is chosen by the mean over seeds, with the grid extended at its edges."""
 
 import math
 
@@ -32,18 +32,20 @@ def study_of(tmp_path, rows=None, tables=None, **choose):
 
 
 def peak_at(best):
-    """A metric that is the larger the nearer the rate is to the best, with luck by seed."""
+    """Return a metric that is larger the nearer the rate is to the best, plus noise by seed."""
 
     def value_of(settings):
-        away = abs(math.log10(settings["learning-rate"] / best.get(settings.get("method"), 3e-3)))
-        return round(0.9 - 0.1 * away + 0.001 * (settings["seed"] % 10), 6)
+        distance = abs(
+            math.log10(settings["learning-rate"] / best.get(settings.get("method"), 3e-3))
+        )
+        return round(0.9 - 0.1 * distance + 0.001 * (settings["seed"] % 10), 6)
 
     return value_of
 
 
-def test_the_grid_is_extended_while_the_best_lies_at_its_edge(tmp_path):
+def test_the_grid_is_extended_while_the_best_rate_is_at_its_edge(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
-    assert len(candidates(study, results)) == 2 * 3 * 3  # the same effort for every row
+    assert len(candidates(study, results)) == 2 * 3 * 3  # the same number of runs for every row
     fill(study, results, peak_at({"fedit": 1e-1}))
     ravan, fedit = (chosen(row, results) for row in study.rows)
     assert (ravan.tried, ravan.rate, ravan.runs) == (GRID, 3e-3, 9)
@@ -59,7 +61,7 @@ def test_the_grid_is_extended_while_the_best_lies_at_its_edge(tmp_path):
     assert "| 18 |" in text
 
 
-def test_the_number_of_extensions_is_bounded_and_the_edge_told(tmp_path):
+def test_the_number_of_extensions_is_limited_and_the_edge_marked(tmp_path):
     study, results = study_of(tmp_path, extensions=1), Results(tmp_path)
     fill(study, results, peak_at({"fedit": 1e-5}))
     fedit = chosen(study.rows[1], results)
@@ -69,18 +71,18 @@ def test_the_number_of_extensions_is_bounded_and_the_edge_told(tmp_path):
     assert chosen(study.rows[1], results).tried == GRID
 
 
-def test_a_rate_beyond_the_edge_that_fails_ends_it(tmp_path):
+def test_a_failed_rate_beyond_the_edge_ends_the_extension(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     near = peak_at({None: 10.0, "fedit": 10.0})
     fill(study, results, lambda s: near(s) if s["learning-rate"] < 0.05 else None)
     choice = chosen(study.rows[0], results)
     assert (choice.tried, choice.rate) == ([*GRID, 3e-2, 0.1], 3e-2)
     assert 0.1 not in choice.scores
-    assert not choice.at_the_edge  # a larger one was tried
+    assert not choice.at_the_edge  # a larger rate was tried
     assert "| failed |" in markdown(study, results)
 
 
-def test_a_rate_of_which_a_run_misses_its_target_is_not_chosen(tmp_path):
+def test_a_rate_with_a_run_short_of_its_target_is_not_chosen(tmp_path):
     table = {
         "title": "T", "metric": "time", "leave-one-seed-out": True,
         "settings": {"devices": "edge-gpus"}, "rows": {"ravan": {}},
@@ -98,14 +100,14 @@ def test_a_rate_of_which_a_run_misses_its_target_is_not_chosen(tmp_path):
     assert chosen(study.rows[0], results).rate == 3e-3
 
 
-def test_where_rates_reach_the_same_the_smallest_is_taken_and_the_grid_left(tmp_path):
+def test_of_equal_rates_the_smallest_is_chosen_without_an_extension(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     fill(study, results, lambda _: 0.5)
     choice = chosen(study.rows[0], results)
     assert (choice.tried, choice.rate, choice.within_noise) == (GRID, 1e-3, GRID)
 
 
-def test_the_mean_over_the_seeds_decides_and_noise_is_told(tmp_path):
+def test_the_mean_over_seeds_decides_and_rates_within_noise_are_marked(tmp_path):
     # The first seed alone would take 1e-2. By the mean 3e-3 is best, 1e-2 not significantly worse.
     values = {1e-3: [0.50, 0.51, 0.52], 3e-3: [0.80, 0.82, 0.84], 1e-2: [0.95, 0.70, 0.75]}
     study, results = study_of(tmp_path), Results(tmp_path)
@@ -120,7 +122,7 @@ def test_the_mean_over_the_seeds_decides_and_noise_is_told(tmp_path):
     assert "T,ravan,learning-rate,0.01,101,accuracy,0.7" in lines
 
 
-def test_what_is_still_to_be_run_is_told(tmp_path):
+def test_pending_runs_are_marked(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     fill(study, results, peak_at({}))
     wider = study_of(tmp_path, **{"learning-rate": [*GRID, 3e-2]})
@@ -128,7 +130,7 @@ def test_what_is_still_to_be_run_is_told(tmp_path):
     assert "| 0.003 (open) |" in markdown(wider, results)
 
 
-def test_a_choice_by_one_seed_is_warned_of(tmp_path, caplog):
+def test_a_choice_by_one_seed_is_logged_as_a_warning(tmp_path, caplog):
     study, results = study_of(tmp_path, seeds=[100]), Results(tmp_path / "out")
     fill(study, results, peak_at({}))
     assert run_study(tmp_path / "study.yaml", tmp_path / "out")
@@ -136,7 +138,7 @@ def test_a_choice_by_one_seed_is_warned_of(tmp_path, caplog):
     assert "| 0.003 | unknown | 3 |" in markdown(study, results)
 
 
-def test_rates_are_never_chosen_on_the_test_part(tmp_path):
+def test_rates_are_not_chosen_on_the_test_split(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     for run in candidates(study, results):
         settings = dict(run.settings)
@@ -153,11 +155,11 @@ def of_two_tables(tmp_path, second, first=None):
     return study_of(tmp_path, tables=tables)
 
 
-def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
+def test_a_table_uses_rates_chosen_for_an_earlier_table(tmp_path):
     study, results = of_two_tables(tmp_path, {"rates-of": "T"}), Results(tmp_path)
     assert len(candidates(study, results)) == 2 * 3 * 3  # those of the first table alone
     assert all("partition" not in dict(run.settings) for run in candidates(study, results))
-    # Under the second table's partition another rate would do better: it is not looked for.
+    # Under the second table's partition another rate would be better, but it is not searched.
     first, second = peak_at({"fedit": 1e-2}), peak_at({"fedit": 1e-3})
     fill(study, results, lambda s: (second if s.get("partition") else first)(s))
     for table in study.tables:
@@ -175,7 +177,7 @@ def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
     }  # fmt: skip
 
 
-def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
+def test_a_table_may_choose_another_key_for_a_later_table(tmp_path):
     private = {"privacy": "client", "noise-cohort": 50, "learning-rate": 1e-2, "epsilon": 2.0}
     rows = {"ravan": {}, "fedit": {"method": "fedit"}, "set": {"heads": 2, "clip-norm": 0.5}}
     tables = [
@@ -218,7 +220,7 @@ def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
      {"clip-norm": []}, {"clip-norm": 1.0}, {"heads": [1, 2]}, {"nothing": [1.0]},
      {"clip-norm": [1.0], "epsilon": [2.0]}],
 )  # fmt: skip
-def test_what_a_table_cannot_choose(tmp_path, choose):
+def test_unsupported_choices_of_a_table_are_refused(tmp_path, choose):
     tables = [{"title": "T", "rows": {"ravan": {}}, "choose": choose}]
     with pytest.raises(
         ValueError, match="table 'T': choose = .*, expected one of learning-rate, clip-norm"
@@ -227,22 +229,22 @@ def test_what_a_table_cannot_choose(tmp_path, choose):
 
 
 @pytest.mark.parametrize(
-    ("values", "told"), [([-1.0], "clip-norm = -1"), ([1.0, 1.0], "has a value twice")]
+    ("values", "message"), [([-1.0], "clip-norm = -1"), ([1.0, 1.0], "has a value twice")]
 )
-def test_a_value_that_cannot_be_is_refused(tmp_path, values, told):
+def test_an_invalid_value_is_refused(tmp_path, values, message):
     tables = [{"title": "T", "rows": {"ravan": {}}, "choose": {"clip-norm": values}}]
-    with pytest.raises(ValueError, match=f"study .*table 'T': choose.*{told}"):
+    with pytest.raises(ValueError, match=f"study .*table 'T': choose.*{message}"):
         study_of(tmp_path, tables=tables)
 
 
-def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
+def test_a_row_with_its_own_rate_uses_no_chosen_rate(tmp_path):
     rows = {"other": {"method": "fedit", "learning-rate": 0.5}}
     study = of_two_tables(tmp_path, {"rates-of": "T", "rows": rows})
     assert study.tables[1].rows["other"].rate_source is None
 
 
 @pytest.mark.parametrize(
-    ("second", "first", "told"),
+    ("second", "first", "message"),
     [
         ({"rates-of": "no"}, {}, "rates-of = 'no', expected an earlier table"),
         ({"rates-of": "IID"}, {}, "rates-of = 'IID', expected an earlier table"),
@@ -259,27 +261,31 @@ def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
         ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
     ],
 )
-def test_rates_that_no_table_has(tmp_path, second, first, told):
-    with pytest.raises(ValueError, match=told):
+def test_references_to_missing_tables_are_refused(tmp_path, second, first, message):
+    with pytest.raises(ValueError, match=message):
         of_two_tables(tmp_path, second, first)
 
 
-def test_rates_that_are_as_good_are_run_as_well_after_the_best_of_all_rows(tmp_path):
-    """With 0.003 and 0.01 of `values` not told apart, and fedit's best alone."""
+def test_rates_within_noise_are_run_after_the_best_of_all_rows(tmp_path):
+    """0.003 and 0.01 do not differ significantly for ravan; for fedit its best is alone."""
     values = {1e-3: [0.50, 0.51, 0.52], 3e-3: [0.80, 0.82, 0.84], 1e-2: [0.95, 0.70, 0.75]}
-    apart = {1e-3: 0.1, 3e-3: 0.5, 1e-2: 0.3}
+    fedit_values = {1e-3: 0.1, 3e-3: 0.5, 1e-2: 0.3}
     rows = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"learning-rate": 0.5}}
     table = {"title": "T", "rows": rows, "run-as-good": True}
     study, results = study_of(tmp_path, tables=[table]), Results(tmp_path)
 
     def value_of(settings):
         rate, seed = settings["learning-rate"], settings["seed"]
-        return values[rate][seed % 100] if "method" not in settings else apart[rate] + seed / 1e4
+        return (
+            values[rate][seed % 100]
+            if "method" not in settings
+            else fedit_values[rate] + seed / 1e4
+        )
 
     fill(study, results, lambda s: 0.7 if s["learning-rate"] == 0.5 else value_of(s))
     runs = [dict(run.settings) for run in table_runs(study, results)]
-    named = [(run.get("method", "ravan"), run["learning-rate"]) for run in runs]
-    assert named == [
+    by_method = [(run.get("method", "ravan"), run["learning-rate"]) for run in runs]
+    assert by_method == [
         *[("ravan", 3e-3)] * 3, *[("fedit", 3e-3)] * 3, *[("ravan", 0.5)] * 3,
         *[("ravan", 1e-2)] * 3,
     ]  # fmt: skip
@@ -294,14 +300,14 @@ def test_rates_that_are_as_good_are_run_as_well_after_the_best_of_all_rows(tmp_p
     ("choose", "rows"),
     [({"seeds": [100, 101]}, {"ravan": {}}), ({}, {"ravan": {"learning-rate": 0.5}})],
 )
-def test_without_three_seeds_to_choose_with_no_rate_is_known_to_be_as_good(tmp_path, choose, rows):
+def test_rates_within_noise_need_three_seeds_and_rates_to_choose(tmp_path, choose, rows):
     table = {"title": "T", "rows": rows, "run-as-good": True}
     with pytest.raises(ValueError, match="table 'T': run-as-good, and .* expected rates to choose"):
         study_of(tmp_path, tables=[table], **choose)
 
 
 @pytest.mark.parametrize("number", [-1, 11])
-def test_a_number_of_extensions_that_is_none(tmp_path, number):
+def test_an_invalid_number_of_extensions_is_refused(tmp_path, number):
     with pytest.raises(
         ValueError, match=f"choose.extensions: got {number}: Input should be .* than or equal to"
     ):
@@ -309,7 +315,7 @@ def test_a_number_of_extensions_that_is_none(tmp_path, number):
 
 
 def out_of(values):
-    """By hand: for each seed the rate with the largest sum over the other seeds."""
+    """Compute by hand: for each seed the rate with the largest sum over the other seeds."""
     taken = {}
     for seed in range(len(values[1e-3])):
         totals = {
@@ -320,8 +326,8 @@ def out_of(values):
     return taken
 
 
-def test_each_seed_takes_the_rate_that_is_best_by_the_other_seeds(tmp_path):
-    """By its own value seed 2 would take 0.01, and by all seeds 0.01 is best: luck of seed 2."""
+def test_each_seed_uses_the_rate_that_is_best_by_the_other_seeds(tmp_path):
+    """By its own value seed 2 would take 0.01, which is best over all seeds because of seed 2."""
     values = {
         1e-3: [0.6, 0.5, 0.4, 0.5], 3e-3: [0.70, 0.72, 0.71, 0.70], 1e-2: [0.6, 0.7, 0.98, 0.7],
     }  # fmt: skip
@@ -342,7 +348,7 @@ def test_each_seed_takes_the_rate_that_is_best_by_the_other_seeds(tmp_path):
     runs = [dict(run.settings) for run in table_runs(study, results)]
     assert {run["seed"]: run["learning-rate"] for run in runs} == taken
     measured = {run.name for run in candidates(study, results)}
-    assert {run.name for run in table_runs(study, results)} <= measured  # nothing more is run
+    assert {run.name for run in table_runs(study, results)} <= measured  # no further run is made
 
 
 def with_seeds(path, number):
@@ -352,24 +358,24 @@ def with_seeds(path, number):
 
 
 @given(st.data())
-def test_leaving_a_seed_out_is_what_a_loop_does(data):
-    """Its own value has no part in what a seed takes: any other gives the same rate."""
-    rates, seeds = [1e-3, 3e-3, 1e-2], data.draw(st.integers(3, 5))
+def test_leave_one_seed_out_equals_a_plain_loop(data):
+    """A seed's own value has no influence on its rate: any other value gives the same rate."""
+    rates, by_seed = [1e-3, 3e-3, 1e-2], data.draw(st.integers(3, 5))
     value = st.integers(0, 10**6).map(lambda number: number / 2**20)  # sums are exact
-    row = st.lists(value, min_size=seeds, max_size=seeds)
+    row = st.lists(value, min_size=by_seed, max_size=by_seed)
     values = {rate: data.draw(row) for rate in rates}
     scores = {rate: Score("accuracy", row, []) for rate, row in values.items()}
-    grid = Grid("learning-rate", tuple(rates), (Rung(tuple(range(seeds))),), 0, None)
+    grid = Grid("learning-rate", tuple(rates), (Rung(tuple(range(by_seed))),), 0, None)
     choice = RateChoice(grid, rates, [RungResult(grid.rungs[0], rates, scores)], False)
     assert choice.by_seed == out_of(values)
-    seed = data.draw(st.integers(0, seeds - 1))
+    seed = data.draw(st.integers(0, by_seed - 1))
     for row in values.values():
         row[seed] = data.draw(value)
     assert choice.by_seed is not None
     assert choice.by_seed[seed] == out_of(values)[seed]
 
 
-def test_leaving_a_seed_out_extends_the_grid_where_a_seed_takes_its_edge(tmp_path):
+def test_leave_one_seed_out_extends_the_grid_for_a_seed_at_its_edge(tmp_path):
     table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True}
     study = study_of(tmp_path, tables=[table], seeds=[])
     results = Results(tmp_path)
@@ -382,14 +388,14 @@ def test_leaving_a_seed_out_extends_the_grid_where_a_seed_takes_its_edge(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("table", "changes", "told"),
+    ("table", "changes", "message"),
     [
         ({}, {"seeds": [0, 1]}, "leave-one-seed-out, where rates are chosen with 2 seeds"),
         ({"run-as-good": True}, {}, "leave-one-seed-out beside rates-of or run-as-good"),
         ({"rows": {"ravan": {"learning-rate": 0.1}}}, {}, "expected rates to choose from"),
     ],
 )
-def test_where_no_seed_can_be_left_out(tmp_path, table, changes, told):
+def test_invalid_uses_of_leave_one_seed_out_are_refused(tmp_path, table, changes, message):
     table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True} | table
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
@@ -397,5 +403,5 @@ def test_where_no_seed_can_be_left_out(tmp_path, table, changes, told):
     } | changes  # fmt: skip
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_study(path)

@@ -1,4 +1,4 @@
-"""Intervals of means and of paired differences are those of scipy."""
+"""Intervals of means and of paired differences equal scipy's."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PRINTED = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042}
 
 
 @pytest.mark.parametrize("freedom", PRINTED)
-def test_an_interval_is_as_wide_as_a_printed_table_says(freedom):
+def test_interval_widths_equal_a_printed_table(freedom):
     values = [float(number) for number in range(freedom + 1)]
     found = interval(values)
     mean = sum(values) / len(values)
@@ -24,7 +24,7 @@ def test_an_interval_is_as_wide_as_a_printed_table_says(freedom):
     )
 
 
-def test_holms_correction_is_that_of_a_worked_example():
+def test_holms_correction_equals_a_worked_example():
     """Of 0.01, 0.04, 0.03, 0.005 (Wikipedia, Holm-Bonferroni method): 0.005 and 0.01 are rejected.
 
     By hand: 4 * 0.005, 3 * 0.01, 2 * 0.03, and 0.04, which is no less than the one before.
@@ -37,34 +37,34 @@ def test_holms_correction_is_that_of_a_worked_example():
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
-def test_holm_rejects_what_its_steps_reject(p_values):
-    """The method as Holm wrote it: from the smallest on, until the first that is too large."""
-    named = {str(number): p for number, p in enumerate(p_values)}
+def test_holms_p_values_agree_with_the_step_down_procedure(p_values):
+    """Holm's step-down procedure rejects from the smallest p-value on, until one is too large."""
+    by_name = {str(number): p for number, p in enumerate(p_values)}
     for level in (0.01, 0.05, 0.3):
-        rejected, left = set(), sorted(named, key=lambda name: named[name])
-        while left and named[left[0]] * len(left) <= level:
+        rejected, left = set(), sorted(by_name, key=lambda name: by_name[name])
+        while left and by_name[left[0]] * len(left) <= level:
             rejected.add(left.pop(0))
-        found = {name for name, p in holm(named).items() if p <= level}
+        found = {name for name, p in holm(by_name).items() if p <= level}
         assert found == rejected
 
 
 @given(st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=3, max_size=12, unique=True))
-def test_a_p_value_is_that_of_a_t_test(values):
+def test_a_p_value_equals_that_of_a_t_test(values):
     assert interval(values).p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-9)
 
 
-def test_differences_that_are_all_the_same_have_a_p_value():
+def test_equal_differences_have_a_p_value():
     assert interval([0.0, 0.0, 0.0]).p == 1
     assert interval([0.5, 0.5, 0.5]).p == 0
     assert interval([0.5, 0.5]).p is None
 
 
 @given(st.lists(st.floats(-10, 10), min_size=3, max_size=12))
-def test_an_interval_is_that_of_a_t_test(values):
+def test_an_interval_equals_that_of_a_t_test(values):
     found = interval(values)
     assert found.half_width is not None
     assert found.mean == pytest.approx(np.mean(values), abs=1e-12)
-    if np.ptp(values) > 1e-3:  # scipy warns where the values are all but the same
+    if np.ptp(values) > 1e-3:  # scipy warns where the values are almost equal
         theirs = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
         assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(
             (theirs.low, theirs.high), rel=1e-6, abs=1e-9
@@ -80,16 +80,16 @@ def test_one_value_or_two_have_no_interval():
     assert interval([1.0, 2.0, 3.0]).contains_zero is not None
 
 
-def test_differences_are_paired_by_the_seeds_that_both_have():
+def test_differences_are_paired_by_common_seeds():
     random = np.random.default_rng(0)
-    luck = random.normal(0, 5, 6)  # of a seed, the same for both
-    mine = dict(enumerate(luck + random.normal(1.0, 0.1, 6)))
-    others = dict(enumerate(luck + random.normal(0.0, 0.1, 6)))
-    found = difference(mine, others)
+    seed_effect = random.normal(0, 5, 6)  # of a seed, the same for both
+    values = dict(enumerate(seed_effect + random.normal(1.0, 0.1, 6)))
+    others = dict(enumerate(seed_effect + random.normal(0.0, 0.1, 6)))
+    found = difference(values, others)
     assert found is not None
     assert found.half_width is not None
-    theirs = stats.ttest_rel([*mine.values()], [*others.values()]).confidence_interval(0.95)
+    theirs = stats.ttest_rel([*values.values()], [*others.values()]).confidence_interval(0.95)
     assert found.mean - found.half_width == pytest.approx(theirs.low)
-    assert not found.contains_zero  # though the two overlap by far
-    assert difference(mine, {0: others[0], 9: 1.0}) == Interval(mine[0] - others[0], None)
-    assert difference(mine, {9: 1.0}) is None
+    assert not found.contains_zero  # although the two separate intervals overlap
+    assert difference(values, {0: others[0], 9: 1.0}) == Interval(values[0] - others[0], None)
+    assert difference(values, {9: 1.0}) is None

@@ -1,4 +1,4 @@
-"""A page shows what the record of a study says, and every page of the documentation does."""
+"""The page of a study agrees with its record, as does every page of the documentation."""
 
 import re
 
@@ -62,11 +62,11 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
         "mine.jsonl", "mine.csv", "mine-rates.csv", "mine-one-accuracy.png",
         "mine-one-accuracy-by-bytes.png", "mine-one-accuracy-by-seconds.png",
     }  # fmt: skip
-    main(words)  # all is done: the same page again
+    main(words)  # all runs are done: the page is the same
     assert path.read_text() == text
 
 
-def test_an_overview_shows_every_row_in_every_table_and_what_it_changed(tmp_path):
+def test_an_overview_shows_every_row_of_every_table_with_its_change(tmp_path):
     rows = {"ravan": {}, "fedit": {"method": "fedit"}}
     content = CONTENT | {
         "tables": [
@@ -80,13 +80,13 @@ def test_an_overview_shows_every_row_in_every_table_and_what_it_changed(tmp_path
     path = page_of(tmp_path, "<!-- study mine: overview -->", END)
     place = Page.of(path, study, read_study(study))
     results = Results(tmp_path / "out", place.record)
-    # By seed 0, 1, 2: ravan is 1, 2 and 3 points worse afterwards, whatever its seeds are worth.
-    worth = {0: 0.9, 1: 0.5, 2: 0.7}
+    # By seed 0, 1, 2: ravan is 1, 2 and 3 points worse afterwards, for any effect of its seeds.
+    seed_effect = {0: 0.9, 1: 0.5, 2: 0.7}
     fill(
         place.study, results,
-        lambda s: worth.get(s["seed"], 0.5)
+        lambda s: seed_effect.get(s["seed"], 0.5)
         - (s["heads"] == 2 and s.get("method") is None) * (s["seed"] + 1) / 100
-        if "heads" in s else worth.get(s["seed"], 0.5),
+        if "heads" in s else seed_effect.get(s["seed"], 0.5),
     )  # fmt: skip
     place.write(results)
     ravan, fedit, alone = path.read_text().splitlines()[4:7]
@@ -98,14 +98,14 @@ def test_an_overview_shows_every_row_in_every_table_and_what_it_changed(tmp_path
     assert (tmp_path / "results" / "mine-overview-accuracy.png").is_file()
 
 
-def test_what_lacks_is_counted_and_not_run(tmp_path, study, capsys):
+def test_missing_runs_are_counted_and_not_run(tmp_path, study, capsys):
     main(["study", str(study), "--output", str(tmp_path / "out"), "--tables-only"])
     assert "18 runs of 18 are not done; nothing is run" in capsys.readouterr().out
     assert (tmp_path / "out" / "results.md").is_file()
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         (["# Mine"], "found no place for study mine, expected lines such as '<!-- study mine: One"),
         ([BEGIN], "got 'the end of the page', expected '<!-- end of study -->' before it"),
@@ -113,18 +113,18 @@ def test_what_lacks_is_counted_and_not_run(tmp_path, study, capsys):
         (["<!-- study mine: Three -->", END], r"line 1: got 'Three', expected a table of the"),
     ],
 )
-def test_a_page_that_has_no_place_is_refused_before_anything_runs(tmp_path, study, lines, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_page_without_marks_is_refused_before_any_run(tmp_path, study, lines, message):
+    with pytest.raises(ValueError, match=message):
         Page.of(page_of(tmp_path, *lines), study, read_study(study))
 
 
-def test_a_page_that_is_no_text_is_refused(tmp_path, study):
+def test_a_page_that_is_not_text_is_refused(tmp_path, study):
     (tmp_path / "results.md").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="it is no text in UTF-8 .*, expected a page in Markdown"):
         Page.of(tmp_path / "results.md", study, read_study(study))
 
 
-def test_a_page_that_is_not_there_is_refused(tmp_path, study, capsys):
+def test_a_missing_page_is_refused(tmp_path, study, capsys):
     with pytest.raises(SystemExit) as end:
         main(["study", str(study), "--page", str(tmp_path / "no.md")])
     assert end.value.code == 2
@@ -143,7 +143,7 @@ SHOWN = sorted(
 
 
 @pytest.mark.parametrize(("page", "name"), SHOWN)
-def test_pages_of_the_documentation_are_what_their_records_say(page, name):
+def test_pages_of_the_documentation_equal_their_records(page, name):
     file = ROOT / "conf" / "studies" / f"{name}.yaml"
     place = Page.of(ROOT / "docs" / page, file, read_study(file))
     results = Results(ROOT / "nowhere", place.record)

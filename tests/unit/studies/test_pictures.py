@@ -1,4 +1,4 @@
-"""The pictures of a study show every row, with intervals over the seeds."""
+"""The charts of a study show every row, with intervals over the seeds."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.studies import fill, result
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
 
 
-def drawn(
+def charts_of(
     tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, as_metric="accuracy", **table
 ):
     content = {
@@ -34,8 +34,8 @@ def drawn(
 
 
 @pytest.mark.parametrize("rows", [MANY[:2], MANY])
-def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
-    found = drawn(tmp_path, rows)
+def test_a_table_has_four_charts_with_every_row(tmp_path, rows):
+    found = charts_of(tmp_path, rows)
     names = ["accuracy", "accuracy-by-bytes", "accuracy-by-seconds", "accuracy-by-rate"]
     assert list(found) == [f"all-at-once-{name}" for name in names]
     for name, chart in found.items():
@@ -49,39 +49,39 @@ def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
 
 
-def test_planned_differences_are_drawn_with_their_intervals_beside_the_bytes(tmp_path):
+def test_planned_differences_are_drawn_with_intervals_and_bytes(tmp_path):
     def value(settings):
         better = settings["method"] == "ravan"
         return 0.5 + (settings["seed"] % 10) ** 2 / 100 + better * (1 + settings["seed"] % 10) / 100
 
-    found = drawn(tmp_path, MANY[:3], value, contrasts=["fedit"])
+    found = charts_of(tmp_path, MANY[:3], value, contrasts=["fedit"])
     left, right = found["all-at-once-accuracy-differences"].figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["fedit", "ffa-lora"]
     assert right.get_xscale() == "log"
     (low, high), *_ = left.collections[0].get_segments()
     theirs = stats.ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval()
     assert (low[0], high[0]) == pytest.approx(tuple(theirs))
-    assert "all-at-once-accuracy-differences" not in drawn(tmp_path / "b", MANY[:3])
+    assert "all-at-once-accuracy-differences" not in charts_of(tmp_path / "b", MANY[:3])
 
 
-def test_planned_differences_of_perplexities_are_no_percent(tmp_path):
+def test_planned_differences_of_perplexities_are_not_in_percent(tmp_path):
     def value(settings):
         return 2.0 + settings["seed"] % 10 / 100 + 1.5 * (settings["method"] == "fedit")
 
-    found = drawn(tmp_path, MANY[:2], value, as_metric="perplexity", contrasts=["fedit"])
+    found = charts_of(tmp_path, MANY[:2], value, as_metric="perplexity", contrasts=["fedit"])
     left, right = found["all-at-once-perplexity-differences"].figure.axes
     (low, high), *_ = left.collections[0].get_segments()
     assert (low[0], high[0]) == pytest.approx((1.5, 1.5))
     assert (left.get_xlabel(), right.get_ylabel()) == ("minus ravan, perplexity", "perplexity")
 
 
-def test_spectra_are_left_out_where_no_run_directory_is_there(tmp_path):
-    names = drawn(tmp_path, MANY[:2], spectra=True)
+def test_without_run_directories_no_spectra_are_drawn(tmp_path):
+    names = charts_of(tmp_path, MANY[:2], spectra=True)
     assert len(names) == 4
     assert not any("spectrum" in name for name in names)
 
 
-def test_rows_that_are_evaluated_once_have_no_course_by_round(tmp_path):
+def test_rows_evaluated_once_have_no_curve_by_round(tmp_path):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
         "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": {"ravan": {}}}],
@@ -96,7 +96,7 @@ def test_rows_that_are_evaluated_once_have_no_course_by_round(tmp_path):
     assert names == ["all-accuracy-by-bytes", "all-accuracy-by-seconds"]
 
 
-def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
+def test_a_row_without_training_does_not_hide_other_curves(tmp_path):
     sent = {"ravan": [1e6, 2e6], "full": [3e7, 6e7], "none": [0.0]}  # bytes so far
     rows = {name: {"method": name, "num-rounds": len(points)} for name, points in sent.items()}
     content = {
@@ -118,9 +118,9 @@ def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
     assert found["all-accuracy"].get_xscale() == "linear"
 
 
-def test_the_chosen_rate_and_those_as_good_are_marked(tmp_path):
+def test_the_chosen_rate_and_rates_within_noise_are_marked(tmp_path):
     values = {1e-3: [0.5, 0.51, 0.52], 3e-3: [0.9, 0.91, 0.92]}
-    found = drawn(
+    found = charts_of(
         tmp_path, ["ravan"], lambda s: values[s.get("learning-rate", 1e-3)][s["seed"] % 100]
     )
     (axes,) = [x for x in found["all-at-once-accuracy-by-rate"].figure.axes if x.get_visible()]
@@ -141,11 +141,11 @@ def test_a_band_is_the_interval_of_the_mean():
     np.testing.assert_array_equal(high, values[:2].max(0))
 
 
-def test_before_any_run_there_is_no_picture(tmp_path):
-    assert drawn(tmp_path, ["ravan"], lambda _: None) == {}
+def test_before_any_run_there_is_no_chart(tmp_path):
+    assert charts_of(tmp_path, ["ravan"], lambda _: None) == {}
 
 
-def test_where_time_is_the_metric_the_tasks_own_is_drawn_by_time(tmp_path):
+def test_with_time_as_metric_the_tasks_metric_is_drawn_by_time(tmp_path):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
         "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
@@ -165,7 +165,7 @@ def test_where_time_is_the_metric_the_tasks_own_is_drawn_by_time(tmp_path):
     assert "5.000 ± 0.000" in table_lines(study.tables[0], results)[2]
 
 
-def test_a_row_of_which_a_run_misses_its_target_is_named_below_the_table(tmp_path):
+def test_a_row_with_a_run_short_of_its_target_is_named_below_the_table(tmp_path):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
         "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
@@ -175,7 +175,7 @@ def test_a_row_of_which_a_run_misses_its_target_is_named_below_the_table(tmp_pat
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content))
     study, results = read_study(path), Results(tmp_path)
-    table, told = study.tables[0], "Without a time, since runs ended before they reached the target"
+    table, note = study.tables[0], "Without a time, since runs ended before they reached the target"
     for number, run in enumerate(table_runs(study, results)):
         one = result(0.5)
         misses = "local-steps=1" in str(run) and "seed=2" in str(run)
@@ -183,7 +183,7 @@ def test_a_row_of_which_a_run_misses_its_target_is_named_below_the_table(tmp_pat
         more["curve"] = one.curve | {"time": [2.0, 5.0]}
         results.add(run, one.model_copy(update=more))
     lines = table_lines(table, results)
-    assert lines[-1] == f"{told}: slow (1 of 3 runs)."
+    assert lines[-1] == f"{note}: slow (1 of 3 runs)."
     assert not any("| slow |" in line for line in lines)
-    (drawn,) = (one for one in charts(table, results) if one.name == "t-accuracy-by-time")
-    assert len(drawn.figure.axes[0].lines) == 1
+    (charts_of,) = (chart for chart in charts(table, results) if chart.name == "t-accuracy-by-time")
+    assert len(charts_of.figure.axes[0].lines) == 1

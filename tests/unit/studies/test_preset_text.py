@@ -1,4 +1,4 @@
-"""One rate of a preset changes, and nothing else of its text."""
+"""Tuning changes one learning rate in a preset's text, and nothing else."""
 
 import pytest
 import yaml
@@ -9,7 +9,7 @@ from testing.tiny import OF_DECODERS
 
 NOTES = ["accuracy 0.9", "tried 0.001 0.003"]
 
-# As people write it: in a block, empty, with comments of their own, Windows' line ends.
+# Handwritten forms: in a block, empty, with comments, with Windows line ends.
 TEXTS = [
     "task: vision\n",
     "task: vision  # no newline at the end",
@@ -24,12 +24,12 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_file_says_the_same_but_for_the_rate(text):
+def test_only_the_rate_changes(text):
     edited = with_rate(text, "ravan", 3e-3, NOTES)
     before, after = yaml.safe_load(text), yaml.safe_load(edited)
     assert after.pop("learning-rate") == (before.pop("learning-rate", None) or {}) | {"ravan": 3e-3}
     assert after == before
-    # Every line but the one of the rate is still there, in its order, with its line end.
+    # All other lines are still there, in order, with their line ends.
     lines = iter(edited.splitlines(keepends=True))
     for line in text.splitlines(keepends=True):
         if (
@@ -45,7 +45,7 @@ def test_the_file_says_the_same_but_for_the_rate(text):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_second_tuning_takes_the_notes_of_the_first_away(text):
+def test_a_second_tuning_removes_the_notes_of_the_first(text):
     once = with_rate(text, "ravan", 3e-3, NOTES)
     again = with_rate(once, "ravan", 1.7e-4, ["other"])
     assert again.count("# tune of ravan: ") == 1
@@ -55,7 +55,7 @@ def test_a_second_tuning_takes_the_notes_of_the_first_away(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("learning-rate: {ravan: {iid: 1.0e-3}}", "by other keys"),
         ("x: &r 1.0e-3\nlearning-rate: {ravan: *r}", "no edit of one line"),
@@ -69,27 +69,28 @@ def test_a_second_tuning_takes_the_notes_of_the_first_away(text):
         ("", "no mapping any more"),
     ],
 )
-def test_what_cannot_be_edited_is_refused(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_files_that_cannot_be_edited_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         with_rate(text, "ravan", 3e-3, NOTES)
 
 
 PRESETS = sorted(conf_folder().glob("*.yaml"))
+# A rate for each method.
 PLAIN = [
     path
     for path in PRESETS
     if path.stem in ("fashion-vit", "glue-llama", "packages-minilm", *OF_DECODERS)
-]  # a rate a method
+]
 
 
 @pytest.mark.parametrize("path", sorted({*PRESETS} - {*PLAIN}), ids=lambda path: path.stem)
-def test_the_presets_of_the_paper_keep_every_number(path):
+def test_the_papers_presets_keep_every_number(path):
     with pytest.raises(ValueError, match="keeps its numbers"):
         with_rate(path.read_text(), "ravan", 3e-3, NOTES)
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
-def test_other_presets_of_the_app_take_a_rate(path):
+def test_other_presets_of_the_app_accept_a_rate(path):
     before = yaml.safe_load(path.read_text())
     after = yaml.safe_load(with_rate(path.read_text(), "ravan", 7e-3, NOTES))
     assert after.pop("learning-rate") == before.pop("learning-rate") | {"ravan": 7e-3}
@@ -97,5 +98,5 @@ def test_other_presets_of_the_app_take_a_rate(path):
 
 
 @pytest.mark.parametrize("rate", [1.0, 10.0, 3e-3, 1.7e-4, 1e-12, 1 / 3, 5e-324])
-def test_yaml_reads_the_number_that_is_written(rate):
+def test_written_rates_round_trip_through_yaml(rate):
     assert yaml.safe_load(as_written(rate)) == rate

@@ -1,4 +1,4 @@
-"""A study goes on from the record of its runs, and from nothing that is damaged."""
+"""A study resumes from the record of its runs, and refuses damaged records."""
 
 import dataclasses
 import hashlib
@@ -36,22 +36,22 @@ def path(tmp_path):
 
 @pytest.fixture
 def filled(path, tmp_path):
-    """A record of every run of the study."""
+    """Return a record of every run of the study."""
     results = Results(tmp_path)
     fill(read_study(path), results, lambda settings: 0.5 + settings["seed"] / 10)
     return results.record
 
 
-def test_a_study_goes_on_from_its_record_alone(path, filled, tmp_path, monkeypatch):
+def test_a_study_resumes_from_its_record_alone(path, filled, tmp_path, monkeypatch):
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
-    assert run_study(path, tmp_path)  # no folder of a run is there, and nothing is run
+    assert run_study(path, tmp_path)  # no run directory exists, and nothing is run
     lines = filled.read_text().splitlines()
     filled.write_text("\n".join(lines[:3]) + "\n")
     assert not run_study(path, tmp_path)
     assert "failed" in json.loads(filled.read_text().splitlines()[-1])
 
 
-def test_what_a_line_holds_comes_back(path, tmp_path):
+def test_a_result_round_trips_through_its_line(path, tmp_path):
     results = Results(tmp_path)
     run = table_runs(read_study(path), results)[0]
     results.add(run, result_of(0.25, rank=None, client_seconds=None))
@@ -62,7 +62,7 @@ def test_what_a_line_holds_comes_back(path, tmp_path):
     assert line["clients"] == 3
 
 
-def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_path):
+def test_the_later_of_two_lines_counts_and_a_failure_is_retried(path, tmp_path):
     results = Results(tmp_path)
     run = table_runs(read_study(path), results)[0]
     results.add_failure(run, "no room")
@@ -73,20 +73,20 @@ def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_pa
     assert found(Results(tmp_path), run).value() == 0.5
 
 
-def test_a_failure_with_unknown_settings_is_tried_again(path, tmp_path):
+def test_a_failure_with_unknown_settings_is_retried(path, tmp_path):
     (run, *_) = table_runs(read_study(path), Results(tmp_path))
     (tmp_path / NAME).write_text(json.dumps({"run": run.name, "failed": "no room"}) + "\n")
     assert Results(tmp_path).failure(run) is None
 
 
-def test_a_last_line_that_was_cut_off_is_dropped(path, filled, tmp_path, caplog):
-    whole = filled.read_bytes()
-    filled.write_bytes(whole[:-9])
+def test_an_incomplete_last_line_is_dropped(path, filled, tmp_path, caplog):
+    content = filled.read_bytes()
+    filled.write_bytes(content[:-9])
     runs = table_runs(read_study(path), Results(tmp_path))
     assert "its last line is cut off" in caplog.text
     results = Results(tmp_path)
     assert [results.of(run) is None for run in runs] == [False, False, False, True]
-    assert filled.read_bytes() == whole[: whole[:-1].rindex(b"\n") + 1]
+    assert filled.read_bytes() == content[: content[:-1].rindex(b"\n") + 1]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_line_with_a_wrong_value_is_named(filled, tmp_path, change):
         Results(tmp_path)
 
 
-def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkeypatch):
+def test_a_result_counts_only_for_its_own_settings(path, tmp_path, monkeypatch):
     study = read_study(path)
     run = table_runs(study, Results(tmp_path))[0]
     before = run.digest
@@ -128,7 +128,7 @@ def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkey
     for change, same in (
         ({"local-steps": 7}, False),
         ({"data": resolved["data"] | {"source": "other"}}, False),
-        ({"a-later-key": ""}, False),  # no key of the config: nobody knows its default
+        ({"a-later-key": ""}, False),  # an unknown key of the config has no default
         ({"wire": "float32"}, True),
         ({"data": resolved["data"] | {"a-later-field": ""}}, True),
     ):
@@ -136,8 +136,8 @@ def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkey
         assert (dataclasses.replace(run).digest == before) == same, change
 
 
-def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
-    """Its folder has no rounds with seconds of clients; what it has is read."""
+def test_a_run_of_an_earlier_version_is_added_to_the_record(path, tmp_path):
+    """Its folder has no rounds with seconds of clients; all other values are read."""
     run = table_runs(read_study(path), Results(tmp_path))[0]
     folder = run.folder(tmp_path) / "run"
     folder.mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
     assert Results(tmp_path).of(run) == result
 
 
-def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatch):
+def test_an_interrupted_study_records_no_failure(path, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -160,7 +160,7 @@ def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatc
     assert not (tmp_path / NAME).exists()
 
 
-def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path):
+def test_the_path_of_the_data_does_not_identify_a_run(path, filled, tmp_path):
     study = read_study(path, {"data": str(tmp_path), "device": "cpu"})
     results = Results(tmp_path)
     runs = table_runs(study, results)
@@ -177,19 +177,19 @@ def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("here", "told"),
+    ("here", "message"),
     [
         ({"learning-rate": 0.1}, "got learning-rate=0.1, expected data or model or device or proc"),
         ({"device": 3}, "device = 3"),
     ],
 )
-def test_what_belongs_into_the_file_is_not_given_beside_it(path, here, told):
-    with pytest.raises(ValueError, match=told):
+def test_keys_of_the_study_file_are_refused_on_the_command_line(path, here, message):
+    with pytest.raises(ValueError, match=message):
         read_study(path, here)
 
 
 def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
-    """The hash is of both parts, as `scripts/make_packages_data.py` prints it."""
+    """The hash covers both splits, as `scripts/make_packages_data.py` prints it."""
     parts = {"train.jsonl": b"one\n", "test.jsonl": b"two\n"}
     (tmp_path / "data").mkdir()
     for name, content in parts.items():
@@ -203,7 +203,7 @@ def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
     assert "data=" not in line["settings"]
 
 
-def test_a_bundle_without_the_package_names_its_files(monkeypatch):
+def test_without_an_installed_package_the_code_is_identified_by_its_files(monkeypatch):
     def none(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -214,10 +214,10 @@ def test_a_bundle_without_the_package_names_its_files(monkeypatch):
 def test_the_version_of_the_code_has_its_commit():
     version, _, commit = code_version().partition("+")
     assert version == importlib.metadata.version("ravan-flwr")
-    told = subprocess.run(
+    git = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    assert told.returncode != 0 or told.stdout.startswith(commit.removesuffix("-dirty"))
+    assert git.returncode != 0 or git.stdout.startswith(commit.removesuffix("-dirty"))
 
 
 class Ended:
@@ -244,14 +244,14 @@ class Ended:
 
 
 def test_the_time_of_simulated_devices_is_a_metric():
-    made: Any = Ended("edge-gpus")
-    assert Result.of(made).value("time") == 5.0
-    assert Result.of(made).curve["time"] == [5.0]
+    directory: Any = Ended("edge-gpus")
+    assert Result.of(directory).value("time") == 5.0
+    assert Result.of(directory).curve["time"] == [5.0]
     reached: Any = Ended("edge-gpus", **{"until-metric": 0.9, "reached": 2})
     assert Result.of(reached).value("time") == 5.0
 
 
-@pytest.mark.parametrize("made", [Ended(None), Ended("edge-gpus", **{"until-metric": 0.95})])
-def test_a_run_in_real_time_or_short_of_its_target_has_no_time(made):
+@pytest.mark.parametrize("directory", [Ended(None), Ended("edge-gpus", **{"until-metric": 0.95})])
+def test_a_run_in_real_time_or_short_of_its_target_has_no_time_metric(directory):
     with pytest.raises(ValueError, match="time: set devices"):
-        Result.of(made).value("time")
+        Result.of(directory).value("time")

@@ -1,4 +1,4 @@
-"""A study runs all rates before it chooses one."""
+"""A study runs all candidate rates before it runs the tables."""
 
 import pytest
 import yaml
@@ -27,8 +27,8 @@ def path(tmp_path):
     return path
 
 
-def test_the_tables_runs_wait_for_all_rates(path, tmp_path, monkeypatch):
-    """Where some rates were measured before, the best of these is not taken for the best."""
+def test_the_runs_of_tables_start_after_all_candidates(path, tmp_path, monkeypatch):
+    """A rate measured earlier is not chosen before all others are measured."""
     study, begun = read_study(path), []
 
     def command(run, *_):
@@ -42,6 +42,6 @@ def test_the_tables_runs_wait_for_all_rates(path, tmp_path, monkeypatch):
             results.add(run, result(0.5))
     monkeypatch.setattr(PlannedRun, "command", command)
     assert not run_study(path, tmp_path)
-    held_back = [dict(run.settings).get("evaluate-on") == "clients" for run in begun]
-    assert held_back[: 2 + 6] == [True] * 8  # the last rate of ravan, and all of fedit
-    assert not any(held_back[8:])
+    on_validation = [dict(run.settings).get("evaluate-on") == "clients" for run in begun]
+    assert on_validation[: 2 + 6] == [True] * 8  # the last rate of ravan, and all of fedit
+    assert not any(on_validation[8:])

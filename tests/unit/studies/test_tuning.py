@@ -1,4 +1,4 @@
-"""Which learning rates are tried, how long, and what counts as better."""
+"""The tuning of learning rates: grid, rounds, and comparison."""
 
 import numpy as np
 import pytest
@@ -22,19 +22,19 @@ from ravan_flwr.studies.tuning import plan_tuning
         (1e-3, [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]),
         (3e-3, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]),
         (5e-5, [5e-6, 1.7e-5, 5e-5, 1.7e-4, 5e-4]),
-        (3.0, [0.3, 1.0, 3.0, 10.0]),  # the key takes at most 10
+        (3.0, [0.3, 1.0, 3.0, 10.0]),  # the key accepts at most 10
     ],
 )
-def test_a_grid_has_a_decade_each_way(rate, grid):
+def test_a_grid_spans_a_decade_on_each_side(rate, grid):
     assert grid_around(rate) == grid
 
 
-def test_the_grid_grows_by_its_own_rates():
+def test_the_grid_is_extended_in_its_own_steps():
     rates = grid_around(3e-3)
     for _ in range(3):
         wider = rate_beyond(rates[0], rates), *rates, rate_beyond(rates[-1], rates)
         rates = [rate for rate in wider if rate is not None]
-    # 10 is the key's largest, 30 would be too much.
+    # 10 is the key's maximum; 30 would be above it.
     assert rates == [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
     assert rate_beyond(3e-3, rates) is None
     assert rate_beyond(10.0, [3.0, 10.0]) is None
@@ -49,7 +49,7 @@ def test_the_grid_grows_by_its_own_rates():
         (1, [(5, 1, 3)]),
     ],
 )
-def test_half_of_the_rates_go_on(rounds, rungs):
+def test_half_of_the_rates_are_kept_after_each_rung(rounds, rungs):
     tuning = plan_tuning({"num-rounds": rounds})
     grid, row = tuning.grid, tuning.row
     assert [(rung.rates, rung.rounds, len(rung.seeds)) for rung in grid.rungs] == rungs
@@ -64,11 +64,11 @@ def test_half_of_the_rates_go_on(rounds, rungs):
     assert {dict(run.settings)["seed"] for run in runs} == {100, 101, 102}
 
 
-def test_settings_that_are_given_hold_for_every_run():
+def test_given_settings_apply_to_every_run():
     tuning = plan_tuning({"seed": 7, "validation-share": 0.1, "heads": 2}, 5, [1e-3, 1e-2, 1e-3])
     assert tuning.grid.values == (1e-3, 1e-2)
     assert tuning.grid.extensions == 0
-    (rung,) = tuning.grid.rungs  # of two rates both get everything
+    (rung,) = tuning.grid.rungs  # with two rates both are trained fully
     (first, *others) = tuning.row.candidates(1e-2, rung)
     assert dict(first.settings) == {
         "preset": "digits-vit", "method": "ravan", "evaluate-on": "clients", "heads": 2,
@@ -81,7 +81,7 @@ def test_settings_that_are_given_hold_for_every_run():
 
 
 @pytest.mark.parametrize(
-    ("given", "rates", "told"),
+    ("settings", "rates", "message"),
     [
         (
             {"learning-rate": 1e-3},
@@ -99,17 +99,17 @@ def test_settings_that_are_given_hold_for_every_run():
         ({}, [1e-3, float("nan")], "learning-rate = nan"),
     ],
 )
-def test_what_a_tuning_does_not_take(given, rates, told):
-    with pytest.raises(ValueError, match=told):
-        plan_tuning(given, None, rates)
+def test_unsupported_settings_of_a_tuning_are_refused(settings, rates, message):
+    with pytest.raises(ValueError, match=message):
+        plan_tuning(settings, None, rates)
 
 
 def measured(values, metric="accuracy"):
     return {rate: Score(metric, v, [1.0] * len(v)) for rate, v in values.items()}
 
 
-def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
-    # Differences 0.02 in every seed: no noise. Differences 0.03, -0.01, 0.04: scipy's t-test below.
+def test_rates_within_noise_follow_a_paired_t_test():
+    # Equal differences of 0.02: no noise. Differences 0.03, -0.01, 0.04: scipy's t-test below.
     found = measured({1e-3: [0.90, 0.80, 0.85], 1e-2: [0.88, 0.78, 0.83], 3e-3: [0.87, 0.81, 0.81]})
     assert ranked(found)[0] == 1e-3
     assert rates_as_good(found) == [1e-3, 3e-3]
@@ -121,7 +121,7 @@ def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
         assert scores[0].beats(scores[1]) == (low > 0)
 
 
-def test_equals_are_told_apart_by_their_loss_then_the_smaller_rate_is_taken():
+def test_ties_are_broken_by_the_loss_and_then_by_the_smaller_rate():
     found = measured({1e-2: [0.9], 1e-3: [0.9], 3e-3: [0.9]})
     assert ranked(found)[0] == 1e-3
     found[3e-3].losses[0] = 0.5
@@ -130,7 +130,7 @@ def test_equals_are_told_apart_by_their_loss_then_the_smaller_rate_is_taken():
 
 
 @pytest.mark.parametrize("metric", ["loss", "perplexity"])
-def test_of_a_loss_the_smaller_is_better(metric):
+def test_a_smaller_loss_is_better(metric):
     found = measured({1e-3: [2.0, 2.1], 1e-2: [1.0, 1.1]}, metric)
     assert ranked(found) == [1e-2, 1e-3]
     assert rates_as_good(found) == [1e-2]
@@ -141,14 +141,14 @@ def test_of_a_loss_the_smaller_is_better(metric):
     assert choice.at_the_edge
 
 
-def test_the_seeds_of_a_tuning_can_be_chosen():
+def test_the_seeds_of_a_tuning_can_be_set():
     tuning = plan_tuning({}, seeds=[9, 4, 7, 1])
     assert [rung.seeds for rung in tuning.grid.rungs] == [(9,), (9,), (9, 4, 7, 1)]
-    for seeds, given, told in (
+    for seeds, seed_words, message in (
         ([3, 3], {}, "--seeds: got .*at least two different ones"),
         ([3], {}, "at least two different ones"),
         ([3, -4], {}, "seed = -4: expected a whole number at least 0"),
         ([3, 4], {"seed": 1}, "--seeds: got seed=1 beside it"),
     ):
-        with pytest.raises(ValueError, match=told):
-            plan_tuning(given, seeds=seeds)
+        with pytest.raises(ValueError, match=message):
+            plan_tuning(seed_words, seeds=seeds)

@@ -1,4 +1,4 @@
-"""Images without a processor are kept as bytes, and computed with as numbers from -1 to 1."""
+"""Images without a processor are stored as bytes, and computed with as values from -1 to 1."""
 
 import io
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
 
 
-class RunSnapshot(nn.Module):
-    """Return what it is given, as a network returns its logits."""
+class Identity(nn.Module):
+    """Return its input in place of logits."""
 
     def forward(self, pixel_values):
         self.logits = pixel_values
@@ -23,7 +23,7 @@ class RunSnapshot(nn.Module):
 
 
 def task(channels=1, side=16):
-    """A task whose model takes images of that size, without a processor."""
+    """Return a task whose model takes images of that size, without a processor."""
     spec = DataSpec("hub", columns=(("image", "image"), ("label", "label")), labels=("a", "b"))
     sizes = {"image_size": side, "num_channels": channels}
     return Vision(spec, 0, lambda: None, lambda: sizes)
@@ -36,22 +36,22 @@ def examples(images, feature):
 
 
 @pytest.mark.parametrize(
-    ("pixels", "dtype", "told"),
+    ("pixels", "dtype", "message"),
     [
         ([-1, 255], "int64", "got numbers from -1 to 255, expected whole ones from 0 to 255"),
         ([0.0, 255.0], "float32", "got numbers from 0 to 255, .* or others from 0 to 1"),
     ],
 )
-def test_numbers_that_are_no_pixels_are_refused(pixels, dtype, told):
+def test_values_that_are_no_pixels_are_refused(pixels, dtype, message):
     images = [[[pixels[(i + j) % 2] for i in range(16)] for j in range(16)]]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         task().encode(examples(images, datasets.Array2D((16, 16), dtype)))
 
 
-def test_whole_numbers_are_bytes_whatever_their_type():
-    whole = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "int64")))
+def test_integers_of_any_type_are_stored_as_bytes():
+    integers = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "int64")))
     byte = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "uint8")))
-    one, other = (x.take(np.array([0]))["pixel_values"] for x in (whole, byte))
+    one, other = (x.take(np.array([0]))["pixel_values"] for x in (integers, byte))
     assert one.dtype == other.dtype == torch.uint8
     assert torch.equal(one, other)
 
@@ -59,30 +59,30 @@ def test_whole_numbers_are_bytes_whatever_their_type():
 GREYS = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # every byte once
 
 
-def test_what_a_processor_does_is_made_once_and_not_in_every_step(monkeypatch):
-    """Each tensor that is made on a GPU waits for it."""
-    made = task(channels=3)
-    made.reader = SimpleNamespace(
+def test_normalisation_constants_are_made_once_and_not_in_every_step(monkeypatch):
+    """Each tensor that is made on a GPU synchronises with it."""
+    vision = task(channels=3)
+    vision.reader = SimpleNamespace(
         rescale_factor=1 / 255, do_rescale=True, do_normalize=True,
         image_mean=[0.5, 0.4, 0.3], image_std=[0.5, 0.25, 0.21],
     )  # fmt: skip
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.inference_mode():
-        first = made.logits(RunSnapshot(), {"pixel_values": pixels})
+        first = vision.logits(Identity(), {"pixel_values": pixels})
     expected = (pixels.double() / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / (
         torch.tensor([0.5, 0.25, 0.21]).view(3, 1, 1)
     )
     torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(torch, "tensor", None)
-    assert torch.equal(made.logits(RunSnapshot(), {"pixel_values": pixels}), first)
+    assert torch.equal(vision.logits(Identity(), {"pixel_values": pixels}), first)
 
 
-def logits_of(made, encoded):
-    return made.logits(RunSnapshot(), encoded.take(np.arange(len(encoded))))
+def logits_of(vision, encoded):
+    return vision.logits(Identity(), encoded.take(np.arange(len(encoded))))
 
 
-def test_every_byte_is_computed_with_as_its_share_of_255():
-    """By the formula in floats of four bytes, as pixels were kept before."""
+def test_every_byte_is_scaled_by_255():
+    """By the formula in float32, in which pixels were stored before."""
     expected = torch.from_numpy(GREYS.astype(np.float32) / 255) * 2 - 1
     of_arrays = task().encode(examples(GREYS, datasets.Array2D((16, 16), "uint8")))
     of_images = task().encode(examples([Image.fromarray(GREYS[0])], datasets.Image()))
@@ -91,26 +91,26 @@ def test_every_byte_is_computed_with_as_its_share_of_255():
         assert torch.equal(logits_of(task(), encoded)[0], expected)
 
 
-def test_a_prediction_sees_the_pixels_of_the_training():
+def test_a_prediction_uses_the_same_pixels_as_training():
     colours = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
-    pictures, made = [Image.fromarray(one) for one in colours], task(channels=3)
-    seen = logits_of(made, made.encode(examples(pictures, datasets.Image())))
-    pixels = torch.from_numpy(made.inputs({"image": pictures})["pixel_values"])
-    assert torch.equal(seen, made.logits(RunSnapshot(), {"pixel_values": pixels}))
+    pictures, vision = [Image.fromarray(image) for image in colours], task(channels=3)
+    predicted = logits_of(vision, vision.encode(examples(pictures, datasets.Image())))
+    pixels = torch.from_numpy(vision.inputs({"image": pictures})["pixel_values"])
+    assert torch.equal(predicted, vision.logits(Identity(), {"pixel_values": pixels}))
 
 
 @pytest.mark.parametrize("mode", [None, "L"])
-def test_a_missing_image_is_named_as_such(mode):
+def test_a_missing_image_is_reported(mode):
     feature = datasets.Image(mode, decode=False)
     content = io.BytesIO()
     Image.fromarray(GREYS[0]).save(content, "png")
     values = [{"bytes": content.getvalue(), "path": None}, None]
-    told = r"images: 1 of 2 cannot be read: an image without a name \(its image is missing\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"images: 1 of 2 cannot be read: an image without a name \(its image is missing\)"
+    with pytest.raises(ValueError, match=message):
         task().encode(examples(values, feature))
 
 
-def test_arrays_of_numbers_up_to_one_are_kept_as_they_were():
+def test_arrays_of_values_up_to_one_are_stored_unchanged():
     shares = (GREYS / 255).astype(np.float32)
     encoded = task().encode(examples(shares, datasets.Array2D((16, 16), "float32")))
     assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.float32

@@ -37,12 +37,12 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made: dict[str, object] = {}
+    paths: dict[str, object] = {}
 
     def of(kind):
-        if kind not in made:
-            made[kind] = save_speaker(kind, tmp_path_factory.mktemp("models") / kind, TEXTS)
-        return made[kind]
+        if kind not in paths:
+            paths[kind] = save_speaker(kind, tmp_path_factory.mktemp("models") / kind, TEXTS)
+        return paths[kind]
 
     return of
 
@@ -73,7 +73,7 @@ def gradients(network):
 
 
 def by_trl(where, examples, folder, **options):
-    """TRL's tokens, loss and gradients of all examples as one batch."""
+    """Return TRL's tokens, loss and gradients of all examples as one batch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trl: Any = importlib.import_module("trl")
@@ -95,15 +95,15 @@ def by_trl(where, examples, folder, **options):
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt and completion", "all tokens"])
-def test_tokens_loss_and_gradients_are_those_of_trl(form, folder, tmp_path):
+def test_tokens_loss_and_gradients_equal_trls(form, folder, tmp_path):
     where = folder("llama")
     options = {"messages": {"assistant_only_loss": True}, "all tokens": {}}.get(form, {})
     data = COMPLETES if form == "prompt and completion" else TALKS
     data = dataclasses.replace(data, loss_on="all" if form == "all tokens" else "answers")
     examples = completes() if data.prompts else talks()
     theirs, expected, grads = by_trl(where, examples, tmp_path, **options)
-    mine = task(data, where)
-    batch = whole_batch(mine, mine.encode(examples))
+    causal = task(data, where)
+    batch = whole_batch(causal, causal.encode(examples))
     labels = torch.full(batch["input_ids"].shape, -100)
     labels.flatten()[batch["positions"] + 1] = batch["targets"]
     padded = theirs["attention_mask"] == 0
@@ -111,10 +111,10 @@ def test_tokens_loss_and_gradients_are_those_of_trl(form, folder, tmp_path):
         batch["input_ids"].masked_fill(padded, 0), theirs["input_ids"].masked_fill(padded, 0)
     )
     first = theirs["labels"].clone()
-    first[:, 0] = -100  # which follows from nothing
+    first[:, 0] = -100  # the first token has no prediction
     assert torch.equal(labels, first)
     network = network_of(where)
-    loss = mine.loss(network, batch)
+    loss = causal.loss(network, batch)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     found = gradients(network)
@@ -124,15 +124,15 @@ def test_tokens_loss_and_gradients_are_those_of_trl(form, folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", SPEAKERS)
-def test_the_loss_is_that_of_the_networks_own_logits(kind, folder):
-    """Of every architecture, with what it does to its logits."""
+def test_the_loss_equals_that_of_the_networks_own_logits(kind, folder):
+    """For every architecture, with its own transformation of logits."""
     where = folder(kind)
-    mine, network = task(TALKS, where), network_of(where)
-    mine.adjust(network)
-    batch = whole_batch(mine, mine.encode(talks()))
+    causal, network = task(TALKS, where), network_of(where)
+    causal.adjust(network)
+    batch = whole_batch(causal, causal.encode(talks()))
     logits = network(input_ids=batch["input_ids"]).logits.flatten(0, 1)[batch["positions"]]
     expected = torch.nn.functional.cross_entropy(logits, batch["targets"])
-    loss = mine.loss(network, batch)
+    loss = causal.loss(network, batch)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
@@ -153,27 +153,29 @@ def _scaled(out):
 @pytest.mark.parametrize("rows", [1, 7])
 def test_blocks_change_neither_loss_nor_gradients(rows, folder, monkeypatch):
     where = folder("llama")
-    mine = task(TALKS, where)
-    batch = whole_batch(mine, mine.encode(talks()))
+    causal = task(TALKS, where)
+    batch = whole_batch(causal, causal.encode(talks()))
     found = []
     for block in (token_loss.BLOCK, rows * 4 * network_of(where).config.vocab_size):
         monkeypatch.setattr(token_loss, "BLOCK", block)
         network = network_of(where)
-        loss = mine.loss(network, batch)
+        loss = causal.loss(network, batch)
         loss.backward()
         with torch.inference_mode():
-            assert float(mine.loss(network, batch)) == pytest.approx(float(loss.detach()), rel=1e-6)
+            assert float(causal.loss(network, batch)) == pytest.approx(
+                float(loss.detach()), rel=1e-6
+            )
         found.append((float(loss.detach()), gradients(network)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     for name, grad in found[0][1].items():
         torch.testing.assert_close(grad, found[1][1][name], rtol=1e-4, atol=1e-7)
 
 
-def test_perplexity_is_by_token_whatever_the_batches(folder):
-    """Not the mean of batches, nor of examples, which are of different lengths."""
+def test_perplexity_is_by_token_for_any_batches(folder):
+    """The mean over tokens is not that of batches or examples, which differ in length."""
     where = folder("llama")
-    mine, network = task(TALKS, where), network_of(where)
-    encoded = mine.encode(talks())
+    causal, network = task(TALKS, where), network_of(where)
+    encoded = causal.encode(talks())
 
     class Model:
         device = torch.device("cpu")
@@ -186,8 +188,8 @@ def test_perplexity_is_by_token_whatever_the_batches(folder):
     total = sum(part["loss"] for part in by_hand) / sum(part["tokens"] for part in by_hand)
     for size in (1, 4, 256):
         with torch.no_grad():
-            sums = measured_sums(model, mine, encoded, size)  # type: ignore[arg-type]
-        found = mine.measures.means(sums, len(encoded))
+            sums = measured_sums(model, causal, encoded, size)  # type: ignore[arg-type]
+        found = causal.measures.means(sums, len(encoded))
         assert found["loss"] == pytest.approx(total, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(total), rel=1e-5)
     assert found["loss"] != pytest.approx(
@@ -196,17 +198,17 @@ def test_perplexity_is_by_token_whatever_the_batches(folder):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
-def test_answers_are_those_of_each_prompt_alone(kind, folder):
-    """Padding on the left changes nothing, nor does how the model's folder says to generate."""
+def test_answers_equal_those_of_each_prompt_alone(kind, folder):
+    """Neither padding on the left nor the folder's generation settings change the answers."""
     where = folder(kind)
-    mine, network = task(TALKS, where, target_length=6), network_of(where)
+    causal, network = task(TALKS, where, target_length=6), network_of(where)
     network.generation_config.do_sample, network.generation_config.temperature = True, 9.0
-    asked = [{"role": "user", "content": text} for text in (TEXTS[0], TEXTS[1] * 3, "ka")]
-    columns = {"messages": [[one] for one in asked]}
-    inputs = {name: torch.from_numpy(a) for name, a in mine.inputs(columns).items()}
-    found = [text for (text,) in mine.predict(network, mine.collate(inputs))]
-    for one, got in zip(asked, found, strict=True):
-        ids = mine.reader.apply_chat_template(
+    prompts = [{"role": "user", "content": text} for text in (TEXTS[0], TEXTS[1] * 3, "ka")]
+    columns = {"messages": [[prompt] for prompt in prompts]}
+    inputs = {name: torch.from_numpy(a) for name, a in causal.inputs(columns).items()}
+    found = [text for (text,) in causal.predict(network, causal.collate(inputs))]
+    for one, got in zip(prompts, found, strict=True):
+        ids = causal.reader.apply_chat_template(
             [one], add_generation_prompt=True, return_tensors="pt", return_dict=False
         )
         for _ in range(6):  # greedily, without a cache
@@ -214,42 +216,42 @@ def test_answers_are_those_of_each_prompt_alone(kind, folder):
             if int(ids[0, -1]) in (0, 2):
                 break
         new = ids[0, -6:] if int(ids[0, -1]) not in (0, 2) else ids[0]
-        assert mine.reader.decode(new, skip_special_tokens=True).endswith(got)
+        assert causal.reader.decode(new, skip_special_tokens=True).endswith(got)
 
 
 def test_an_answer_ends_with_the_templates_end(folder):
-    mine = task(TALKS, folder("llama"))
-    ends = mine._ends(network_of(folder("llama")))
+    causal = task(TALKS, folder("llama"))
+    ends = causal._ends(network_of(folder("llama")))
     assert ends == [0, 2]  # <|endoftext|>, and ChatML's <|im_end|>
 
 
-# What cannot be learned.
+# Examples that cannot be learned.
 
 
 def talk(*roles, text="ka"):
     return [{"role": role, "content": text} for role in roles]
 
 
-def test_what_cannot_be_learned_is_counted_and_left_out(folder, caplog):
+def test_examples_that_cannot_be_learned_are_counted_and_excluded(folder, caplog):
     examples = talks(
         [talk("user", "assistant"), talk("user"), talk("user", "assistant", text=""), [],
          talk("user", "assistant", text=" ".join(WORDS * 9)), talk("user", "assistant")]
     )  # fmt: skip
-    mine = task(TALKS, folder("llama"))
+    causal = task(TALKS, folder("llama"))
     with caplog.at_level(logging.WARNING):
-        encoded = mine.encode(examples)
+        encoded = causal.encode(examples)
     assert len(encoded) == 2
-    told = caplog.text
-    assert "examples: 4 of 6 are left out" in told
-    assert "1: its conversation has no message of the assistant (example 2)" in told
-    assert "its message of user is missing (example 3)" in told
-    assert "its messages are no list of role and content (example 4)" in told
-    assert "its answer alone has more tokens than max-length (example 5)" in told
-    batch = whole_batch(mine, encoded)
-    assert torch.isfinite(mine.loss(network_of(folder("llama")), batch))
+    logged = caplog.text
+    assert "examples: 4 of 6 are left out" in logged
+    assert "1: its conversation has no message of the assistant (example 2)" in logged
+    assert "its message of user is missing (example 3)" in logged
+    assert "its messages are no list of role and content (example 4)" in logged
+    assert "its answer alone has more tokens than max-length (example 5)" in logged
+    batch = whole_batch(causal, encoded)
+    assert torch.isfinite(causal.loss(network_of(folder("llama")), batch))
 
 
-def test_texts_that_are_too_long_are_cut_or_dropped_as_the_preset_says(folder, caplog):
+def test_too_long_texts_are_cut_or_dropped_as_configured(folder, caplog):
     long = [{"role": "user", "content": " ".join(WORDS)}, {"role": "assistant", "content": "ka"}]
     examples = talks([long, talk("user", "assistant")])
     with caplog.at_level(logging.WARNING):
@@ -264,7 +266,7 @@ def test_data_without_any_example_to_learn_is_an_error(folder):
         task(TALKS, folder("llama")).encode(talks([talk("user")] * 2))
 
 
-def test_missing_columns_and_alpacas_two_prompts(folder):
+def test_missing_columns_are_refused_and_alpaca_has_two_prompts(folder):
     data = DataSpec(
         "hub", "alpaca", target_length=8,
         columns=(("instruction", "a"), ("input", "b"), ("completion", "c")),
@@ -277,20 +279,22 @@ def test_missing_columns_and_alpacas_two_prompts(folder):
             "completion": ["lo", "lo", "lo", "lo", " "],
         }
     )
-    mine = task(data, folder("llama"))
-    encoded = mine.encode(examples)
+    causal = task(data, folder("llama"))
+    encoded = causal.encode(examples)
     shown = [
-        mine.reader.decode(row[:n])
+        causal.reader.decode(row[:n])
         for row, n in zip(
             *(encoded.take(np.arange(3))[k] for k in ("input_ids", "length")), strict=True
         )
     ]
     assert shown == ["ka ne:lo<|endoftext|>", "ka:lo<|endoftext|>", "ka:lo<|endoftext|>"]
-    asked = mine.inputs({"instruction": ["ka"], "input": [mine.checked("input", None)]})
-    assert mine.reader.decode(asked["input_ids"][0, : asked["length"][0]]) == "ka:"
+    without_input = causal.inputs({"instruction": ["ka"], "input": [causal.checked("input", None)]})
+    assert (
+        causal.reader.decode(without_input["input_ids"][0, : without_input["length"][0]]) == "ka:"
+    )
 
 
-def test_a_tokenizer_without_a_template_or_of_another_model_is_refused(folder, tmp_path):
+def test_a_tokenizer_without_a_template_or_with_too_many_tokens_is_refused(folder, tmp_path):
     plain = save_speaker("llama", tmp_path / "plain", TEXTS, template=None)
     with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
         task(TALKS, plain).check()
@@ -305,14 +309,14 @@ def test_a_tokenizer_without_a_template_or_of_another_model_is_refused(folder, t
         task(TALKS, plain, 1).check_sizes()
 
 
-def test_a_prompt_of_messages_is_written_as_a_conversation(folder):
-    """What is read is the whole conversation; what is learned, its last answer."""
+def test_a_prompt_of_messages_is_formatted_as_a_conversation(folder):
+    """The conversation is the input; its last answer is the target."""
     where = folder("llama")
-    apart = {"prompt": [talk[:-1] for talk in MESSAGES], "completion": [t[-1:] for t in MESSAGES]}
+    columns = {"prompt": [talk[:-1] for talk in MESSAGES], "completion": [t[-1:] for t in MESSAGES]}
     batch = whole_batch(
-        one := task(COMPLETES, where), one.encode(datasets.Dataset.from_dict(apart))
+        one := task(COMPLETES, where), one.encode(datasets.Dataset.from_dict(columns))
     )
-    whole = whole_batch(other := task(TALKS, where), other.encode(talks()))
-    assert torch.equal(batch["input_ids"], whole["input_ids"])
-    learned = [set(found["positions"].tolist()) for found in (batch, whole)]
+    whole_conversation = whole_batch(other := task(TALKS, where), other.encode(talks()))
+    assert torch.equal(batch["input_ids"], whole_conversation["input_ids"])
+    learned = [set(found["positions"].tolist()) for found in (batch, whole_conversation)]
     assert learned[0] < learned[1]

@@ -1,4 +1,4 @@
-"""Where answers are in a text, by tokenizers and templates that make it hard."""
+"""Answers are located in conversations, for unusual tokenizers and templates."""
 
 import jinja2
 import pytest
@@ -12,7 +12,7 @@ from ravan_flwr.tasks.forms import AnnotatedText, conversation, question
 from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokens_of
 from testing.tiny import CHAT, WORDS, save_bytes_tokenizer
 
-# How published models write a conversation, as far as it matters here.
+# Forms of published chat templates, reduced to the relevant parts.
 INST = """\
 {{ '<s>' }}{% for m in messages %}\
 {% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}\
@@ -36,10 +36,10 @@ DEFAULT_SYSTEM = """\
 
 
 def turns(*contents, system=""):
-    """User and assistant in turn."""
+    """Return messages of user and assistant in turn."""
     roles = ["user", "assistant"] * len(contents)
-    said = [{"role": role, "content": one} for role, one in zip(roles, contents, strict=False)]
-    return [{"role": "system", "content": system}, *said] if system else said
+    messages = [{"role": role, "content": one} for role, one in zip(roles, contents, strict=False)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def test_every_turn_of_the_assistant_is_found_with_its_end(reader, template, exp
     found = written(reader, template, turns("a", "one", "one two?", "two"))
     assert answers(found) == expected
     assert not found.unlearned
-    asked = question(reader, turns("a", "one", "one two?", "two"))
-    assert found.text == asked.text + expected[-1]  # what is learned follows what is given
+    prompt = question(reader, turns("a", "one", "one two?", "two"))
+    assert found.text == prompt.text + expected[-1]  # the answer follows its prompt
 
 
-def test_answers_that_stand_in_the_question_too_are_told_apart(reader):
+def test_an_answer_that_also_occurs_in_the_question_is_located(reader):
     found = written(reader, CHAT, turns("yes", "yes", "yes<|im_end|>", "yes"))
     assert answers(found) == ["yes<|im_end|>\n"] * 2
     assert [start for start, _ in found.answers] == [
@@ -82,7 +82,7 @@ def test_answers_that_stand_in_the_question_too_are_told_apart(reader):
     ]
 
 
-def test_a_template_that_strips_and_one_that_changes_earlier_turns(reader):
+def test_templates_that_strip_or_rewrite_earlier_turns_are_supported(reader):
     found = written(reader, INST, turns("a", "  one \n", "b", "two"))
     assert answers(found) == [" one</s>", " two</s>"]
     found = written(
@@ -96,7 +96,7 @@ def test_a_template_that_strips_and_one_that_changes_earlier_turns(reader):
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "told"),
+    ("template", "messages", "message"),
     [
         (CHAT, turns("a"), "no message of the assistant"),
         (CHAT, turns("a", ""), "its answer is empty"),
@@ -108,18 +108,18 @@ def test_a_template_that_strips_and_one_that_changes_earlier_turns(reader):
         ("{{ ''.__class__.__mro__ }}", turns("a", "one"), "chat template"),
     ],
 )
-def test_what_cannot_be_learned_is_told(reader, template, messages, told):
-    with pytest.raises(UnreadableError, match=told):
+def test_conversations_without_a_trainable_answer_are_refused(reader, template, messages, message):
+    with pytest.raises(UnreadableError, match=message):
         written(reader, template, messages)
 
 
-def test_a_template_that_is_none_is_an_error_of_its_own(reader):
+def test_an_invalid_template_raises_its_own_error(reader):
     with pytest.raises(ValueError, match="chat template: line 1: .*; expected a template of Jinja"):
         written(reader, "{% for %}", turns("a", "one"))
 
 
-def test_a_template_reaches_no_file(reader, tmp_path):
-    """The sandbox is that of transformers; if it went away, this would tell."""
+def test_a_template_cannot_read_files(reader, tmp_path):
+    """The sandbox is transformers'; this test would detect its removal."""
     (tmp_path / "secret").write_text("hidden")
     for code in (
         f"{{% include '{tmp_path}/secret' %}}",
@@ -139,13 +139,15 @@ TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
 
 
 @given(TEXTS, TEXTS)
-def test_the_tokens_before_an_answer_are_those_of_the_prompt_alone(reader_of_all, prompt, answer):
-    """Whatever would merge over the border."""
-    whole = AnnotatedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
-    found = tokens_of(reader_of_all, whole)
-    asked = question_tokens(reader_of_all, AnnotatedText(prompt), 99)
-    assert found.ids[: len(asked)] == asked
-    assert found.learned == [False] * len(asked) + [True] * (len(found) - len(asked))
+def test_the_tokens_before_an_answer_equal_those_of_the_prompt_alone(reader_of_all, prompt, answer):
+    """Also where tokens would merge over the border."""
+    both = AnnotatedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
+    found = tokens_of(reader_of_all, both)
+    prompt_tokens = question_tokens(reader_of_all, AnnotatedText(prompt), 99)
+    assert found.ids[: len(prompt_tokens)] == prompt_tokens
+    assert found.learned == [False] * len(prompt_tokens) + [True] * (
+        len(found) - len(prompt_tokens)
+    )
     assert found.ids[-1] == reader_of_all.eos_token_id
     assert reader_of_all.decode(found.ids[:-1]) == prompt + answer
 
@@ -156,7 +158,7 @@ def reader_of_all(tmp_path_factory):
     return save_bytes_tokenizer(tmp_path_factory.mktemp("reader"), texts)
 
 
-def test_the_famous_space_at_the_end_of_a_prompt(reader_of_all):
+def test_a_space_at_the_end_of_a_prompt_is_not_merged_into_the_answer(reader_of_all):
     """ "Answer: " and "ka" have the token " ka" in common, which a prompt alone does not give."""
     together = reader_of_all("ne: ka", add_special_tokens=False).input_ids
     alone = reader_of_all("ne: ", add_special_tokens=False).input_ids
@@ -187,7 +189,7 @@ def sentencepiece_like(*, begins):
     )
 
 
-def test_a_token_of_the_beginning_is_there_once(reader):
+def test_the_bos_token_occurs_once(reader):
     reader = sentencepiece_like(begins=True)
     plain = tokens_of(reader, AnnotatedText("kane lora", ((5, 9),)))
     assert plain.ids[0] == 1
@@ -201,14 +203,14 @@ def test_a_token_of_the_beginning_is_there_once(reader):
     assert without.ids[0] != 1
 
 
-# What is too long.
+# Too long texts.
 
 TEXT = Tokens(
     [1, 10, 11, 12, 20, 21, 13, 22, 23], [False] * 4 + [True] * 2 + [False, True, True], 1
 )
 
 
-def test_what_is_too_long_is_cut_from_the_prompt_and_keeps_its_beginning():
+def test_too_long_prompts_are_cut_and_keep_their_bos_token():
     assert shortened(TEXT, 9, "drop") is TEXT
     cut = shortened(TEXT, 8, "cut")
     assert cut.ids == [1, 11, 12, 20, 21, 13, 22, 23]
@@ -220,19 +222,19 @@ def test_what_is_too_long_is_cut_from_the_prompt_and_keeps_its_beginning():
 @pytest.mark.parametrize(
     ("most", "expected"), [(7, [20, 21, 22, 23]), (6, [22, 23]), (5, [22, 23]), (4, [22, 23])]
 )
-def test_an_answer_without_what_was_before_it_is_not_learned(most, expected):
+def test_an_answer_without_any_context_is_not_learned(most, expected):
     cut = shortened(TEXT, most, "cut")
     assert len(cut) == most
     assert learned(cut) == expected
 
 
-def test_an_answer_that_fills_everything_is_left_out():
+def test_an_answer_that_fills_the_whole_length_is_excluded():
     with pytest.raises(UnreadableError, match="its answer alone has more tokens than max-length"):
         shortened(TEXT, 3, "cut")
     all_learned = Tokens(TEXT.ids, [True] * 9, 1)
     assert sum(shortened(all_learned, 3, "cut", learn_all=True).learned) == 3
 
 
-def test_a_text_of_one_token_has_nothing_to_learn():
+def test_a_text_of_one_token_has_no_target():
     with pytest.raises(UnreadableError, match="no token to learn"):
         shortened(Tokens([5], [True]), 9, "cut", learn_all=True)

@@ -1,4 +1,4 @@
-"""Processes that begin at the same time encode the examples once."""
+"""Processes that start at the same time encode the examples once."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,31 +11,31 @@ from datasets import Value
 from ravan_flwr.tasks.base import encoded_as_it_is, mapped
 
 
-def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
-    """Each reads the data set by itself, as a process does; a lock is a process's or a thread's."""
+def test_the_second_process_uses_the_result_of_the_first(tmp_path):
+    """Each loads the data set itself, as a process does; the lock is by process or thread."""
     datasets.Dataset.from_dict({"x": list(range(600))}).save_to_disk(tmp_path / "data")
     batches = []
 
     def function(columns):
         batches.append(len(columns["x"]))
-        time.sleep(0.05)  # time for the other to begin
+        time.sleep(0.05)  # time for the other to start
         return {"y": 2 * np.asarray(columns["x"])}
 
     def encoded(_):
         examples = datasets.load_from_disk(str(tmp_path / "data"))
-        made = mapped(examples, function, {"y": Value("int64")}, {})
-        return encoded_as_it_is(made).table["y"].tolist()
+        in_memory = mapped(examples, function, {"y": Value("int64")}, {})
+        return encoded_as_it_is(in_memory).table["y"].tolist()
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(encoded, range(2))
     assert one == other == list(range(0, 1200, 2))
     assert sum(batches) == 600
-    # Who comes later finds it, and nothing is locked; what is in memory alone has no cache.
+    # A later process finds the result without a lock; a data set in memory has no cache.
     assert encoded(0) == one
     for lock in Path(tmp_path).rglob("*.lock"):
         lock.unlink()
     assert encoded(0) == one
     assert not [*Path(tmp_path).rglob("*.lock")]
     alone = datasets.Dataset.from_dict({"x": [1, 2]})
-    made = encoded_as_it_is(mapped(alone, function, {"y": Value("int64")}, {}))
-    assert made.table["y"].tolist() == [2, 4]
+    in_memory = encoded_as_it_is(mapped(alone, function, {"y": Value("int64")}, {}))
+    assert in_memory.table["y"].tolist() == [2, 4]

@@ -1,4 +1,4 @@
-"""Commands and options ask a task for more than every task has; one that lacks it is refused."""
+"""A task without the methods that a command or option needs is refused."""
 
 import pytest
 
@@ -14,7 +14,7 @@ OF_OPTIONS = {
 
 
 class Bare(Task):
-    """What every task has, and nothing else."""
+    """A task with the required methods alone."""
 
     metric = "loss"
 
@@ -34,25 +34,27 @@ class Bare(Task):
         return {}
 
 
-def test_a_task_itself_has_nothing_that_options_alone_ask_for():
+def test_the_base_class_has_no_method_that_only_options_need():
     assert not OF_OPTIONS & set(dir(Bare))
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("kind", "extension"),
     [(Predicts, "predict"), (Packs, "batching=packed"), (ByExample, "privacy=example")],
 )
-def test_a_task_without_them_is_refused_with_what_was_asked_for(kind, asked):
+def test_a_task_without_the_extension_is_refused_with_its_name(kind, extension):
     bare = Bare(DataSpec("hub"), 16, lambda: None)
-    with pytest.raises(ValueError, match=f"{asked}: got task Bare, which is no {kind.__name__}"):
-        task_with(kind, bare, asked)
+    with pytest.raises(
+        ValueError, match=f"{extension}: got task Bare, which is no {kind.__name__}"
+    ):
+        task_with(kind, bare, extension)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_row_promises_what_its_class_has(name):
+def test_a_tasks_row_matches_its_class(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
 
 
-def test_packing_is_refused_for_a_task_that_does_not_pack():
+def test_packing_is_refused_for_a_task_without_it():
     with pytest.raises(ValueError, match="batching = 'packed': .* has task 'text'"):
         read_config({"preset": "glue-llama", "batching": "packed"})

@@ -32,14 +32,14 @@ def task(kind, labels=()):
 
 
 @given(ANSWERS, st.lists(ANSWERS, min_size=1, max_size=4))
-def test_f1_is_that_of_the_squad_scorer(answer, right):
+def test_f1_equals_the_squad_scorers(answer, right):
     prediction: dict[str, str] = {"prediction_text": answer, "id": "1"}
     target: Any = {"answers": {"answer_start": [0] * len(right), "text": right}, "id": "1"}
     expected = float(squad([prediction], [target])["f1"]) / 100
     assert task(QuestionAnswering).score(answer, right) == pytest.approx(expected, abs=1e-6)
 
 
-def test_words_of_random_text_are_those_of_the_scorer():
+def test_words_of_random_text_equal_the_scorers():
     draw = random.Random(0)
     alphabet = string.ascii_letters + string.punctuation + " \t\nàß"
     for _ in range(300):
@@ -52,17 +52,17 @@ def test_words_of_random_text_are_those_of_the_scorer():
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
-def test_accuracy_and_loss_are_scikit_learns(pairs):
-    wanted, leaning = (torch.tensor(column) for column in zip(*pairs, strict=True))
+def test_accuracy_and_loss_equal_scikit_learns(pairs):
+    labels, leaning = (torch.tensor(column) for column in zip(*pairs, strict=True))
     logits = torch.randn(len(pairs), 5, generator=torch.Generator().manual_seed(0))
     logits[torch.arange(len(pairs)), leaning] += 10
-    sums = right_and_loss(logits, wanted)
-    assert sums["accuracy"] / len(pairs) == pytest.approx(accuracy_score(wanted, logits.argmax(-1)))
-    reference = log_loss(wanted, logits.double().softmax(-1), labels=range(5))
+    sums = right_and_loss(logits, labels)
+    assert sums["accuracy"] / len(pairs) == pytest.approx(accuracy_score(labels, logits.argmax(-1)))
+    reference = log_loss(labels, logits.double().softmax(-1), labels=range(5))
     assert sums["loss"] / len(pairs) == pytest.approx(reference, rel=1e-4, abs=1e-6)
 
 
-def test_a_label_is_right_if_it_is_written_exactly():
+def test_a_label_is_correct_if_it_is_generated_exactly():
     names = ("sci.med", "sci.space")
     draw = random.Random(1)
     answers = [draw.choice([*names, "sci.Med", " sci.med ", "sci", ""]) for _ in range(50)]
@@ -72,7 +72,7 @@ def test_a_label_is_right_if_it_is_written_exactly():
     assert np.mean(scores) == pytest.approx(accuracy_score(right, stripped))
 
 
-def test_several_test_sets_are_told_together_and_apart(monkeypatch):
+def test_several_test_sets_have_joint_and_separate_metrics(monkeypatch):
     sets = {"one": Encoded({}, np.arange(30)), "two": Encoded({}, np.arange(10))}
     sums = {30: {"accuracy": 15.0, "loss": 30.0}, 10: {"accuracy": 10.0, "loss": 30.0}}
     monkeypatch.setattr(
@@ -90,8 +90,8 @@ def test_several_test_sets_are_told_together_and_apart(monkeypatch):
     assert alone == {"accuracy": 0.5, "loss": 1.0}
 
 
-def test_answers_may_be_written_as_squad_has_them():
-    """A mapping, of which `text` has the answers."""
+def test_answers_may_have_squads_form():
+    """A mapping has the answers under `text`."""
     own = [
         {"text": ["a cat", "cat"], "answer_start": [0, 2]},
         {"text": ["mat"], "answer_start": [9]},
@@ -109,7 +109,7 @@ def test_answers_may_be_written_as_squad_has_them():
         task(QuestionAnswering).answers(none)
 
 
-def test_a_label_counts_without_the_spaces_around_it():
+def test_spaces_around_a_label_are_ignored():
     spaced = task(TextToLabel, ("positive ", "negative"))
     right = spaced.answers(datasets.Dataset.from_dict({"label": ["positive ", "negative"]}))
     assert [spaced.score(" positive", right[0]), spaced.score("positive ", right[1])] == [1.0, 0.0]

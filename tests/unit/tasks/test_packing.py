@@ -1,4 +1,4 @@
-"""Texts side by side in a row: nothing differs from each text alone, but the padding."""
+"""Packed rows give the same results as separate texts, without padding."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ TALK = [
     [{"role": role, "content": one} for role, one in zip(("user", "assistant"), two, strict=True)]
     for two in TURNS
 ] + MESSAGES[:1]  # a long one beside short ones
-# An architecture, and what its configuration says otherwise: windows shorter than the texts, too.
+# Architectures with changes of their configurations, such as windows shorter than the texts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in SPEAKERS},
     "mistral with a window": ("mistral", {"sliding_window": 5}),
@@ -36,14 +36,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made: dict[str, object] = {}
+    paths: dict[str, object] = {}
 
     def of(name):
         kind, changes = KINDS[name]
-        if name not in made:
+        if name not in paths:
             where = tmp_path_factory.mktemp("models")
-            made[name] = save_speaker(kind, where, TEXTS, initializer_range=0.3, **changes)
-        return made[name]
+            paths[name] = save_speaker(kind, where, TEXTS, initializer_range=0.3, **changes)
+        return paths[name]
 
     return of
 
@@ -58,7 +58,7 @@ def network_of(where):
 
 
 def loss_and_gradients(one, network, *batches):
-    """The mean over all learned tokens of these batches, and its gradients."""
+    """Return the mean over all learned tokens of these batches, and its gradients."""
     network.zero_grad()
     number = sum(one.size(batch) for batch in batches)
     losses = [one.loss(network, batch) * (one.size(batch) / number) for batch in batches]
@@ -74,7 +74,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_loss_and_gradients_are_those_of_each_text_alone(name, folder):
+def test_loss_and_gradients_equal_those_of_separate_texts(name, folder):
     one, network = task(folder(name)), network_of(folder(name))
     one.adjust(network)
     check_packing(network)
@@ -84,13 +84,13 @@ def test_loss_and_gradients_are_those_of_each_text_alone(name, folder):
     assert batch["input_ids"].shape[0] < len(encoded)
     assert batch["input_ids"].shape[1] == int(one.lengths(encoded).max())
     found = loss_and_gradients(one, network, batch)
-    alone = [one.collate(encoded.take(np.array([row]))) for row in everything]  # a slow loop
+    alone = [one.collate(encoded.take(np.array([row]))) for row in everything]  # a plain loop
     assert_same(found, loss_and_gradients(one, network, *alone))
     assert_same(found, loss_and_gradients(one, network, one.collate(encoded.take(everything))))
 
 
 @pytest.mark.parametrize("form", ["messages", "all tokens"])
-def test_it_is_trls_packing(form, folder, tmp_path):
+def test_packing_equals_trls(form, folder, tmp_path):
     where = folder("llama")
     data = dataclasses.replace(TALKS, loss_on="all" if form == "all tokens" else "answers")
     options = {"assistant_only_loss": True} if form == "messages" else {}
@@ -103,25 +103,26 @@ def test_it_is_trls_packing(form, folder, tmp_path):
     assert_same(loss_and_gradients(one, network, batch), (loss, grads))
 
 
-def test_no_text_sees_another(folder):
-    """Other tokens in all texts but one change no bit of what the network makes of that one."""
+def test_packed_texts_are_independent(folder):
+    """Changing the tokens of all texts but one changes no bit of that text's outputs."""
     one, network = task(folder("llama")), network_of(folder("llama"))
     encoded = one.encode(talks(TALK))
     batch = one.packed(encoded.take(np.arange(len(encoded))))
     ids, positions = batch["input_ids"], batch["position_ids"]
-    text = (positions == 0).cumsum(1)  # their numbers in each row
-    mine = text == 2
-    others = torch.where(mine, ids, (ids + 7) % 300)
+    text = (positions == 0).cumsum(1)  # the texts' numbers in each row
+    in_text = text == 2
+    others = torch.where(in_text, ids, (ids + 7) % 300)
     with torch.inference_mode():
         before, after = (
-            hidden_states(network, tokens, position_ids=positions)[mine] for tokens in (ids, others)
+            hidden_states(network, tokens, position_ids=positions)[in_text]
+            for tokens in (ids, others)
         )
     assert torch.equal(before, after)
-    assert mine.any()
+    assert in_text.any()
 
 
-def test_texts_of_one_length_stay_below_each_other(folder):
-    """Nothing is gained there, and attention without a mask is quicker."""
+def test_texts_of_equal_length_are_not_packed(folder):
+    """Packing would gain nothing there, and attention without a mask is faster."""
     one = task(folder("llama"))
     encoded = one.encode(talks([TALK[0]] * 3))
     rows = encoded.take(np.arange(3))
@@ -134,7 +135,7 @@ LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
 @given(LENGTHS)
-def test_every_token_is_laid_out_once(lengths):
+def test_every_token_is_packed_once(lengths):
     counts = np.array(lengths)
     length = int(counts.max())
     within = torch.arange(length) < torch.from_numpy(counts)[:, None]
@@ -147,7 +148,7 @@ def test_every_token_is_laid_out_once(lengths):
     assert sorted(tokens[tokens > 0].tolist()) == sorted(ids[within].tolist())
     assert batch["input_ids"].shape[1] == length
     assert len(batch["input_ids"]) <= len(lengths)
-    # Each position that counts is followed by its target, which are in the same order.
+    # Each learned position is followed by its target, in the same order.
     assert torch.equal(batch["targets"], plain["targets"])
     assert torch.equal(tokens[batch["positions"] + 1], batch["targets"])
     if "position_ids" in batch:
@@ -156,7 +157,7 @@ def test_every_token_is_laid_out_once(lengths):
         assert sorted(starts.tolist()) == sorted(ids[:, 0].tolist())
 
 
-# With weights as large as trained ones, through which what is carried along shows.
+# Weights as large as trained ones make state that is carried along a row visible.
 _SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5,
 }  # fmt: skip
@@ -182,13 +183,13 @@ CARRYING = {
 
 
 @pytest.mark.parametrize("kind", CARRYING)
-def test_a_network_that_carries_something_along_a_row_is_refused(kind):
+def test_a_network_that_carries_state_along_a_row_is_refused(kind):
     network = CARRYING[kind]().eval()
     with pytest.raises(ValueError, match=f"batching = 'packed': in {type(network).__name__} texts"):
         check_packing(network)
 
 
-def test_what_only_its_numbers_betray_is_refused(folder):
+def test_a_network_whose_outputs_depend_on_other_texts_is_refused(folder):
     network = network_of(folder("llama"))
     forward = network.base_model.forward
 
@@ -204,7 +205,7 @@ def test_what_only_its_numbers_betray_is_refused(folder):
         check_packing(network)
 
 
-def test_keys_that_do_not_go_with_the_preset_are_refused():
+def test_keys_that_do_not_apply_to_the_preset_are_refused():
     with pytest.raises(ValueError, match=r"batching = 'packed': .*digits-vit.yaml has no text"):
         read_config({"batching": "packed"})
     with pytest.raises(ValueError, match=r"batching = 'packed': .*glue-llama.yaml has task"):

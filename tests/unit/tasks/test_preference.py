@@ -1,4 +1,4 @@
-"""Losses, accuracies and margins of preferences equal TRL's; what cannot be learned is told."""
+"""Losses, accuracies and margins of preferences equal TRL's; invalid examples are counted."""
 
 import dataclasses
 import logging
@@ -49,13 +49,13 @@ def say(role, content):
 
 
 def rows(form):
-    """Six preferences, as TRL's formats have them."""
-    asked, good, bad = TEXTS[:6], TEXTS[6:12], TEXTS[12:18]
+    """Return six preferences, in TRL's formats."""
+    prompts, good, bad = TEXTS[:6], TEXTS[6:12], TEXTS[12:18]
     if form == "texts":
-        return {"prompt": asked, "chosen": [f" {x}" for x in good], "rejected": bad}
+        return {"prompt": prompts, "chosen": [f" {x}" for x in good], "rejected": bad}
     before = [
         [say("user", a), say("assistant", b), say("user", c)]
-        for a, b, c in zip(asked, TEXTS[18:], reversed(asked), strict=True)
+        for a, b, c in zip(prompts, TEXTS[18:], reversed(prompts), strict=True)
     ]
     answers = [[[say("assistant", x)] for x in of] for of in (good, bad)]
     if form == "a prompt of messages":
@@ -72,7 +72,7 @@ def whole_batch(one, encoded):
 
 
 def adapted(where):
-    """The network with a LoRA in it that is not zero, and the factors by layer."""
+    """Return the network with a non-zero LoRA, and the factors by layer."""
     network, random = network_of(where).requires_grad_(False), torch.Generator().manual_seed(0)
     layers, factors = find_layers(network, ["q_proj", "v_proj"]), {}
 
@@ -89,7 +89,7 @@ def adapted(where):
 
 
 def by_trl(where, factors, examples, beta, folder):
-    """TRL with that LoRA: its batch of all examples, its loss, its metrics, and its layers."""
+    """Return TRL's batch of all examples with that LoRA, its loss, its metrics, and its layers."""
     trl = pytest.importorskip("trl", reason="TRL is what is compared with: pip install .[dev]")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,8 +116,8 @@ def by_trl(where, factors, examples, beta, folder):
         trainer.model.train()
         loss = trainer.compute_loss(trainer.model, dict(batch))
         loss.backward()
-    told = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    return batch, float(loss.detach()), told, layers
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return batch, float(loss.detach()), metrics, layers
 
 
 def layers_of(trainer, names):
@@ -125,14 +125,14 @@ def layers_of(trainer, names):
 
 
 @pytest.mark.parametrize(("form", "beta"), [*zip(FORMS, (0.1, 0.5, 0.02), strict=True)])
-def test_tokens_loss_metrics_and_gradients_are_those_of_trl(form, beta, where, tmp_path):
+def test_tokens_loss_metrics_and_gradients_equal_trls(form, beta, where, tmp_path):
     network, factors = adapted(where)
     examples = datasets.Dataset.from_dict(rows(form))
-    expected, loss, told, layers = by_trl(where, factors, examples, beta, tmp_path)
-    mine = task(FORMS[form], where, beta=beta)
-    batch = whole_batch(mine, mine.encode(examples))
+    expected, loss, metrics, layers = by_trl(where, factors, examples, beta, tmp_path)
+    preference = task(FORMS[form], where, beta=beta)
+    batch = whole_batch(preference, preference.encode(examples))
     pairs = len(examples)
-    order = torch.arange(2 * pairs).view(2, pairs).T.flatten()  # theirs: all chosen ones first
+    order = torch.arange(2 * pairs).view(2, pairs).T.flatten()  # TRL has all chosen ones first
     ids, mask = (expected[k][order] for k in ("input_ids", "attention_mask"))
     assert torch.equal(batch["input_ids"] * mask, ids * mask)
     learned = torch.zeros(ids.shape, dtype=torch.bool)
@@ -140,14 +140,19 @@ def test_tokens_loss_metrics_and_gradients_are_those_of_trl(form, beta, where, t
     assert torch.equal(learned, expected["completion_mask"][order].bool())
 
     with torch.no_grad():
-        measured, rewards = mine.measure(network, batch, []), mine.rewards(network, batch)
+        measured, rewards = (
+            preference.measure(network, batch, []),
+            preference.rewards(network, batch),
+        )
     assert measured["loss"] / pairs == pytest.approx(loss, abs=1e-5)
-    assert measured["accuracy"] / pairs == pytest.approx(told["rewards/accuracies"], abs=1e-5)
-    assert measured["margin"] / pairs == pytest.approx(told["rewards/margins"], abs=1e-5)
+    assert measured["accuracy"] / pairs == pytest.approx(metrics["rewards/accuracies"], abs=1e-5)
+    assert measured["margin"] / pairs == pytest.approx(metrics["rewards/margins"], abs=1e-5)
     means = rewards.mean(0).tolist()
-    assert means == pytest.approx([told["rewards/chosen"], told["rewards/rejected"]], abs=1e-5)
+    assert means == pytest.approx(
+        [metrics["rewards/chosen"], metrics["rewards/rejected"]], abs=1e-5
+    )
     assert 0 < measured["accuracy"] < pairs
-    found = mine.loss(network, batch)
+    found = preference.loss(network, batch)
     found.backward()
     assert float(found.detach()) == pytest.approx(loss, abs=1e-5)
     for name, layer in zip(factors, layers, strict=True):
@@ -157,12 +162,12 @@ def test_tokens_loss_metrics_and_gradients_are_those_of_trl(form, beta, where, t
 
 
 def test_blocks_of_logits_change_neither_loss_nor_gradients(where, monkeypatch):
-    mine, found = task(PLAIN, where), []
-    batch = whole_batch(mine, mine.encode(datasets.Dataset.from_dict(rows("texts"))))
+    preference, found = task(PLAIN, where), []
+    batch = whole_batch(preference, preference.encode(datasets.Dataset.from_dict(rows("texts"))))
     for block in (token_loss.BLOCK, 5 * 4 * 384):
         monkeypatch.setattr(token_loss, "BLOCK", block)
         network, factors = adapted(where)
-        loss = mine.loss(network, batch)
+        loss = preference.loss(network, batch)
         loss.backward()
         grads = [network.get_submodule(name).A.grad for name in factors]
         found.append((float(loss.detach()), torch.cat([grad.flatten() for grad in grads])))
@@ -170,22 +175,22 @@ def test_blocks_of_logits_change_neither_loss_nor_gradients(where, monkeypatch):
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-7)
 
 
-def test_the_reference_is_the_network_before_training_and_the_adapters_are_back(where):
+def test_the_reference_is_the_untrained_network_and_adapters_are_restored(where):
     network, factors = adapted(where)
     before = [network.get_submodule(name) for name in factors]
-    mine = task(PLAIN, where)
-    batch = whole_batch(mine, mine.encode(datasets.Dataset.from_dict(rows("texts"))))
-    rewards = mine.rewards(network, batch)
+    preference = task(PLAIN, where)
+    batch = whole_batch(preference, preference.encode(datasets.Dataset.from_dict(rows("texts"))))
+    rewards = preference.rewards(network, batch)
     plain = token_loss.losses_of_texts(network_of(where), **batch)
     policy = token_loss.losses_of_texts(network, **batch)
     torch.testing.assert_close(rewards.flatten(), 0.1 * (plain - policy))
     assert [network.get_submodule(name) for name in factors] == before
     for layer in before:
         torch.nn.init.zeros_(layer.B)
-    assert float(mine.loss(network, batch).detach()) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(preference.loss(network, batch).detach()) == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_an_error_within_the_reference_leaves_the_adapters_in_their_places(where):
+def test_an_error_in_the_reference_pass_restores_the_adapters(where):
     network, factors = adapted(where)
     batch = {"input_ids": torch.tensor([[10**6], [0]]), "positions": torch.tensor([0, 1]),
              "targets": torch.tensor([0, 0])}  # fmt: skip
@@ -194,7 +199,7 @@ def test_an_error_within_the_reference_leaves_the_adapters_in_their_places(where
     assert all(isinstance(network.get_submodule(name), LoRALinear) for name in factors)
 
 
-def test_nothing_drops_out(where):
+def test_dropout_is_disabled(where):
     network = network_of(where)
     network.model.layers[0].self_attn.attention_dropout = 0.5
     network.model.layers[0].mlp.extra = torch.nn.Dropout(0.5)
@@ -204,46 +209,46 @@ def test_nothing_drops_out(where):
     assert network.model.layers[0].self_attn.attention_dropout == 0
 
 
-def test_a_step_works_on_twice_the_longer_text_of_each_pair(where):
-    mine = task(PLAIN, where)
-    encoded = mine.encode(datasets.Dataset.from_dict(rows("texts")))
-    for number, tokens in enumerate(mine.lengths(encoded)):
-        alone = mine.collate(encoded.take(np.array([number])))
+def test_a_step_computes_twice_the_longer_text_of_each_pair(where):
+    preference = task(PLAIN, where)
+    encoded = preference.encode(datasets.Dataset.from_dict(rows("texts")))
+    for number, tokens in enumerate(preference.lengths(encoded)):
+        alone = preference.collate(encoded.take(np.array([number])))
         assert alone["input_ids"].numel() == tokens
-        assert mine.size(alone) == 1
+        assert preference.size(alone) == 1
 
 
-# What cannot be learned.
+# Examples that cannot be learned.
 
 
-def check_left_out(spec, where, columns, rows, caplog, told):
-    """All but five of these rows are left, and the log tells why of each of these."""
+def check_excluded(spec, where, columns, rows, caplog, messages):
+    """Check that five of these rows are left, and that the log has each of these messages."""
     examples = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
     with caplog.at_level(logging.WARNING):
         encoded = task(spec, where).encode(datasets.Dataset.from_dict(examples))
     assert len(encoded) == len(rows) - 5
     assert f"5 of {len(rows)} are left out" in caplog.text
-    for text in told:
+    for text in messages:
         assert text in caplog.text
 
 
-def test_hostile_rows_are_counted_and_left_out(where, caplog):
+def test_invalid_rows_are_counted_and_excluded(where, caplog):
     good = ("ka", "lo", "mi")
     triples = [
         good, ("ka", "", "mi"), ("ka", "lo", None), ("ka", "lo", "lo"), (" ", "lo", "mi"),
         ("ka", " ".join(WORDS * 9), "mi"), good,
     ]  # fmt: skip
-    told = (
+    messages = (
         "examples: 5 of 7 are left out", "1: its chosen is missing (example 2)",
         "its rejected is missing (example 3)",
         "its chosen and rejected answers are the same (example 4)",
         "its prompt is missing (example 5)",
         "its longer answer leaves no room for a prompt within max-length (example 6)",
     )  # fmt: skip
-    check_left_out(PLAIN, where, ("prompt", "chosen", "rejected"), triples, caplog, told)
+    check_excluded(PLAIN, where, ("prompt", "chosen", "rejected"), triples, caplog, messages)
 
 
-def test_hostile_conversations_are_counted_and_left_out(where, caplog):
+def test_invalid_conversations_are_counted_and_excluded(where, caplog):
     ask, answer, other = say("user", "ka"), say("assistant", "lo"), say("assistant", "mi")
     pairs = [
         ([ask, answer], [ask, other]),
@@ -253,28 +258,28 @@ def test_hostile_conversations_are_counted_and_left_out(where, caplog):
         ([answer], [other]),
         ([], [ask, other]),
     ]
-    told = (
+    messages = (
         "its conversations differ before their last answers (example 2)",
         "its rejected answer is empty (example 3)",
         "its rejected is not one message of the assistant after the rest (example 4)",
         "its conversation asks for nothing (example 5)",
         "its messages are no list of role and content (example 6)",
     )  # fmt: skip
-    check_left_out(TALKS, where, ("chosen", "rejected"), pairs, caplog, told)
+    check_excluded(TALKS, where, ("chosen", "rejected"), pairs, caplog, messages)
 
 
-def test_a_prompt_that_is_too_long_loses_its_front_in_both_texts(where, caplog):
+def test_a_too_long_prompt_is_cut_at_its_front_in_both_texts(where, caplog):
     long = " ".join(WORDS)
     columns = {"prompt": [long, "ka"], "chosen": [" lo", " lo"], "rejected": [" mi ra", " ra"]}
     examples = datasets.Dataset.from_dict(columns)
-    mine = task(PLAIN, where, 20)
+    preference = task(PLAIN, where, 20)
     with caplog.at_level(logging.WARNING):
-        encoded = mine.encode(examples)
+        encoded = preference.encode(examples)
         assert len(task(PLAIN, where, 20, overlong="drop").encode(examples)) == 1
     assert "1 of 2 have more tokens than max-length = 20 and are cut from the front" in caplog.text
     batch = encoded.take(np.array([0]))
     both = [
-        mine.reader.decode(ids[:n])
+        preference.reader.decode(ids[:n])
         for ids, n in zip(batch["input_ids"][0], batch["length"][0].tolist(), strict=True)
     ]
     end = "<|endoftext|>"
@@ -289,7 +294,7 @@ def test_conversations_need_a_chat_template(where, tmp_path):
     plain = save_speaker("llama", tmp_path / "plain", TEXTS, template=None)
     with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
         task(TALKS, plain).check()
-    task(PLAIN, plain).check()  # it may have texts
+    task(PLAIN, plain).check()  # plain texts need no template
     listed = datasets.Dataset.from_dict(rows("a prompt of messages"))
     with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
         task(PLAIN, plain).encode(listed)
@@ -302,23 +307,23 @@ def test_a_missing_column_is_named():
         by_role(examples, PLAIN, "data here")
 
 
-def test_it_answers_by_the_prompt_alone(where):
-    mine, network = task(PLAIN, where), network_of(where)
-    assert mine.input_roles == ["prompt"]
+def test_answers_depend_on_the_prompt_alone(where):
+    preference, network = task(PLAIN, where), network_of(where)
+    assert preference.input_roles == ["prompt"]
     assert task(TALKS, where).input_roles == ["chosen"]
     with pytest.raises(UnreadableError, match="its chosen is missing"):
         task(TALKS, where).checked("chosen", None)
-    inputs = {n: torch.from_numpy(a) for n, a in mine.inputs({"prompt": TEXTS[:2]}).items()}
-    assert len(mine.predict(network, mine.collate(inputs))) == 2
-    whole = rows("whole conversations")
-    talked = task(TALKS, where).inputs({"chosen": whole["chosen"][:1]})
-    asked = mine.reader.apply_chat_template(
-        whole["chosen"][0][:-1], add_generation_prompt=True, return_dict=False
+    inputs = {n: torch.from_numpy(a) for n, a in preference.inputs({"prompt": TEXTS[:2]}).items()}
+    assert len(preference.predict(network, preference.collate(inputs))) == 2
+    conversations = rows("whole conversations")
+    talked = task(TALKS, where).inputs({"chosen": conversations["chosen"][:1]})
+    prompt = preference.reader.apply_chat_template(
+        conversations["chosen"][0][:-1], add_generation_prompt=True, return_dict=False
     )
-    assert talked["input_ids"][0, : talked["length"][0]].tolist() == asked
+    assert talked["input_ids"][0, : talked["length"][0]].tolist() == prompt
 
 
 @pytest.mark.parametrize(("kind", "key"), [(Packs, "batching=packed"), (ByExample, "privacy")])
-def test_what_needs_texts_apart_is_refused(kind, key, where):
+def test_options_that_need_separate_texts_are_refused(kind, key, where):
     with pytest.raises(ValueError, match=f"{key}: got task Preference, which is no"):
         task_with(kind, task(PLAIN, where), key)

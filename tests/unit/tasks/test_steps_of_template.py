@@ -1,4 +1,4 @@
-"""A chat template that goes on for ever ends with an error; others are as they were."""
+"""An endless chat template raises an error; other templates are unaffected."""
 
 import resource
 import sys
@@ -32,15 +32,15 @@ def task(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("how", ENDLESS)
-def test_a_template_that_goes_on_and_on_is_refused(how, task):
+@pytest.mark.parametrize("template", ENDLESS)
+def test_an_endless_template_is_refused(template, task):
     examples, before = datasets.Dataset.from_dict({"messages": [TALK]}), sys.gettrace()
     with pytest.raises(ValueError, match=rf"template: it takes more than {MOST_STEPS:,} steps"):
-        task(ENDLESS[how]).encode(examples)
+        task(ENDLESS[template]).encode(examples)
     assert sys.gettrace() is before
 
 
-def test_a_template_that_takes_all_memory_is_named(task):
+def test_a_template_that_uses_all_memory_is_reported(task):
     twice = "{% set ns.x = ns.x + ns.x %}"
     template = "{% set ns = namespace(x='ka') %}{% for _ in range(64) %}" + twice + "{% endfor %}"
     reader, limits = task(template + CHAT).reader, resource.getrlimit(resource.RLIMIT_AS)
@@ -53,7 +53,7 @@ def test_a_template_that_takes_all_memory_is_named(task):
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def test_a_conversation_of_too_many_messages_is_left_out_and_counted(task, caplog):
+def test_a_conversation_of_too_many_messages_is_excluded_and_counted(task, caplog):
     most = TALK * (MOST_MESSAGES // 2)
     talks = [TALK, [*most, TALK[0]], TALK * 50_000]
     with caplog.at_level("WARNING"):
@@ -62,8 +62,8 @@ def test_a_conversation_of_too_many_messages_is_left_out_and_counted(task, caplo
     assert len(messages_of(most)) == MOST_MESSAGES
 
 
-def test_a_long_conversation_takes_far_fewer_steps(task):
-    """A thousand turns are written, and whoever traced before traces after."""
+def test_a_long_conversation_needs_far_fewer_steps(task):
+    """A thousand turns are formatted, and an existing trace function is restored."""
 
     def trace(_frame, _event, _value):
         return None

@@ -1,4 +1,4 @@
-"""Scores by class are scikit-learn's."""
+"""Scores by class equal scikit-learn's."""
 
 import numpy as np
 import pytest
@@ -21,20 +21,20 @@ NUMBERS = st.integers(0, len(LABELS) - 1)
 
 def agree_with_sklearn(right, predicted, labels):
     tally = Tally()
-    for part in np.array_split(np.arange(len(right)), 3):  # as batches come
+    for part in np.array_split(np.arange(len(right)), 3):  # in parts, as batches are
         tally.add(right[part].tolist(), predicted[part].tolist())
     numbers = list(range(len(labels)))
     expected = precision_recall_fscore_support(right, predicted, labels=numbers, zero_division=0)
     scores = tally.by_class(labels)
-    assert [one.label for one in scores] == labels
-    np.testing.assert_allclose([one.precision for one in scores], expected[0])
-    np.testing.assert_allclose([one.recall for one in scores], expected[1])
-    np.testing.assert_allclose([one.f1 for one in scores], expected[2])
-    assert [one.examples for one in scores] == expected[3].tolist()
+    assert [score.label for score in scores] == labels
+    np.testing.assert_allclose([score.precision for score in scores], expected[0])
+    np.testing.assert_allclose([score.recall for score in scores], expected[1])
+    np.testing.assert_allclose([score.f1 for score in scores], expected[2])
+    assert [score.examples for score in scores] == expected[3].tolist()
     matrix = confusion_matrix(right, predicted, labels=numbers)
     assert tally.matrix(len(labels)) == matrix.tolist()
     assert tally.accuracy() == pytest.approx(accuracy_score(right, predicted))
-    # Of its classes scikit-learn leaves out those that occur nowhere, as macro_f1 does.
+    # scikit-learn omits classes that occur nowhere, as macro_f1 does.
     expected = f1_score(right, predicted, average="macro", zero_division=0)
     assert macro_f1(scores) == pytest.approx(expected)
     assert len(tally) == len(right)
@@ -53,7 +53,7 @@ def test_scores_of_a_classifier_on_wines():
     agree_with_sklearn(classes[1::2], model.predict(examples[1::2]), names)
 
 
-def test_an_answer_that_is_no_label_is_counted_and_wrong():
+def test_an_answer_that_is_no_label_counts_as_wrong():
     tally = Tally()
     tally.add([0, 0, 1, 1], [0, OTHER, OTHER, 1])
     assert tally.invalid_predictions(2) == [1, 1]
@@ -63,6 +63,6 @@ def test_an_answer_that_is_no_label_is_counted_and_wrong():
     assert (first.precision, first.recall, first.examples) == (1.0, 0.5, 2)
 
 
-def test_nothing_counted_is_no_division_by_zero():
+def test_an_empty_tally_does_not_divide_by_zero():
     assert Tally().accuracy() == 0
     assert macro_f1(Tally().by_class(LABELS)) == 0

@@ -1,4 +1,4 @@
-"""Targets of text-to-text tasks: labels fit or are refused, answers that are cut are counted."""
+"""Targets of text-to-text tasks: labels must fit, and cut answers are counted."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def task(kind, folder, length, labels=()):
-    """Of short prompts and targets of so many tokens."""
+    """Return a task with short prompts, and targets of this many tokens."""
     preset = "newsgroups-t5" if labels else "mrqa-t5"
     data = dataclasses.replace(
         read_config({"preset": preset}).data, labels=labels, target_length=length
@@ -29,8 +29,8 @@ def task(kind, folder, length, labels=()):
     return kind(data, 24, lambda: folder)
 
 
-def counted(folder, text):
-    """The tokens of a text by the tokenizer itself, the end among them."""
+def tokens_of(folder, text):
+    """Return the tokens of a text by the tokenizer itself, with the end token."""
     reader = task(QuestionAnswering, folder, 8).reader
     return len(reader.backend_tokenizer.encode(text).ids)
 
@@ -38,15 +38,15 @@ def counted(folder, text):
 LONG = " ".join(WORDS[:6])
 
 
-def test_a_label_that_does_not_fit_is_named_with_what_it_needs(folder):
+def test_a_too_long_label_is_reported_with_the_needed_length(folder):
     names = (WORDS[0], LONG, " ".join(WORDS[:3]))
-    most = counted(folder, LONG)
+    most = tokens_of(folder, LONG)
     task(TextToLabel, folder, most, names).check()
-    told = (
+    message = (
         rf"target-length = {most - 1}: got labels of more tokens: {LONG} \({most}\); "
         rf"expected at most {most - 1} each, the end included; set target-length: {most} in"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         task(TextToLabel, folder, most - 1, names).check()
 
 
@@ -60,41 +60,41 @@ def questions(answers):
     )
 
 
-def test_answers_that_are_cut_are_counted_once_and_scored_whole(folder, caplog):
-    whole, fits = counted(folder, LONG), counted(folder, WORDS[1])
-    length = whole - 1
+def test_cut_answers_are_counted_once_and_scored_completely(folder, caplog):
+    long, fits = tokens_of(folder, LONG), tokens_of(folder, WORDS[1])
+    length = long - 1
     assert fits < length
     exact = LONG.rsplit(" ", 1)[0]
     qa = task(QuestionAnswering, folder, length)
     with caplog.at_level(logging.WARNING):
         encoded = qa.encode(questions([[WORDS[1]], [LONG, WORDS[1]], [WORDS[1], LONG], [LONG]]))
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"answers: 2 of 4 have more tokens than target-length = {length}")
-    assert counted(folder, exact) <= length
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"answers: 2 of 4 have more tokens than target-length = {length}")
+    assert tokens_of(folder, exact) <= length
     labels = encoded.take(np.arange(4))["labels"]
     tokens = qa.reader.backend_tokenizer.encode(LONG).ids
-    assert labels[1].tolist() == tokens[:length]  # the first ones, and no end
+    assert labels[1].tolist() == tokens[:length]  # the first ones, without the end token
     assert labels[0].tolist() == qa.reader(WORDS[1]).input_ids + [IGNORED] * (length - fits)
     assert qa.score(LONG, encoded.answers_of(np.array([3]))[0]) == 1
 
 
-def test_answers_that_fit_exactly_are_not_told_of(folder, caplog):
-    qa = task(QuestionAnswering, folder, counted(folder, LONG))
+def test_answers_that_fit_exactly_are_not_reported(folder, caplog):
+    qa = task(QuestionAnswering, folder, tokens_of(folder, LONG))
     with caplog.at_level(logging.WARNING):
         qa.encode(questions([[LONG], [WORDS[1]], [""]]))
     assert not caplog.records
 
 
-def test_what_is_read_from_its_file_is_counted_as_well(folder, monkeypatch, caplog):
-    qa = task(QuestionAnswering, folder, counted(folder, LONG) - 1)
+def test_cut_answers_of_cached_examples_are_counted(folder, monkeypatch, caplog):
+    qa = task(QuestionAnswering, folder, tokens_of(folder, LONG) - 1)
     monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
     encoded = qa.encode(questions([[LONG], [WORDS[1]], [LONG]]))
     assert isinstance(encoded.table, datasets.Dataset)
     assert "answers: 2 of 3 have more tokens than" in caplog.text
 
 
-def test_the_small_labels_are_learned_whole(folder, tmp_path):
-    """As the preset has them: 32 tokens, and every label comes back from its target."""
+def test_the_presets_labels_are_learned_completely(folder, tmp_path):
+    """As in the preset: 32 tokens, and every label is recovered from its target."""
     settings = {"preset": "newsgroups-t5", "model": str(folder)}
     data = str(save_data("newsgroups-t5", tmp_path))
     loaded = ModelAndData(read_config(settings | {"data": data, "max-length": 16}))

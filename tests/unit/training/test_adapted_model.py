@@ -1,4 +1,4 @@
-"""The adapted model is lent, and comes back as it was; backbone files are checked."""
+"""The adapted model is restored after each client; backbone files are validated."""
 
 import json
 
@@ -59,17 +59,17 @@ def train(shared, fraction=1.0, round_number=1, client=0, steps=2, state=None, *
     )
 
 
-def test_the_batch_that_heads_are_scored_by_is_no_step(monkeypatch):
-    """Of the losses that the network really gave: four batches are read, three are steps."""
+def test_the_batch_for_scoring_heads_is_no_training_step(monkeypatch):
+    """From the network's actual losses: four batches are read, of which three are steps."""
     loaded_with_scores = loaded(seed=5, scoring="gradient")
     losses = []
-    whole = loaded_with_scores.task.loss
+    original_loss = loaded_with_scores.task.loss
 
-    def seen(network, batch):
-        losses.append(whole(network, batch))
+    def recording(network, batch):
+        losses.append(original_loss(network, batch))
         return losses[-1]
 
-    monkeypatch.setattr(loaded_with_scores.task, "loss", seen)
+    monkeypatch.setattr(loaded_with_scores.task, "loss", recording)
     result = train(loaded_with_scores, fraction=0.5, steps=3)
     assert len(losses) == 4
     assert result.train_loss == pytest.approx(sum(float(x.detach()) for x in losses[1:]) / 3)
@@ -77,7 +77,7 @@ def test_the_batch_that_heads_are_scored_by_is_no_step(monkeypatch):
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
-def test_no_client_sees_what_another_left(shared, fraction):
+def test_a_clients_upload_does_not_depend_on_earlier_clients(shared, fraction):
     before, alone = snapshot(shared.model), train(shared, fraction)
     train(shared, fraction, client=1)
     again = train(shared, fraction)
@@ -88,14 +88,14 @@ def test_no_client_sees_what_another_left(shared, fraction):
 
 
 def spoil(model):
-    """A client that fails after it has changed everything that it may."""
+    """Act as a client that fails after it has changed all that it can."""
     with model.holding(model.initial_state()):
         for parameter in model.parameters():
             parameter.data.fill_(3.0)
         raise ZeroDivisionError
 
 
-# Every method with all that it may train; without the classifier, one method of each kind.
+# Every method with a trained classifier; without one, one method of each kind.
 KINDS = ["ravan", "full", "fedit", "fedex-lora", "fed-sb", "fedsa-lora"]
 
 
@@ -103,19 +103,19 @@ KINDS = ["ravan", "full", "fedit", "fedex-lora", "fed-sb", "fedsa-lora"]
     ("method", "classifier"),
     [*((name, "trained") for name in METHODS), *((name, "frozen") for name in KINDS)],
 )
-def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
-    """Pretrained weights, adapters and classifier come back to the bit, also after an error."""
+def test_all_parameters_are_restored_after_a_client(method, classifier):
+    """Pretrained weights, adapters and classifier are restored to the bit, also after an error."""
     shared = loaded(seed=5, method=method, classifier=classifier)
     before, alone = snapshot(shared.model), train(shared)
     state = shared.model.initial_state()
     for client in (1, 2):  # a state in the middle of a run, where W may have changed
-        pot = Aggregate(shared.model.method, state, UpdateNormCheck(1e9))
+        sums = Aggregate(shared.model.method, state, UpdateNormCheck(1e9))
         for upload in [train(shared, client=client, round_number=r, state=state) for r in (1, 3)]:
-            pot.offer(upload.upload, 1.0)
-        state = pot.close()
+            sums.offer(upload.upload, 1.0)
+        state = sums.close()
     stateless = method == "local" or (method, classifier) == ("none", "frozen")
     assert same(state, shared.model.initial_state()) == stateless
-    # Nothing of what is sent is changed by training on it.
+    # Training does not change the state that was sent.
     one, two = (train(shared, client=1, state=state) for _ in range(2))
     assert same(one.upload, two.upload)
     with pytest.raises(ZeroDivisionError):
@@ -144,11 +144,11 @@ def test_fixed_tensors_of_another_hash_are_refused():
     assert model.derived != model.seed_fingerprint
     back = model.derived
     model.load_fixed(fixed, checksum(fixed))
-    assert model.derived is back  # it has them: nothing is done again
+    assert model.derived is back  # it has these tensors: nothing is recomputed
 
 
-def test_the_proximal_term_is_its_gradient(shared):
-    """Against the loss written out: mu / 2 |w - w0|^2."""
+def test_the_proximal_gradient_equals_that_of_its_loss(shared):
+    """Compare with the loss written out: mu / 2 |w - w0|^2."""
     weights = [torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.zeros(1))]
     anchors = [torch.tensor([0.5, 4.0]), torch.zeros(1)]
     torch.cat([*weights]).sin().sum().backward()
@@ -173,7 +173,7 @@ def test_only_adapters_and_classifier_are_trained(shared):
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
-def test_local_steps_move_the_chosen_heads_alone(shared, fraction):
+def test_local_steps_change_the_selected_heads_alone(shared, fraction):
     upload = train(shared, fraction).upload
     heads = shared.model.method.heads_in(upload)
     assert {len(row) for row in heads} == {int(4 * fraction)}
@@ -181,7 +181,7 @@ def test_local_steps_move_the_chosen_heads_alone(shared, fraction):
     assert upload[CLASSIFIER].shape == (96 * 10 + 10,)
 
 
-def test_rounds_and_clients_draw_other_batches(shared):
+def test_rounds_and_clients_have_different_batches(shared):
     losses = {train(shared, 1.0, r, 0, steps=1).train_loss for r in (1, 2, 3)}
     assert len(losses) == 3
 
@@ -190,7 +190,7 @@ def test_training_lowers_the_loss(shared):
     assert train(shared, steps=30).train_loss < 0.8 * train(shared, steps=1).train_loss
 
 
-def test_evaluation_is_the_mean_whatever_the_batches(shared):
+def test_evaluation_is_the_mean_for_any_batch_size(shared):
     (encoded,) = shared.test_sets.values()
     one, two = (
         evaluate_all(shared.model, shared.task, {"all": encoded}, size) for size in (7, 360)
@@ -205,7 +205,7 @@ def test_evaluation_is_the_mean_whatever_the_batches(shared):
     )
 
 
-def test_bfloat16_trains_and_float16_wants_an_accelerator(shared):
+def test_bfloat16_trains_and_float16_needs_an_accelerator(shared):
     low, full = train(shared, precision="bfloat16"), train(shared)
     assert low.upload["H"].dtype == torch.float32
     assert low.train_loss == pytest.approx(full.train_loss, rel=0.05)
@@ -213,7 +213,7 @@ def test_bfloat16_trains_and_float16_wants_an_accelerator(shared):
         train(shared, precision="float16")
 
 
-def test_the_seed_makes_the_classifier_and_the_fingerprint_tells():
+def test_the_classifier_depends_on_the_seed_and_so_does_the_fingerprint():
     one, two, other = loaded(seed=1).model, loaded(seed=1).model, loaded(seed=2).model
     assert one.seed_fingerprint == two.seed_fingerprint
     assert one.seed_fingerprint != pytest.approx(other.seed_fingerprint, rel=1e-3)
@@ -229,7 +229,7 @@ def test_a_changed_weight_changes_the_backbones_fingerprint(tmp_path):
     assert backbone_fingerprint(specs[0]) != backbone_fingerprint(specs[1])
 
 
-def test_a_device_that_is_not_there_is_refused():
+def test_a_missing_device_is_refused():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match=r"device = 'cuda:1' is not there: PyTorch sees 0 CUDA"):
@@ -237,12 +237,12 @@ def test_a_device_that_is_not_there_is_refused():
     assert pick_device("auto").type in {"cpu", "mps"}
 
 
-def test_a_model_that_is_not_bundled_lists_those_that_are():
+def test_an_unknown_bundled_model_lists_the_bundled_ones():
     with pytest.raises(ValueError, match="model 'x' is not bundled; expected one of: digits-vit"):
         build_network(ModelSpec("bundled", "x"), loaded().task, 0)
 
 
-def test_a_workbench_unpacks_its_backbone_once(monkeypatch):
+def test_the_backbone_is_unpacked_once(monkeypatch):
     read = []
 
     def reading(path):
@@ -250,8 +250,8 @@ def test_a_workbench_unpacks_its_backbone_once(monkeypatch):
         return read_backbone(path)
 
     monkeypatch.setattr("ravan_flwr.training.network.read_backbone", reading)
-    made = loaded()
-    assert made.model.network.config.model_type == made.task.model_config["model_type"]
+    workbench = loaded()
+    assert workbench.model.network.config.model_type == workbench.task.model_config["model_type"]
     assert len(read) == 1
 
 

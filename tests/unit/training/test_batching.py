@@ -1,4 +1,4 @@
-"""Which examples meet in a batch: each once a pass, as a function of the seed."""
+"""Batches of examples: each example once a pass, as a function of the seed."""
 
 import itertools
 
@@ -10,38 +10,40 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training.batching import POOL, evaluation_batches, training_batches
 
 NUMBERS = [(1, 4), (4, 4), (10, 4), (37, 4), (128, 16), (1000, 16), (5, 8)]
-LENGTHS = np.random.default_rng(0).geometric(0.05, 1000)  # a few long, many short
+LENGTHS = np.random.default_rng(0).geometric(0.05, 1000)  # a few long texts, many short ones
 
 
 def a_pass(number, batch_size, lengths, seed=0, skip=0):
-    """The batches of one pass over the examples."""
+    """Return the batches of one pass over the examples."""
     random = torch.Generator().manual_seed(seed)
     batches = training_batches(number, batch_size, random, lengths)
     count = -(-number // batch_size)
     return [*itertools.islice(batches, skip * count, (skip + 1) * count)]
 
 
-def padded(batches, lengths=LENGTHS):
-    """How many tokens go through a network."""
+def padded_tokens(batches, lengths=LENGTHS):
+    """Count the tokens that go through a network, with padding."""
     return sum(len(rows) * lengths[rows].max() for rows in batches)
 
 
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
 @pytest.mark.parametrize("epochs", [1, 2, 5])
-def test_whole_passes_are_as_many_steps_as_they_have_batches(number, batch_size, lengths, epochs):
+def test_the_number_of_steps_of_whole_passes_equals_their_batches(
+    number, batch_size, lengths, epochs
+):
     config = read_config({"local-epochs": epochs, "batch-size": batch_size})
     batches = training_batches(number, batch_size, torch.Generator().manual_seed(0), lengths)
     steps = itertools.islice(batches, config.steps_of(number))
-    seen = np.concatenate([*steps])
-    assert np.bincount(seen, minlength=number).tolist() == [epochs] * number
+    batches_seen = np.concatenate([*steps])
+    assert np.bincount(batches_seen, minlength=number).tolist() == [epochs] * number
 
 
 @pytest.mark.parametrize(
     ("epochs", "examples", "steps"),
     [(0.5, 40, 2), (0.5, 41, 3), (0.1, 300, 3), (0.7, 100, 7), (1e-9, 10**6, 1), (1.5, 1, 2)],
 )
-def test_parts_of_a_pass_are_rounded_up_to_whole_batches(epochs, examples, steps):
+def test_partial_passes_are_rounded_up_to_whole_batches(epochs, examples, steps):
     config = read_config({"local-epochs": epochs, "batch-size": 10})
     assert config.steps_of(examples) == steps
     assert read_config({"local-steps": 7}).steps_of(examples) == 7
@@ -49,7 +51,7 @@ def test_parts_of_a_pass_are_rounded_up_to_whole_batches(epochs, examples, steps
 
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
-def test_a_pass_has_every_example_once_and_as_many_a_step(number, batch_size, lengths):
+def test_a_pass_has_every_example_once_in_equal_batches(number, batch_size, lengths):
     by_chance = sorted(map(len, a_pass(number, batch_size, None)))
     for skip in range(3):
         batches = a_pass(number, batch_size, lengths, skip=skip)
@@ -67,7 +69,7 @@ def test_batches_are_a_function_of_the_seed(lengths):
     )
 
 
-def test_random_batches_are_the_ones_that_they_have_always_been():
+def test_random_batches_equal_those_of_earlier_versions():
     random = torch.Generator().manual_seed(3)
     expected = [rows for _ in range(2) for rows in torch.randperm(37, generator=random).split(8)]
     random = torch.Generator().manual_seed(3)
@@ -76,14 +78,16 @@ def test_random_batches_are_the_ones_that_they_have_always_been():
 
 
 def test_batches_by_length_have_much_less_padding():
-    kept = LENGTHS.sum()
-    by_chance, alike = (padded(a_pass(1000, 16, lengths)) for lengths in (None, LENGTHS))
-    assert alike - kept < 0.4 * (by_chance - kept)
-    assert padded(evaluation_batches(1000, 16, LENGTHS)) - kept < 0.1 * (by_chance - kept)
+    needed = LENGTHS.sum()
+    by_chance, alike = (padded_tokens(a_pass(1000, 16, lengths)) for lengths in (None, LENGTHS))
+    assert alike - needed < 0.4 * (by_chance - needed)
+    assert padded_tokens(evaluation_batches(1000, 16, LENGTHS)) - needed < 0.1 * (
+        by_chance - needed
+    )
 
 
 def test_batches_by_length_still_differ_from_pass_to_pass():
-    """Neither who meets whom nor the order of lengths is fixed, and no length is in short ones."""
+    """Neither a batch's examples nor the order of lengths is fixed, and no batch is short."""
     passes = [a_pass(100, 8, LENGTHS, skip=skip) for skip in range(40)]
     assert len({frozenset(map(int, rows)) for batches in passes for rows in batches}) > 300
     longest_at = {int(np.argmax([LENGTHS[rows].max() for rows in one])) for one in passes}
@@ -91,7 +95,7 @@ def test_batches_by_length_still_differ_from_pass_to_pass():
     short = [np.mean(LENGTHS[rows]) for batches in passes for rows in batches if len(rows) < 8]
     assert len(short) == 40
     assert min(short) < np.median(LENGTHS[:100]) < max(short)
-    assert POOL * 8 < 100  # so that there is more than one pool
+    assert POOL * 8 < 100  # so that there are several pools
 
 
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)

@@ -1,4 +1,4 @@
-"""Cores are counted as a container, an affinity or a study leaves them."""
+"""The number of cores respects containers, affinity and studies."""
 
 import os
 
@@ -14,7 +14,7 @@ def _sixteen(monkeypatch):
     monkeypatch.setattr(machine, "_quotas", lambda _: [float("inf")])
 
 
-def test_the_affinity_counts_and_what_a_study_leaves():
+def test_affinity_and_a_studys_share_of_cores_count():
     assert usable_cores({}) == 16
     assert usable_cores({CORES: "4"}) == 4
     assert usable_cores({CORES: "99"}) == 16
@@ -22,14 +22,14 @@ def test_the_affinity_counts_and_what_a_study_leaves():
 
 
 @pytest.mark.parametrize("share", ["0", "many", "-1", "1.5", "²", "9" * 5000, "\x1b[2J"])
-def test_what_is_no_number_of_cores_is_refused(share):
-    told = f"{CORES} = '[^\x1b]{{1,50}}' in the environment: expected .* 1 or more; correct it"
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_number_of_cores_is_refused(share):
+    message = f"{CORES} = '[^\x1b]{{1,50}}' in the environment: expected .* 1 or more; correct it"
+    with pytest.raises(ValueError, match=message):
         usable_cores({CORES: share})
 
 
 @pytest.mark.parametrize(("quota", "number"), [(2.5, 2), (0.3, 1), (64.0, 16)])
-def test_a_quota_counts(monkeypatch, quota, number):
+def test_a_cgroup_quota_limits_the_cores(monkeypatch, quota, number):
     monkeypatch.setattr(machine, "_quotas", lambda _: [quota])
     assert usable_cores({}) == number
 
@@ -50,7 +50,7 @@ def test_a_quota_counts(monkeypatch, quota, number):
         ("", {}, None),
     ],
 )  # fmt: skip
-def test_quotas_are_read_of_both_versions(tmp_path, monkeypatch, groups, files, found):
+def test_quotas_of_both_cgroup_versions_are_read(tmp_path, monkeypatch, groups, files, found):
     monkeypatch.undo()
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""Dropout is a function of the client's work, and nothing outside of it notices."""
+"""Dropout is a function of the client's work, and leaves the global generator unchanged."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from ravan_flwr.training.local_steps import dropout_from
 CPU = torch.device("cpu")
 
 
-def test_it_draws_what_pytorchs_own_seed_would_give():
+def test_dropout_equals_that_of_pytorchs_own_seed():
     work = ClientRound(3, 2, 1)
     with dropout_from(work.derive("dropout"), CPU):
         drawn = torch.rand(5)
@@ -19,7 +19,7 @@ def test_it_draws_what_pytorchs_own_seed_would_give():
         assert torch.equal(torch.rand(5), drawn)
 
 
-def test_it_depends_on_the_work_and_changes_nothing_outside():
+def test_dropout_depends_on_the_work_and_restores_the_generator():
     before = torch.get_rng_state()
     found = []
     for work in (ClientRound(0, 1, 1), ClientRound(0, 1, 2), ClientRound(0, 2, 1)):

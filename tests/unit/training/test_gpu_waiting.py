@@ -1,4 +1,4 @@
-"""The share of a time in which a GPU waits, of traces that are made by hand."""
+"""The fraction of time in which a GPU waits, of handmade traces."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ def event(start, duration, kind="kernel", phase="X"):
     return {"ph": phase, "cat": kind, "name": "k", "ts": start, "dur": duration}
 
 
-# A CPU's operators and a GPU's copies of annotations are no work of the GPU.
+# CPU operators and the GPU's copies of annotations are not GPU work.
 BESIDE = [
     event(0, 1e6, "cpu_op"),
     event(0, 1e6, "gpu_user_annotation"),
@@ -26,7 +26,7 @@ BESIDE = [
         ([], 0),
         (BESIDE, 0),
         ([event(10, 5), event(20, 5)], 10),  # one after the other, with a gap
-        ([event(20, 5), event(10, 5)], 10),  # in whatever order they are listed
+        ([event(20, 5), event(10, 5)], 10),  # in any order
         ([event(10, 5), event(15, 5)], 10),  # without a gap
         ([event(10, 5), event(12, 5)], 7),  # two streams
         ([event(10, 20), event(12, 5), event(29, 2)], 21),  # one within another
@@ -38,15 +38,15 @@ def test_the_gpu_is_busy_in_the_union_of_its_events(events, busy):
     assert busy_seconds([*BESIDE, *events]) == pytest.approx(busy / 1e6)
 
 
-def test_it_waits_in_the_rest():
+def test_the_gpu_waits_in_the_remaining_time():
     events = [*BESIDE, event(0, 250_000), event(500_000, 250_000)]
     assert waiting_share(events, 2.0) == pytest.approx(0.75)
     assert waiting_share([], 2.0) == 1.0
-    assert waiting_share(events, 0.1) == 0.0  # kernels that overlap the end of the time
+    assert waiting_share(events, 0.1) == 0.0  # kernels that extend beyond the end of the time
     assert kernels(events) == 2
 
 
-def test_a_profile_of_pytorchs_own_is_read():
+def test_a_pytorch_profile_is_read():
     events = traced(lambda: torch.ones(50, 50) @ torch.ones(50, 50))
     assert any(event.get("cat") == "cpu_op" for event in events)
     if not torch.cuda.is_available():

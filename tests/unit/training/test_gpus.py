@@ -1,4 +1,4 @@
-"""GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
+"""The GPUs of a machine by nvidia-smi, and how simulated clients share them."""
 
 import functools
 import threading
@@ -33,7 +33,7 @@ from ravan_flwr.training.machine import Gpu, assign_gpus, explain_unused_gpus, v
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from tests import ROOT
-from tests.memory import kept_for_backward
+from tests.memory import bytes_for_backward
 
 # As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
 CUDA = torch.device("cuda")
@@ -42,7 +42,7 @@ SMALL = "NVIDIA GeForce RTX 3060 Laptop GPU, 6144, 6000"
 
 
 def machine(folder, *cards, status=0):
-    """An environment in which nvidia-smi tells of these; it is a program like the real one."""
+    """Return an environment in which a fake nvidia-smi lists these cards."""
     lines = [f"{i}, GPU-{i}{i}{i}aaaa-bbbb, {card}" for i, card in enumerate(cards)]
     folder.mkdir(exist_ok=True)
     (folder / "answer").write_text("".join(f"{line}\n" for line in lines))
@@ -59,7 +59,7 @@ def names(environment):
     return [gpu.index for gpu in visible_gpus(environment)]
 
 
-def test_a_machine_without_a_driver_or_with_a_broken_one_has_none(tmp_path):
+def test_without_a_working_driver_there_is_no_gpu(tmp_path):
     assert visible_gpus({"PATH": str(tmp_path)}) == []
     assert visible_gpus(machine(tmp_path, "NVIDIA-SMI has failed", status=9)) == []
     assert visible_gpus(machine(tmp_path)) == []
@@ -84,15 +84,15 @@ def test_memory_is_in_bytes_and_may_be_unknown(tmp_path):
         ("MIG-41b7,1", ["MIG-41b7", "1"]),
     ],
 )  # fmt: skip
-def test_the_gpus_that_the_environment_names_are_used_as_cuda_does(visible, expected, tmp_path):
+def test_visible_devices_are_selected_as_by_cuda(visible, expected, tmp_path):
     environment = machine(tmp_path, LARGE, LARGE, LARGE)
     assert names(environment) == ["0", "1", "2"]
     assert names(environment | {"CUDA_VISIBLE_DEVICES": visible}) == expected
 
 
 @pytest.mark.parametrize("number", range(1, 17))
-def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch):
-    """Flower carries a share as a float32 and divides; Ray counts it in ten-thousandths."""
+def test_a_gpu_share_gives_the_same_number_of_clients_in_flower_and_ray(number, monkeypatch):
+    """Flower stores a GPU share as float32 and divides; Ray counts it in ten-thousandths."""
     import ray
     from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
 
@@ -106,52 +106,52 @@ def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch)
 
 
 def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatch=None, **settings):
-    """How clients of a preset share these cards, on a machine with that many CPUs."""
+    """Return how clients of a preset share these cards, on a machine with that many CPUs."""
     monkeypatch.setattr("os.cpu_count", lambda: cpus)
-    given: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
-    given |= {key.replace("_", "-"): value for key, value in settings.items()}
-    return share_gpus(read_config(given), clients, asked, runs, machine(folder, *cards))
+    config: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
+    config |= {key.replace("_", "-"): value for key, value in settings.items()}
+    return share_gpus(read_config(config), clients, asked, runs, machine(folder, *cards))
 
 
-def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
-    counted = functools.cache(footprint)  # once for each configuration
-    monkeypatch.setattr("ravan_flwr.training.footprint.footprint", counted)
+def test_as_many_clients_run_as_fit_beside_the_server(tmp_path, monkeypatch):
+    cached_footprint = functools.cache(footprint)  # once for each configuration
+    monkeypatch.setattr("ravan_flwr.training.footprint.footprint", cached_footprint)
 
-    def sharing(*cards, **how):
-        return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
+    def sharing(*cards, **options):
+        return shared(tmp_path, *cards, monkeypatch=monkeypatch, **options)
 
     need = footprint(read_config({"preset": "cifar100-vit-b16"}))
     usable = 0.9 * 81004 * 2**20
     fit = int((usable - need.server) // need.client)
     assert 5 < fit < 30
     assert sharing(LARGE).clients_per_gpu == fit
-    # The server is on the first, and a share is the same on all.
+    # The server is on the first GPU, and a share is the same on all.
     assert sharing(LARGE, LARGE).clients_per_gpu == fit
     assert len(sharing(LARGE, LARGE).gpus) == 2
-    # The smallest decides, less the server's process where that is.
+    # The smallest GPU decides, less the server's process on the first one.
     less = f"Less, 40960, {int((need.client * 2.5 + need.server) / 0.9 / 2**20)}"
     assert sharing(less, LARGE).clients_per_gpu == 2
     fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
     assert sharing(fewer, LARGE).clients_per_gpu == 1
     assert sharing(LARGE, fewer).clients_per_gpu == 2
-    # No more than there are CPUs and clients for, spread over the GPUs.
+    # The number is limited by CPUs and clients, spread over the GPUs.
     assert sharing(LARGE, LARGE, cpus=3).clients_per_gpu == 2
     assert sharing(LARGE, clients_per_round=3).clients_per_gpu == 3
     assert sharing(LARGE, clients=2).clients_per_gpu == 2
-    # Several runs share it all.
+    # Several runs share all GPUs.
     assert sharing(LARGE, runs=2).clients_per_gpu == int(
         (0.9 * 81559 * 2**20 // 2 - need.server) // need.client
     )
     assert sharing(LARGE, cpus=8, runs=4, local_steps=1).clients_per_gpu == 2
-    # What makes a step smaller lets more in; an asked-for number is taken as it is.
+    # Smaller steps permit more clients; a requested number is used unchanged.
     assert sharing(LARGE, batch_size=8).clients_per_gpu > fit
     assert sharing(SMALL, LARGE, asked=7).clients_per_gpu == 7
 
 
-def test_what_cannot_be_is_told(tmp_path, monkeypatch):
-    def refused(message, *cards, **how):
+def test_impossible_gpu_settings_are_reported(tmp_path, monkeypatch):
+    def refused(message, *cards, **options):
         with pytest.raises(ValueError, match=message):
-            shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
+            shared(tmp_path, *cards, monkeypatch=monkeypatch, **options)
 
     refused(r"GPU 1 \(NVIDIA GeForce .*\) is too small: a client needs .* lower batch-size", LARGE,
             SMALL, batch_size=256)  # fmt: skip
@@ -169,7 +169,7 @@ def test_what_cannot_be_is_told(tmp_path, monkeypatch):
 
 
 class Recorder:
-    """Stands for a SuperLink: takes the command's words, and runs nothing."""
+    """Stand in for a SuperLink: record the command's words, and run nothing."""
 
     def __init__(self):
         self.runs = []
@@ -190,8 +190,8 @@ class Recorder:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """`--engine flower` on a machine with these cards: the federation config, the run config, what
-    it prints."""
+    """Run `--engine flower` on a machine with these cards; return federation config, run config and
+    output."""
 
     def run(*words, cards=()):
         recorder = Recorder()
@@ -210,16 +210,16 @@ def command(tmp_path, monkeypatch, capsys):
 PLAIN = "num-supernodes=20 client-resources-num-cpus=1"
 
 
-def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkeypatch):
-    federation, _, told = command()
+def test_the_command_requests_a_share_of_the_available_gpus(command, monkeypatch):
+    federation, _, output = command()
     assert federation == PLAIN
-    assert "GPU" not in told
-    assert "  export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0\n" in told
+    assert "GPU" not in output
+    assert "  export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0\n" in output
 
-    federation, run_config, told = command("clients-per-round=4", cards=[SMALL])
+    federation, run_config, output = command("clients-per-round=4", cards=[SMALL])
     assert federation == f"{PLAIN} client-resources-num-gpus=0.25"
-    assert f"flwr run . --stream --federation-config \"{federation}\" -c '{run_config}'" in told
-    assert "(NVIDIA GeForce RTX 3060 Laptop GPU), 4 clients at a time on it: by the plan" in told
+    assert f"flwr run . --stream --federation-config \"{federation}\" -c '{run_config}'" in output
+    assert "(NVIDIA GeForce RTX 3060 Laptop GPU), 4 clients at a time on it: by the plan" in output
     assert "1 client at a time on each: by" in command("clients-per-round=2", cards=[LARGE] * 2)[2]
     assert "device" not in run_config
 
@@ -239,7 +239,7 @@ tables:
 """
 
 
-def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
+def test_a_study_passes_gpu_sharing_to_its_runs(tmp_path, capsys):
     file = str(tmp_path / "study.yaml")
     Path(file).write_text(STUDY)
     study = read_study(Path(file))
@@ -259,14 +259,14 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     assert "got --engine process beside it, expected flower" in capsys.readouterr().err
 
 
-# What the counts of memory are.
+# The memory counts.
 
 
-def test_the_most_that_is_alive_at_a_time_is_counted():
+def test_the_peak_of_live_memory_is_counted():
     weight = torch.empty(10, 1000, device="meta")
     with _PeakMemory([weight]) as memory:
         a = torch.empty(1000, device="meta")
-        b = weight.T.view(1000, 10)  # no memory of its own
+        b = weight.T.view(1000, 10)  # a view without memory of its own
         c = 2 * a
         assert memory.peak == 8000
         del a, b
@@ -276,7 +276,7 @@ def test_the_most_that_is_alive_at_a_time_is_counted():
     assert memory.peak == 8000
 
 
-def test_an_evaluation_takes_its_batch_and_the_widest_layer():
+def test_evaluation_memory_is_its_batch_and_the_widest_layer():
     config = read_config({"preset": "cifar100-vit-b16"})
     # ViT-B/16: 197 tokens of 768, four times as wide between the two layers of a block; 256
     # images, of which the next batch waits.
@@ -287,8 +287,8 @@ def test_an_evaluation_takes_its_batch_and_the_widest_layer():
     assert evaluation_memory(text) > 2 * 12 * 256 * text.max_length * 768 * 4
 
 
-def test_the_page_says_what_the_plan_counts_for_each_size_of_gpu():
-    """In three steps: what a process needs, what fits beside the server, and what the page says."""
+def test_the_page_agrees_with_the_plan_for_each_size_of_gpu():
+    """The memory of a process, the clients beside the server, and the numbers on the page agree."""
     assert [fitting(room, Footprint(30, 20)) for room in (20, 30, 50, 110, 1e6)] == [
         "no", "in process", "1", "3", str(MAX_CLIENTS_PER_GPU)
     ]  # fmt: skip
@@ -297,7 +297,7 @@ def test_the_page_says_what_the_plan_counts_for_each_size_of_gpu():
 
 
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
-def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
+def test_process_memory_is_model_context_and_work(evaluate_on):
     held = {"validation-share": 0.2} if evaluate_on == "clients" else {}
     config = read_config(
         {"preset": "newsgroups-t5", "evaluate-on": evaluate_on, "batch-size": 4} | held
@@ -310,22 +310,22 @@ def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
 
 
 @pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
-def test_sixteen_bits_keep_no_more_than_is_counted(method):
+def test_in_sixteen_bits_no_more_memory_is_kept_than_counted(method):
     config = read_config({"method": method, "precision": "bfloat16", "batch-size": 4})
-    measured, _ = kept_for_backward(ModelAndData(config), 1.0, 4, torch.bfloat16)
-    counted = step_memory(config, 1.0).activations
-    assert measured <= counted < 1.6 * measured
+    measured, _ = bytes_for_backward(ModelAndData(config), 1.0, 4, torch.bfloat16)
+    estimate = step_memory(config, 1.0).activations
+    assert measured <= estimate < 1.6 * measured
 
 
-def test_checkpointing_counts_what_a_block_computes_again():
+def test_checkpointing_counts_the_recomputed_block():
     settings = {"preset": "glue-llama", "glue-task": "rte"}
-    whole = step_memory(read_config(settings), 1.0)
+    without_checkpointing = step_memory(read_config(settings), 1.0)
     few = step_memory(read_config(settings | {"gradient-checkpointing": True}), 1.0)
-    block = whole.activations // 16
-    assert block < few.activations < whole.activations / 4
+    block = without_checkpointing.activations // 16
+    assert block < few.activations < without_checkpointing.activations / 4
 
 
-# What a process on the CPU says of GPUs that it was not given.
+# Messages of a process on the CPU about GPUs that it was not given.
 
 
 def cards_of(folder, number):
@@ -335,22 +335,22 @@ def cards_of(folder, number):
     return driver
 
 
-def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path):
+def test_a_process_without_the_machines_gpus_is_advised(tmp_path):
     driver, empty = cards_of(tmp_path, 2), {"PATH": str(tmp_path)}
     in_ray = empty | {"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    def told(cuda="13.0", environment=empty):
+    def reason(cuda="13.0", environment=empty):
         return explain_unused_gpus(cuda, driver, environment)
 
-    assert "on the CPU, but the machine has 2 GPUs: CUDA 13.0 cannot use them" in told()
-    assert "warns that the driver is too old, update it" in told()
-    assert "client-resources-num-gpus=0.25" in told(environment=in_ray)
-    assert "`--engine flower` asks for a share" in told(environment=in_ray)
-    assert "this PyTorch is built without CUDA" in told(None, in_ray)
+    assert "on the CPU, but the machine has 2 GPUs: CUDA 13.0 cannot use them" in reason()
+    assert "warns that the driver is too old, update it" in reason()
+    assert "client-resources-num-gpus=0.25" in reason(environment=in_ray)
+    assert "`--engine flower` asks for a share" in reason(environment=in_ray)
+    assert "this PyTorch is built without CUDA" in reason(None, in_ray)
     hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in told(environment=hidden)
-    assert told().endswith("To use the CPU, set device=cpu")
-    # No driver's folder, as under WSL: nvidia-smi is asked.
+    assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in reason(environment=hidden)
+    assert reason().endswith("To use the CPU, set device=cpu")
+    # Without a driver's folder, as under WSL, nvidia-smi is asked.
     nowhere = tmp_path / "nowhere"
     assert explain_unused_gpus("13.0", nowhere, empty) is None
     assert "has 1 GPU:" in (
@@ -359,21 +359,21 @@ def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
-def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, monkeypatch):
+def test_plan_and_device_errors_explain_why_a_gpu_is_unusable(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
     monkeypatch.delenv(found_gpus.VISIBLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    # Another test may have registered a pretended accelerator in this process.
+    # Another test may have registered a fake accelerator in this process.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    told = " ".join(plan_of({}).split())
-    assert "has 1 GPU: CUDA 13.0 cannot use them; where PyTorch warns" in told
+    plan = " ".join(plan_of({}).split())
+    assert "has 1 GPU: CUDA 13.0 cannot use them; where PyTorch warns" in plan
     assert "GPU" not in plan_of({"device": "cpu"})
     with pytest.raises(ValueError, match=r"'cuda' is not there: .*CUDA 13\.0 cannot use them"):
         pick_device("cuda")
 
 
 class FakeCuda:
-    """What CUDA says of a GPU's memory, in bytes."""
+    """Report the memory of a GPU in bytes, as CUDA does."""
 
     def __init__(self, monkeypatch, free, reserved=0, allocated=0, integrated=False):
         self.emptied = 0
@@ -388,7 +388,7 @@ class FakeCuda:
         self.emptied += 1
 
 
-def test_free_on_an_integrated_gpu_is_what_the_machine_has_beside_its_cache(monkeypatch):
+def test_free_memory_of_an_integrated_gpu_is_the_machines(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=70))
     FakeCuda(monkeypatch, free=20, reserved=9, allocated=4)
     assert free_memory(CUDA) == 20 + 5
@@ -396,12 +396,12 @@ def test_free_on_an_integrated_gpu_is_what_the_machine_has_beside_its_cache(monk
     assert free_memory(CUDA) == 70 + 5
 
 
-@pytest.mark.parametrize(("free", "given"), [(50, 0), (20, 1)])
-def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypatch):
+@pytest.mark.parametrize(("free", "released"), [(50, 0), (20, 1)])
+def test_cached_memory_is_released_only_if_others_need_it(free, released, monkeypatch):
     cuda = FakeCuda(monkeypatch, free, reserved=60, allocated=20)
     release_cached_memory(CUDA)
     release_cached_memory(torch.device("cpu"))
-    assert cuda.emptied == given
+    assert cuda.emptied == released
 
 
 # Several GPUs.
@@ -414,35 +414,35 @@ def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypat
         (4, 2, ["0,2", "1,3"]), (3, 2, ["0,2", "1"]),
     ],
 )  # fmt: skip
-def test_processes_get_gpus_in_turn(number, processes, expected):
-    there = [Gpu(str(i), str(i), "H100", 1, 1) for i in range(number)]
-    places = assign_gpus(there, processes)
+def test_gpus_are_assigned_to_processes_in_turn(number, processes, expected):
+    gpus = [Gpu(str(i), str(i), "H100", 1, 1) for i in range(number)]
+    places = assign_gpus(gpus, processes)
     assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == expected
 
 
-def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
+def test_each_run_of_a_study_has_its_own_gpu(tmp_path, monkeypatch):
     file = tmp_path / "study.yaml"
     file.write_text(STUDY)
     monkeypatch.setenv("PATH", machine(tmp_path / "bin", LARGE, LARGE)["PATH"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    both, seen = threading.Barrier(2), []
+    both, visible = threading.Barrier(2), []
 
     def run(_, command, environment):
-        seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        visible.append(environment.get("CUDA_VISIBLE_DEVICES"))
         both.wait(60)
         return "stopped"
 
     monkeypatch.setattr(running._Children, "run", run)
     running.run_study(file, tmp_path / "runs", jobs=2)
-    assert sorted(seen) == ["GPU-000aaaa-bbbb", "GPU-111aaaa-bbbb"]
-    # A run that names its GPU has to see it.
-    seen.clear()
+    assert sorted(visible) == ["GPU-000aaaa-bbbb", "GPU-111aaaa-bbbb"]
+    # A run that names its GPU must see it.
+    visible.clear()
     running.run_study(file, tmp_path / "others", jobs=2, overrides={"device": "cuda:1"})
-    assert seen == [None, None]
+    assert visible == [None, None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
-def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypatch, caplog):
+def test_an_unused_gpu_is_logged_once_unless_the_cpu_was_requested(tmp_path, monkeypatch, caplog):
     if found_gpus.DRIVER.is_dir():
         pytest.skip("the machine has GPUs of its own to tell of")
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])

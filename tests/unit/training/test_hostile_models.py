@@ -1,4 +1,4 @@
-"""Folders of models that are made to do harm: what is in them is checked before it is built."""
+"""Malicious model folders: their files are checked before a model is built."""
 
 import json
 import os
@@ -52,9 +52,9 @@ ABSURD = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "told"), ABSURD)
-def test_absurd_sizes_are_refused_before_anything_is_built(kind, changes, told, tmp_path):
-    """Of a billion layers a list is made, and a tokenizer's loader makes it as well."""
+@pytest.mark.parametrize(("kind", "changes", "message"), ABSURD)
+def test_absurd_sizes_are_refused_before_anything_is_built(kind, changes, message, tmp_path):
+    """Transformers and the tokenizer's loader make a list of a billion layers."""
     changed(folder := save_model(kind, tmp_path / "model"), **changes)
     tracemalloc.start()
     start = time.process_time()
@@ -63,14 +63,14 @@ def test_absurd_sizes_are_refused_before_anything_is_built(kind, changes, told, 
         lambda: build_skeleton(spec(folder), task(kind, folder)),
         lambda: task(kind, folder).reader,
     ):
-        with pytest.raises(ValueError, match=f"its config.json cannot be used .*{told}"):
+        with pytest.raises(ValueError, match=f"its config.json cannot be used .*{message}"):
             use()
     assert time.process_time() - start < 5
     assert tracemalloc.get_traced_memory()[1] < 2**25
     tracemalloc.stop()
 
 
-# Possible sizes, but not those of the files.
+# Possible sizes that differ from those of the files.
 LARGER = [
     ("bert", {"num_hidden_layers": 1000}),
     ("bert", {"vocab_size": 2**24}),
@@ -85,7 +85,7 @@ LARGER = [
 
 @pytest.mark.parametrize(("kind", "changes"), LARGER)
 def test_a_network_is_no_larger_than_its_weights(kind, changes, tmp_path, monkeypatch):
-    """Each would take gigabytes: what the files lack is drawn before it is found to be missing."""
+    """Each would take gigabytes, since missing weights are drawn before they are reported."""
     changed(folder := save_model(kind, tmp_path / "model"), **changes)
 
     def load(*_, **__):
@@ -103,16 +103,16 @@ def test_every_architecture_fits_its_own_weights(kind, tmp_path):
     folder = save_model(kind, tmp_path / "model")
     if kind == "t5":
         config = read_config({"preset": "newsgroups-t5", "model": str(folder)})
-        made = get_task(config.task)(config.data, 16, lambda: folder)
-        assert build_network(spec(folder), made, 0).size > 0
+        task_ = get_task(config.task)(config.data, 16, lambda: folder)
+        assert build_network(spec(folder), task_, 0).size > 0
     else:
         assert build(kind, folder).size > 0
 
 
-def test_others_may_build_meanwhile_and_afterwards(tmp_path):
+def test_other_models_can_be_built_meanwhile_and_afterwards(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     build("bert", folder)
-    torch.nn.Embedding(2**13, 2**13, device="meta")  # no limit is left behind
+    torch.nn.Embedding(2**13, 2**13, device="meta")  # no limit stays in effect
 
 
 CODE = [
@@ -125,7 +125,7 @@ CODE = [
 
 @pytest.mark.parametrize("changes", CODE)
 def test_a_model_does_not_choose_the_code_of_its_attention(changes, tmp_path, monkeypatch):
-    """Transformers would fetch that from the hub, and run it."""
+    """Transformers would fetch that code from the hub, and run it."""
     fetched = []
     monkeypatch.setattr(
         transformers.modeling_utils,
@@ -139,12 +139,12 @@ def test_a_model_does_not_choose_the_code_of_its_attention(changes, tmp_path, mo
     assert not fetched
 
 
-def test_what_a_model_needs_its_attention_to_be_stays(tmp_path):
+def test_a_models_required_attention_is_kept(tmp_path):
     changed(folder := save_model("bert", tmp_path / "model"), attn_implementation="eager")
     assert build("bert", folder).network.config._attn_implementation == "eager"
 
 
-def test_other_files_than_the_weights_are_not_chosen(tmp_path):
+def test_only_the_weight_files_are_loaded(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     before = build("bert", folder).network.bert.embeddings.word_embeddings.weight
     state = safetensors.torch.load_file(folder / "model.safetensors")
@@ -156,8 +156,8 @@ def test_other_files_than_the_weights_are_not_chosen(tmp_path):
     assert torch.equal(build("bert", folder).network.bert.embeddings.word_embeddings.weight, before)
 
 
-def test_weights_in_few_bits_are_refused(tmp_path):
-    """What unpacks them is chosen by the model, and may be fetched as well."""
+def test_quantised_weights_are_refused(tmp_path):
+    """The model chooses the code that unpacks them, which may be fetched as well."""
     folder = save_model("bert", tmp_path / "model")
     changed(folder, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(ValueError, match="quantization_config: its weights are quantized"):
@@ -172,7 +172,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added.txt"])
-def test_files_of_a_model_are_regular_files(name, tmp_path):
+def test_files_of_a_model_must_be_regular_files(name, tmp_path):
     folder = save_model("bert", tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -180,16 +180,16 @@ def test_files_of_a_model_are_regular_files(name, tmp_path):
         _ = task("bert", folder).reader
 
 
-def test_files_of_a_model_are_of_limited_size(tmp_path):
+def test_the_size_of_a_models_files_is_limited(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     with (folder / "config.json").open("ab") as file:
-        file.truncate(2**36)  # which takes no room on the disk
+        file.truncate(2**36)  # a sparse file
     with pytest.raises(ValueError, match=r"config.json has 68,719,476,736 bytes, expected"):
         build("bert", folder)
 
 
 def doubled(tokenizer):
-    """Thirty steps, each of which doubles a letter: a gigabyte of each."""
+    """Apply thirty steps, each of which doubles a letter: a gigabyte of each."""
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 30)
 
 
@@ -198,7 +198,7 @@ def replaced(tokenizer):
 
 
 def mapped(tokenizer):
-    """SentencePiece's map of characters: a tree, whose node has a place in what follows it."""
+    """Apply SentencePiece's map of characters, a tree in which a node refers to a later place."""
     charsmap = struct.pack("<I", 1024) + bytes(1024) + b"b" * 10**6 + b"\0"
     tokenizer.normalizer = normalizers.Precompiled(charsmap)
 
@@ -225,17 +225,17 @@ GROWING = [
 ]
 
 
-@pytest.mark.parametrize(("make", "told"), GROWING)
-def test_a_tokenizer_makes_no_long_texts_of_short_ones(make, told, tmp_path):
+@pytest.mark.parametrize(("make", "message"), GROWING)
+def test_a_tokenizer_that_lengthens_texts_is_refused(make, message, tmp_path):
     folder = save_model("bert", tmp_path / "model")
     path = str(folder / "tokenizer.json")
     make(tokenizer := Tokenizer.from_file(path))
     tokenizer.save(path)
-    with pytest.raises(ValueError, match=f"its tokenizer's files cannot be used .*{told}"):
+    with pytest.raises(ValueError, match=f"its tokenizer's files cannot be used .*{message}"):
         _ = task("bert", folder).reader
 
 
-# The longest that Unicode makes of one character, by NFKC: U+FDFA, 18 characters of 33 bytes.
+# The longest expansion of one character by NFKC: U+FDFA, 18 characters of 33 bytes.
 USUAL = {
     "T5": normalizers.Sequence(
         [normalizers.Precompiled(struct.pack("<I", 1024) + bytes(1024) + "ﷺ".encode() * 11),
@@ -250,7 +250,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_usual_tokenizers_are_used(name, tmp_path):
+def test_common_tokenizers_are_accepted(name, tmp_path):
     folder = save_model("bert", tmp_path / "model")
     path = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
@@ -260,7 +260,7 @@ def test_usual_tokenizers_are_used(name, tmp_path):
 
 
 @pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}])
-def test_an_image_processor_makes_no_huge_images(size, tmp_path):
+def test_an_image_processor_with_huge_images_is_refused(size, tmp_path):
     folder = save_model("vit", tmp_path / "model")
     changed(folder, "preprocessor_config.json", size=size)
     with pytest.raises(ValueError, match=r"size = 1,000,000, expected 4,096 at most"):

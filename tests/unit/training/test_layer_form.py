@@ -1,4 +1,4 @@
-"""One rule for the form of multi-head layers: the layers and the plan follow it."""
+"""One rule for the form of multi-head layers, used by layers and plan."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from ravan_flwr.training.model_and_data import make_method
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("settings", "form"),
     [
         ({}, "auto"),
         ({"precision": "bfloat16"}, "factored"), ({"precision": "float16"}, "factored"),
@@ -16,5 +16,5 @@ from ravan_flwr.training.model_and_data import make_method
         ({"backbone-dtype": "bfloat16"}, "auto"),
     ],
 )  # fmt: skip
-def test_few_bits_are_factored_and_never_merged(given, told):
-    assert make_method(read_config(given), [Layer("x", 64, 64)], 0).settings.layer_form == told
+def test_low_precision_layers_are_factored_and_never_merged(settings, form):
+    assert make_method(read_config(settings), [Layer("x", 64, 64)], 0).settings.layer_form == form

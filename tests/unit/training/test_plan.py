@@ -1,4 +1,4 @@
-"""What a plan says is what a run does."""
+"""A plan agrees with a run."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import describe, plan_of, suggested_heads
 from testing.tiny import save_model
-from tests.memory import kept_for_backward
+from tests.memory import bytes_for_backward
 
 
 def config(**settings):
@@ -17,50 +17,50 @@ def config(**settings):
 
 
 @pytest.mark.parametrize("method", ["hetlora", "fedit"])
-def test_an_automatic_budget_of_ranks(method):
+def test_an_automatic_budget_fraction_of_ranks(method):
     settings = config(method=method, lora_rank=8)
     assert largest_fraction(settings, 10**12) == 1.0
     half = step_memory(settings, 0.5 if method == "hetlora" else 1.0).added
     assert largest_fraction(settings, int(half / 0.9) + 2) == (0.5 if method == "hetlora" else 1.0)
-    if method == "fedit":  # with less it is left out, and not refused
+    if method == "fedit":  # with less it is excluded, not refused
         assert 0 < largest_fraction(settings, half // 3) < 0.34
         assert 0 < largest_fraction(settings, 0) < 0.01
     assert ("not eligible" in describe(settings)) == (method == "fedit")
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
-def test_kept_memory_is_what_autograd_keeps_of_the_real_model(fraction):
+def test_kept_memory_equals_that_of_autograd_on_the_real_model(fraction):
     settings = config(batch_size=16)
-    measured, trained = kept_for_backward(ModelAndData(settings), fraction, 16)
+    measured, trained = bytes_for_backward(ModelAndData(settings), fraction, 16)
     estimate = step_memory(settings, fraction)
     assert estimate.trained == 4 * trained
     assert measured == pytest.approx(estimate.activations, rel=0.05)
 
 
-@pytest.mark.usefixtures("shallow")
+@pytest.mark.usefixtures("two_blocks")
 def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
-    told = r"precision = 'float16': .* too large for it in wo, .* set precision=bfloat16"
+    message = r"precision = 'float16': .* too large for it in wo, .* set precision=bfloat16"
     for preset in ("newsgroups-t5", "mrqa-t5"):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             plan_of({"preset": preset, "precision": "float16"})
     assert plan_of({"preset": "newsgroups-t5", "precision": "bfloat16"})
     assert plan_of({"preset": "cifar100-vit-b16", "precision": "float16"})
-    given = {"preset": "newsgroups-t5", "precision": "float16", "device": "cpu"}
-    given |= {"model": str(save_model("t5", tmp_path))}
-    with pytest.raises(ValueError, match=told):
-        _ = ModelAndData(read_config(given)).model
+    settings = {"preset": "newsgroups-t5", "precision": "float16", "device": "cpu"}
+    settings |= {"model": str(save_model("t5", tmp_path))}
+    with pytest.raises(ValueError, match=message):
+        _ = ModelAndData(read_config(settings)).model
 
 
-def test_memory_falls_with_every_head_that_is_frozen():
+def test_memory_decreases_with_every_frozen_head():
     memory = [step_memory(config(), fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
     added = [step.added for step in memory]
     assert added == sorted(set(added))
-    # The heads that a client trains are copies: one of four frozen saves what they weigh.
+    # The trained heads are copies: one of four frozen saves the memory of its copy.
     totals = [step.total for step in memory]
     assert totals[0] < totals[1] < totals[2] <= totals[3] + 100
 
 
-def test_an_automatic_budget_takes_the_most_heads_that_fit():
+def test_an_automatic_budget_fraction_affords_the_most_heads_that_fit():
     settings = config(heads=4)
     needs = [step_memory(settings, fraction).added for fraction in (0.25, 0.5, 0.75, 1.0)]
     assert largest_fraction(settings, 10**12) == 1.0
@@ -87,16 +87,17 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
     assert "8 matrices of 96 x 96" in describe(config())
 
 
-def test_a_plan_says_what_looks_like_protection_and_is_none():
-    told = plan_of({"epsilon": 8.0, "secure-minimum": 5})
-    assert "is protected, without privacy=client or privacy=example: epsilon=8.0" in told
-    assert "is protected, without secure-aggregation=true: secure-minimum=5" in told
+def test_a_plan_reports_privacy_keys_without_effect():
+    plan = plan_of({"epsilon": 8.0, "secure-minimum": 5})
+    assert "is protected, without privacy=client or privacy=example: epsilon=8.0" in plan
+    assert "is protected, without secure-aggregation=true: secure-minimum=5" in plan
     protected: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0, "noise-multiplier": 1.0}
-    assert "is protected" not in plan_of(protected)  # with this noise, none is looked for
+    # With a noise multiplier no protection is expected.
+    assert "is protected" not in plan_of(protected)
 
 
-def test_a_plan_says_what_has_no_effect_with_the_method():
+def test_a_plan_reports_keys_without_effect():
     settings: dict[str, Scalar] = {"head-mean": "all", "heads": 8}
-    told = plan_of(settings | {"method": "hetlora"})
-    assert told.endswith("\n\nno effect with method=hetlora: head-mean=all, heads=8")
+    plan = plan_of(settings | {"method": "hetlora"})
+    assert plan.endswith("\n\nno effect with method=hetlora: head-mean=all, heads=8")
     assert "no effect" not in plan_of(settings)

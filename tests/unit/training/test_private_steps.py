@@ -1,4 +1,4 @@
-"""Private steps on real digits: Poisson batches, parts, what is drawn anew and what is refused."""
+"""Private steps on real digits: Poisson batches, microbatches, fresh noise, and refusals."""
 
 import math
 from contextlib import suppress
@@ -29,13 +29,13 @@ WORK = ClientRound(0, 1, 3)
 
 
 def loaded_of(**settings):
-    given: dict[str, Scalar] = {
+    config: dict[str, Scalar] = {
         "method": "ravan",
         "partition": "iid",
         "local-steps": 2,
         "lora-rank": 1,
     }
-    return ModelAndData(read_config(given | {k.replace("_", "-"): v for k, v in settings.items()}))
+    return ModelAndData(read_config(config | {k.replace("_", "-"): v for k, v in settings.items()}))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def loaded():
 
 
 def trained(loaded, noise, rows=64, **settings):
-    """What a client uploads, of so many examples."""
+    """Return the upload of a client with this many examples."""
     config = loaded.config if not settings else loaded_of(**settings).config
     examples = loaded.partition(3, 20).train.select(np.arange(rows))
     steps = steps_of(config, 1, len(examples))
@@ -54,7 +54,7 @@ def trained(loaded, noise, rows=64, **settings):
 
 
 def gradients_of_step(loaded, noise, **settings):
-    """The gradient that one step has put into the parameters."""
+    """Return the gradient of one step by parameter."""
     config = loaded_of(**settings).config if settings else loaded.config
     examples = loaded.partition(3, 20).train.select(np.arange(48))
     stepper = PrivateStepper(
@@ -65,19 +65,19 @@ def gradients_of_step(loaded, noise, **settings):
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(0.01)
-        stepper.train(parameters[:0])  # takes none
+        stepper.train(parameters[:0])  # no update
         stepper.steps = steps_of(read_config({"local-steps": 1}), 1, 48)
         stepper.train(parameters)
         return [parameter.grad.clone() for parameter in parameters]
 
 
 @pytest.fixture
-def all_drawn(monkeypatch):
+def draw_all(monkeypatch):
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
 
 
-def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(loaded, all_drawn):
-    """All are drawn where `batch-size` of them were expected: the mean times all by expected."""
+def test_without_noise_and_clipping_a_step_is_plain_on_its_draw(loaded, draw_all):
+    """Where all examples are drawn, the step is the mean times drawn by expected examples."""
     of_48 = gradients_of_step(loaded, QUIET, batch_size=32)
     of_all = gradients_of_step(loaded, QUIET, batch_size=48)
     for expected_32, expected_48 in zip(of_48, of_all, strict=True):
@@ -96,20 +96,20 @@ def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(load
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch_size": 5}, {"micro_batch_size": 1}], ids=str)
-def test_a_draw_that_is_too_large_is_worked_on_in_parts(loaded, all_drawn, changes):
+def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, changes):
     noise = StepNoise(1e-9, 0.5)
-    whole = gradients_of_step(loaded, noise)
+    complete = gradients_of_step(loaded, noise)
     parts = gradients_of_step(loaded, noise, **changes)
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(complete, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
 
 
-def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
-    loaded, all_drawn, monkeypatch, caplog
+def test_a_failing_example_counts_as_zero_and_affects_no_other(
+    loaded, draw_all, monkeypatch, caplog
 ):
-    """Not the whole step: then what the others add would follow from that one."""
+    """Skipping the whole step would make the others' update depend on that example."""
     noise, took = StepNoise(1e-9, 0.5), Encoded.take
-    whole = gradients_of_step(loaded, noise)
+    complete = gradients_of_step(loaded, noise)
     without = [7, 30]
     monkeypatch.setattr(
         private_steps, "subsample", lambda number, _: np.delete(np.arange(number), without)
@@ -126,13 +126,13 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
     found = gradients_of_step(loaded, noise)
     assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
     assert len(caplog.records) == 2
-    for one, other, all_of_them in zip(found, expected, whole, strict=True):
+    for one, other, all_of_them in zip(found, expected, complete, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
         assert not torch.allclose(one, all_of_them, rtol=1e-3, atol=1e-7)
 
 
 class Chooses:
-    """A task that raises for some examples, and leaves out others."""
+    """A task that raises for some examples, and excludes others."""
 
     def __init__(self, wrong, left_out):
         self.wrong, self.left_out = wrong, left_out
@@ -141,12 +141,12 @@ class Chooses:
         values = np.array(examples["x"])
         if set(values) & set(self.wrong):
             raise ValueError("got unknown labels")
-        kept = values[~np.isin(values, self.left_out)]
-        return Encoded({"x": torch.from_numpy(kept)}, np.arange(len(kept)))
+        included = values[~np.isin(values, self.left_out)]
+        return Encoded({"x": torch.from_numpy(included)}, np.arange(len(included)))
 
 
 @pytest.mark.parametrize(("wrong", "left_out"), [([], []), ([0], []), ([3, 11], [4]), ([], [5, 6])])
-def test_examples_that_cannot_be_encoded_are_counted_and_fail_when_they_are_read(wrong, left_out):
+def test_examples_that_cannot_be_encoded_count_and_fail_when_read(wrong, left_out):
     examples = datasets.Dataset.from_dict({"x": range(12)})
     encoded = encode_each(Chooses(wrong, left_out), examples)  # type: ignore[arg-type]
     assert len(encoded) == 12
@@ -159,7 +159,7 @@ def test_examples_that_cannot_be_encoded_are_counted_and_fail_when_they_are_read
         encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
 
 
-def test_gradient_checkpointing_changes_nothing(loaded, all_drawn):
+def test_gradient_checkpointing_changes_nothing(loaded, draw_all):
     noise = StepNoise(1e-9, 0.5)
     other = loaded_of(gradient_checkpointing=True)
     pairs = zip(gradients_of_step(loaded, noise), gradients_of_step(other, noise), strict=True)
@@ -167,7 +167,7 @@ def test_gradient_checkpointing_changes_nothing(loaded, all_drawn):
         torch.testing.assert_close(one, again, rtol=1e-4, atol=1e-7)
 
 
-def test_an_empty_draw_is_a_step_of_noise_alone(loaded, monkeypatch):
+def test_an_empty_draw_gives_a_step_of_noise_alone(loaded, monkeypatch):
     monkeypatch.setattr(private_steps, "subsample", lambda *_: np.arange(0))
     noise = StepNoise(3.0, 0.5)
     gradient = torch.cat([g.flatten() for g in gradients_of_step(loaded, noise)])
@@ -176,7 +176,7 @@ def test_an_empty_draw_is_a_step_of_noise_alone(loaded, monkeypatch):
         assert still.abs().max() < 1e-5
 
 
-def test_the_gradient_is_no_larger_than_clipping_allows(loaded, all_drawn):
+def test_clipping_bounds_the_gradient(loaded, draw_all):
     gradients = gradients_of_step(loaded, StepNoise(1e-9, 0.5))
     norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
     assert 0.01 < norm <= 0.5 * 48 / 32
@@ -197,7 +197,7 @@ def test_two_equal_rounds_differ_and_plain_ones_do_not(loaded):
     assert torch.equal(*plain)
 
 
-def test_who_is_drawn_does_not_follow_from_the_seed(loaded):
+def test_drawn_examples_do_not_depend_on_the_seed(loaded):
     examples = loaded.partition(3, 20).train
     steps = steps_of(loaded.config, 1, len(examples))
     orders = []
@@ -206,12 +206,12 @@ def test_who_is_drawn_does_not_follow_from_the_seed(loaded):
         order = stepper.draw_batches(len(examples), None, WORK)
         orders.append([next(order).tolist() for _ in range(20)])
     assert orders[0] != orders[1]
-    assert len({len(rows) for rows in orders[0]}) > 3  # Poisson: of different sizes
+    assert len({len(rows) for rows in orders[0]}) > 3  # Poisson sampling: batches differ in size
     assert stepper.rate == 32 / len(examples)
 
 
-def test_noise_comes_from_no_seed(loaded, monkeypatch):
-    """With draws that are alike, all that two rounds differ by is noise."""
+def test_noise_does_not_depend_on_the_seed(loaded, monkeypatch):
+    """With equal draws, two rounds differ by their noise alone."""
     monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
     one, other = trained(loaded, StepNoise(1.0, 1.0)), trained(loaded, StepNoise(1.0, 1.0))
     assert not torch.equal(one["H"], other["H"])
@@ -220,28 +220,28 @@ def test_noise_comes_from_no_seed(loaded, monkeypatch):
     assert torch.equal(one["H"], other["H"])
 
 
-def test_dropout_is_drawn_afresh(loaded, monkeypatch):
+def test_dropout_is_not_seeded(loaded, monkeypatch):
     seeds = []
 
-    def noted(number, device):
+    def recording(number, device):
         seeds.append(number)
         return dropout_from(number, device)
 
-    monkeypatch.setattr(private_steps, "dropout_from", noted)
+    monkeypatch.setattr(private_steps, "dropout_from", recording)
     trained(loaded, QUIET, rows=4)
     trained(loaded, QUIET, rows=4)
     assert seeds[0] != seeds[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 20])
-def test_a_client_with_few_examples_has_them_all_in_every_batch(loaded, rows):
+def test_a_client_with_few_examples_uses_all_in_every_batch(loaded, rows):
     assert sampling_rate(32, rows) == 1.0
     upload = trained(loaded, StepNoise(1.0, 1.0), rows=rows)
     assert upload["H"].isfinite().all()
     assert upload["H"].any()
 
 
-def test_the_model_is_as_it_was_and_trained_in_some_heads_alone(loaded):
+def test_the_model_is_restored_and_only_selected_heads_are_trained(loaded):
     before = {name: p.detach().clone() for name, p in loaded.model.network.named_parameters()}
     flags = {name: p.requires_grad for name, p in loaded.model.network.named_parameters()}
     examples = loaded.partition(3, 20).train
@@ -257,11 +257,11 @@ def test_the_model_is_as_it_was_and_trained_in_some_heads_alone(loaded):
         assert p.grad is None
 
 
-def test_examples_that_mix_are_refused_before_anything_is_trained(monkeypatch):
+def test_dependent_examples_are_refused_before_training(monkeypatch):
     loaded = loaded_of()
-    whole = loaded.task.logits
+    logits = loaded.task.logits
     monkeypatch.setattr(
-        type(loaded.task), "logits", lambda self, network, batch: _mixed(whole(network, batch))
+        type(loaded.task), "logits", lambda self, network, batch: _mixed(logits(network, batch))
     )
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
         trained(loaded, QUIET)

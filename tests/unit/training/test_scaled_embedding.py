@@ -1,4 +1,4 @@
-"""Gemma multiplies what it looks up by the root of its width: kept in 16 bits, too."""
+"""Gemma's scaled embedding, also stored in 16 bits."""
 
 import math
 
@@ -17,7 +17,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 @pytest.fixture(scope="module", params=[("gemma", 16), ("gemma", 24), ("gemma2", 24)])
 def networks(request, tmp_path_factory):
-    """One saved in bfloat16 and kept in float32 and in bfloat16, and transformers' own."""
+    """Make one model saved in bfloat16, kept in float32 and in bfloat16, and transformers' own."""
     kind, width = request.param
     folder = tmp_path_factory.mktemp("models") / "model"
     save_speaker(kind, folder, hidden_size=width, initializer_range=0.3)
@@ -27,35 +27,35 @@ def networks(request, tmp_path_factory):
     data = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
     task = Causal(data, 32, lambda: folder, lambda: settings)
     spec = ModelSpec("hub", str(folder))
-    whole, stored = (
+    float32, stored = (
         build_network(spec, task, 0, dtype).network for dtype in (torch.float32, torch.bfloat16)
     )
     planned = build_skeleton(spec, task, torch.bfloat16).network
-    return whole, stored, read(folder, dtype=torch.bfloat16), planned
+    return float32, stored, read(folder, dtype=torch.bfloat16), planned
 
 
-def test_it_computes_the_bits_of_float32(networks):
-    whole, stored, *_ = networks
-    assert torch.equal(whole(TOKENS).logits, stored(TOKENS).logits)
+def test_it_equals_float32_to_the_bit(networks):
+    float32, stored, *_ = networks
+    assert torch.equal(float32(TOKENS).logits, stored(TOKENS).logits)
     grads = []
-    for network in (whole, stored):
+    for network in (float32, stored):
         last = network.model.layers[0].input_layernorm.weight.requires_grad_(True)
         network(TOKENS).logits.logsumexp(-1).sum().backward()
         grads.append(last.grad)
     assert torch.equal(*grads)
 
 
-def test_the_embedding_and_its_twin_are_in_16_bits_and_counted_so(networks):
-    whole, stored, _, planned = networks
+def test_embedding_and_tied_head_are_stored_and_counted_in_16_bits(networks):
+    float32, stored, _, planned = networks
     for network in (stored, planned):
         embedding = network.get_input_embeddings()
         assert isinstance(embedding, StoredScaledEmbedding)
         assert embedding.weight.dtype == torch.bfloat16
         assert network.lm_head.weight is embedding.weight
-    assert whole.get_input_embeddings().weight.dtype == torch.float32
+    assert float32.get_input_embeddings().weight.dtype == torch.float32
 
 
-def test_it_is_transformers_own_in_that_dtype_but_for_the_rounded_root(networks):
+def test_it_equals_transformers_except_for_the_rounded_scale(networks):
     _, stored, theirs, _ = networks
     root = math.sqrt(stored.config.hidden_size)
     rounded = float(torch.tensor(root, dtype=torch.bfloat16))

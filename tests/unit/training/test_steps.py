@@ -1,4 +1,4 @@
-"""Parts of a step, schedules, decay and clipping: as by hand, and today's way where none is set."""
+"""Microbatches, schedules, decay and clipping equal plain code; defaults have no effect."""
 
 import math
 from typing import Any
@@ -40,8 +40,8 @@ def loaded():
 
 
 @pytest.mark.parametrize(("device", "asynchronous"), [("mps", False), ("cuda", True)])
-def test_only_pinned_memory_is_copied_while_others_write_to_it(device, asynchronous):
-    """MPS reads a batch's memory later, when the reader may have filled it with another batch."""
+def test_only_pinned_memory_is_copied_asynchronously(device, asynchronous):
+    """MPS reads a batch's memory later, when the reader may have overwritten it."""
     copies = []
 
     class Pixels:
@@ -60,15 +60,15 @@ def test_only_pinned_memory_is_copied_while_others_write_to_it(device, asynchron
 
 
 @pytest.mark.parametrize(("device", "fused"), [("cpu", True), ("cuda", True), ("mps", None)])
-def test_adam_is_fused_or_left_to_pytorch(loaded, device, fused, monkeypatch):
-    """`fused=False` would mean one parameter after the other."""
+def test_adam_is_fused_or_pytorchs_default(loaded, device, fused, monkeypatch):
+    """`fused=False` would update one parameter after the other."""
     steps = steps_of(read_config(QUICK), 1, 10)
     stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 5).train, steps, WORK)
     stepper.device = torch.device(device)
-    given = {}
-    monkeypatch.setattr(torch.optim, "Adam", lambda _, **how: given.update(how))
+    options = {}
+    monkeypatch.setattr(torch.optim, "Adam", lambda _, **kwargs: options.update(kwargs))
     stepper._optimizer([])
-    assert given["fused"] is fused
+    assert options["fused"] is fused
 
 
 def test_batches_are_cut_into_parts_in_their_order():
@@ -79,10 +79,10 @@ def test_batches_are_cut_into_parts_in_their_order():
 
 
 @pytest.mark.parametrize("size", [5, 1])
-def test_parts_of_a_step_give_the_steps_of_the_whole(loaded, size):
-    whole, parts = trained(loaded), trained(loaded, **{"micro-batch-size": size})
-    assert parts.train_loss == pytest.approx(whole.train_loss, rel=1e-5)
-    for name, tensor in whole.upload.items():
+def test_microbatches_give_the_same_steps(loaded, size):
+    complete, parts = trained(loaded), trained(loaded, **{"micro-batch-size": size})
+    assert parts.train_loss == pytest.approx(complete.train_loss, rel=1e-5)
+    for name, tensor in complete.upload.items():
         if tensor.is_floating_point():
             torch.testing.assert_close(parts.upload[name], tensor, rtol=1e-2, atol=1e-4)
 
@@ -91,34 +91,34 @@ def test_parts_of_a_step_give_the_steps_of_the_whole(loaded, size):
     "changes",
     [{"micro-batch-size": 12}, {"max-gradient-norm": 1e9}, {"server-optimizer": "none"}],
 )  # fmt: skip
-def test_what_changes_nothing_changes_no_bit(loaded, changes):
+def test_settings_without_effect_change_no_bit(loaded, changes):
     before, after = trained(loaded), trained(loaded, **changes)
     assert before.train_loss == after.train_loss
     assert all(torch.equal(before.upload[name], after.upload[name]) for name in before.upload)
 
 
-def test_decay_and_clipping_are_pytorchs(loaded, monkeypatch):
-    made, cut = [], []
+def test_decay_and_clipping_equal_pytorchs(loaded, monkeypatch):
+    optimizers, clipped_norms = [], []
     adam_w, clip = torch.optim.AdamW, torch.nn.utils.clip_grad_norm_
 
-    def noted(parameters, **options):
-        made.append(options)
+    def recording(parameters, **options):
+        optimizers.append(options)
         return adam_w(parameters, **options)
 
     def clipped(parameters, most):
-        cut.append(float(clip(parameters, most)))
+        clipped_norms.append(float(clip(parameters, most)))
         after = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
         assert float(after) <= most * 1.001
 
-    monkeypatch.setattr(torch.optim, "AdamW", noted)
+    monkeypatch.setattr(torch.optim, "AdamW", recording)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
     trained(loaded, **{"weight-decay": 0.1, "max-gradient-norm": 1e-3})
-    assert made[0]["weight_decay"] == 0.1
-    assert len(cut) == 3
-    assert max(cut) > 1e-3
+    assert optimizers[0]["weight_decay"] == 0.1
+    assert len(clipped_norms) == 3
+    assert max(clipped_norms) > 1e-3
 
 
-def test_the_cosine_is_flowertunes():
+def test_the_cosine_schedule_equals_flowertunes():
     def theirs(now, total, most, least):
         return least + 0.5 * (most - least) * (1 + math.cos(math.pi * now / total))
 
@@ -131,7 +131,7 @@ def test_the_cosine_is_flowertunes():
         )
 
 
-def test_the_rate_rises_at_first():
+def test_the_learning_rate_warms_up():
     config = read_config(
         {"learning-rate": 1.0, "learning-rate-schedule": "constant:3", "num-rounds": 9}
     )
@@ -150,7 +150,7 @@ def test_the_rate_rises_at_first():
     assert rates[-1] == pytest.approx(0, abs=1e-12)
 
 
-def test_contradictions_are_refused():
+def test_contradictory_settings_are_refused():
     with pytest.raises(ValueError, match="micro-batch-size = 33: got batch-size = 32"):
         read_config({"micro-batch-size": 33})
     with pytest.raises(
@@ -159,11 +159,11 @@ def test_contradictions_are_refused():
         read_config({"learning-rate": 0.1, "learning-rate-schedule": "cosine:1"})
 
 
-def test_a_client_of_a_natural_partition_that_can_learn_nothing_is_named():
-    given = datasets.Dataset.from_dict({"user": ["a", "b", "b"], "text": ["x", "y", "z"]})
+def test_a_client_without_any_training_example_is_reported():
+    examples = datasets.Dataset.from_dict({"user": ["a", "b", "b"], "text": ["x", "y", "z"]})
     loaded = ModelAndData(read_config({}))
-    vars(loaded).update(splits={"train": given}, _train=given.select([0, 1]))
-    loaded._check_users("user")  # each has one
-    vars(loaded)["_train"] = given.select([1, 2])
+    vars(loaded).update(splits={"train": examples}, _train=examples.select([0, 1]))
+    loaded._check_users("user")  # each client has a training example
+    vars(loaded)["_train"] = examples.select([1, 2])
     with pytest.raises(ValueError, match="no example of 'a' can be learned.*value of 'user'"):
         loaded._check_users("user")

@@ -1,4 +1,4 @@
-"""One core is left to others, small networks have one thread, and a user's number is kept."""
+"""The number of PyTorch threads: one core is free, small networks use one, users may set it."""
 
 import math
 
@@ -14,7 +14,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 
 @pytest.fixture
 def four(monkeypatch):
-    """A machine on which PyTorch would take four threads, and a user who said nothing."""
+    """Pretend that PyTorch would use four threads, and that the user set none."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.delenv(CORES)
@@ -22,7 +22,7 @@ def four(monkeypatch):
 
 
 @pytest.mark.usefixtures("four")
-def test_small_networks_have_one_thread_and_others_leave_one_core():
+def test_small_networks_use_one_thread_and_others_leave_a_core_free():
     assert suitable_threads(300_000, 32) == 1
     assert suitable_threads(SMALL, 1) == 1
     assert suitable_threads(SMALL, 2) == 3
@@ -30,12 +30,10 @@ def test_small_networks_have_one_thread_and_others_leave_one_core():
 
 
 @pytest.mark.usefixtures("four")
-@pytest.mark.parametrize(("given", "threads"), [("1", 1), ("3", 3), ("9", 4)])
-def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
-    monkeypatch, given, threads
-):
-    """As a study with --jobs leaves them, and a small network has one thread there, too."""
-    monkeypatch.setenv(CORES, given)
+@pytest.mark.parametrize(("settings", "threads"), [("1", 1), ("3", 3), ("9", 4)])
+def test_a_run_of_a_study_uses_a_thread_for_each_of_its_cores(monkeypatch, settings, threads):
+    """Limited to the cores of a study with --jobs; a small network uses one thread there, too."""
+    monkeypatch.setenv(CORES, settings)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(machine, "_quotas", lambda *_: [math.inf])
     assert suitable_threads(86_000_000, 8) == threads
@@ -45,7 +43,7 @@ def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 @pytest.mark.parametrize("number", ["7", " 7 ", "4,2"])
-def test_a_number_of_the_users_is_kept(monkeypatch, name, number):
+def test_a_number_set_by_the_user_is_kept(monkeypatch, name, number):
     monkeypatch.setenv(name, number)
     assert suitable_threads(86_000_000, 8) is None
 
@@ -53,18 +51,18 @@ def test_a_number_of_the_users_is_kept(monkeypatch, name, number):
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 @pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", ""])
-def test_what_is_no_number_of_threads_sets_none(monkeypatch, name, text):
+def test_an_invalid_number_of_threads_is_ignored(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     assert suitable_threads(86_000_000, 8) == 3
 
 
-def test_there_is_always_one(monkeypatch):
+def test_there_is_at_least_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert suitable_threads(86_000_000, 8) == 1
 
 
-def test_the_number_before_comes_back_also_after_an_error():
+def test_the_earlier_number_is_restored_also_after_an_error():
     before = torch.get_num_threads()
 
     def fails():
@@ -79,5 +77,5 @@ def test_the_number_before_comes_back_also_after_an_error():
         assert torch.get_num_threads() == before
 
 
-def test_the_users_number_is_the_tests():
+def test_the_tests_set_the_number_of_threads():
     assert ModelAndData(read_config({})).model.threads is None  # conftest sets OMP_NUM_THREADS

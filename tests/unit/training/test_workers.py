@@ -1,4 +1,4 @@
-"""As many clients work side by side as cores allow."""
+"""The number of clients that run side by side follows from the cores."""
 
 import os
 
@@ -30,7 +30,7 @@ def _eight(monkeypatch):
         ({"clients-per-round": 3, "evaluate-on": "clients", "validation-share": 0.1}, 20, 20),
     ],
 )
-def test_clients_at_work(settings, clients, number):
+def test_the_number_of_parallel_clients(settings, clients, number):
     assert read_config(settings).max_concurrent(clients) == number
 
 
@@ -50,7 +50,7 @@ def test_the_cores_are_divided(processes, threads, on_cpu, expected):
     assert most_workers(config, 20, threads, on_cpu=on_cpu) == expected
 
 
-def test_what_the_user_set_is_not_divided(monkeypatch):
+def test_threads_set_by_the_user_are_not_divided(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 6)
     config = read_config({"clients-per-round": 10, "processes": 4})
     assert most_workers(config, 20, None, on_cpu=True) == Workers(4, 6)
