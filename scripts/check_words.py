@@ -3,9 +3,9 @@
     python -m scripts.check_words            list pages, words, and what is wrong
     python -m scripts.check_words --quiet    list what is wrong alone
 
-It ends with 1 if a document, or a comment or docstring of the package, tests, benchmarks and
-scripts, has a word of `REPLACED`, or if a document is longer than its limit. Prose and hand-written
-tables are counted, without code and without tables that a program wrote between marks.
+It ends with 1 if a document, or a comment or docstring of a folder of `FOLDERS`, has a word of
+`REPLACED`, or if a document is longer than its limit. Prose and hand-written tables are counted,
+without code and without tables that a program wrote between marks.
 """
 
 import ast
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("ravan_flwr", "tests", "benchmarks", "scripts")  # of code
+FOLDERS = ("ravan_flwr", "tests", "testing", "benchmarks", "scripts", "examples")  # of code
 README, PAGE, ALL = 700, 1500, 40_000  # words at most: README.md, a page, all but reference
 HOUSE = r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()"
 MEMBER = r"\broster\b|\bmembers?\b"

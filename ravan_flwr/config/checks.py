@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.keys import KEYS, ROBUST, densities
+from ravan_flwr.config.keys import KEYS, ROBUST, as_typed, densities
 from ravan_flwr.methods import METHODS, MIXES, MethodInfo
 from ravan_flwr.specs import Scalar
 
@@ -80,7 +80,7 @@ def without_effect(run_config: Values) -> list[str]:
 
 def _conflict(values: Values, key: str, conflict: str, expected: str, remedy: str) -> ValueError:
     value = values[key]
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    text = as_typed(value) if isinstance(value, bool) else repr(value)
     return ValueError(f"{key} = {text}: got {conflict}, expected {expected}; {remedy}")
 
 
@@ -149,13 +149,9 @@ def _check_sparsity(values: Values) -> None:
         raise _conflict(values, "sparsity", "a density out of range", expected, "correct it")
     name = str(values["method"])
     method = METHODS[name]
+    dense_down = "1:UP" if method.sparse_up else "1:1"
     for density, supported, reason, form in (
-        (
-            sent[0],
-            method.sparse_down,
-            "clients need all numbers of its state",
-            "1:UP" if method.sparse_up else "1:1",
-        ),
+        (sent[0], method.sparse_down, "clients need all numbers of its state", dense_down),
         (sent[1], method.sparse_up, "clients need all of their change in its state", "1:1"),
     ):
         if density < 1 and not supported:
