@@ -92,7 +92,9 @@ def formula_of(name: str) -> Formula:
     """Return the formula of a method."""
     known = {get_method(method): FORMULAS[method] for method in FORMULAS if method != name}
     own = [FORMULAS[name]] if name in FORMULAS else []
-    return (own + [known[kind] for kind in get_method(name).__mro__ if kind in known])[0]
+    found = own + [known[kind] for kind in get_method(name).__mro__ if kind in known]
+    assert found, f"method {name} has no formula for what it sends; add a row to FORMULAS"
+    return found[0]
 
 
 @contextmanager

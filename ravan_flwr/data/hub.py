@@ -19,6 +19,7 @@ import transformers
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
 from datasets.features.features import _visit
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -203,6 +204,11 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
     """
     root = Path(name)
     if not root.exists():
+        if name in _PACKAGED_DATASETS_MODULES:  # `datasets` would read all files below this folder
+            raise ValueError(
+                f"data {name}: got the name of a kind of file, and no such file or folder is here, "
+                "expected a file, a folder or an id of the hub; correct the name"
+            )
         return {"path": name, "name": subset or None, "revision": revision or None}
     if root.is_file():
         if (kind := TABLES.get(root.suffix.lower())) is None:

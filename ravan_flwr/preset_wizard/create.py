@@ -130,7 +130,8 @@ def _about_data(data: DataSummary, requested_clients: int) -> Iterator[str]:
     if spec.labels:
         counts = sorted(data.counts["train"].get(label, 0) for label in spec.labels)
         least, most = counts[0], counts[-1]
-        yield f"       {len(spec.labels)} classes with {least:,} to {most:,} examples each"
+        span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        yield f"       {len(spec.labels)} classes with {span} examples each"
     for warning in data.warnings():
         yield f"       WARNING: {warning}"
     clients = run_of(data, requested_clients)["num-clients"]

@@ -1,10 +1,11 @@
 """Return the content of a run's page: texts and numbers, all of which the page escapes."""
 
+import json
 import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ravan_flwr.runs.console import (
     remaining_seconds,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RoundsFile, RunDirectory
+from ravan_flwr.runs.directory import RoundsFile, RunDirectory, how_to_resume
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
@@ -100,7 +101,7 @@ def state_of(snapshot: RunSnapshot) -> State:
     if snapshot.under_way:
         return _running(snapshot, progress)
     after = f"after {last} round{'' if last == 1 else 's'}"
-    advice = f"To continue: resume={snapshot.run.path} (flwr run needs the same settings beside it)"
+    advice = f"To continue: {how_to_resume(snapshot.run.path)}"
     if snapshot.failure is not None:
         return State("failed", f"It failed {after}: {snapshot.failure}", None, advice, progress)
     if snapshot.run.summary is not None:
@@ -216,8 +217,18 @@ def view_of(
         "log": [
             (line, " WARNING " in line[:40] or " ERROR " in line[:40]) for line in snapshot.log
         ],
-        "settings": [(name, as_typed(value)) for name, value in config.items()],
+        "settings": list(_settings(config)),
     }
+
+
+def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the names and values of a configuration; those of its model and data one by one."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{name}.")
+        else:
+            shown = json.dumps(value) if isinstance(value, list) else as_typed(value)
+            yield before + name, shown
 
 
 def title_of(config: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Read and write the run directory: settings, the record of each round, the result.
 
 config.json        the resolved configuration
-settings.json      the settings that were given, with which the run is resumed
+settings.json      the settings that were given last, with which the run is resumed
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the result: method, parameters, metrics, bytes, seconds
 classes.json       the last evaluation on the server, class by class (reports/classes.py)
@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.keys import KEYS, Config
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.files import LARGE, append, named_errors, opened, read_file, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
@@ -60,9 +60,9 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path, option: str = "resume") -> "RunDirectory":
         """Open the folder of an earlier run; errors name `option`, the user's option or command."""
-        if not (path / "config.json").is_file():
+        if missing := _missing_file(path):
             raise ValueError(
-                f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
+                f"{option} = {str(path)!r}: found no {missing} there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
                 + (f"; its runs are {path}/*" if any(path.glob("*/config.json")) else "")
             )
@@ -100,6 +100,14 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any]:
         """Read `config.json`."""
         return self.read_json("config.json")
+
+    def write_config(self, config: Config) -> None:
+        """Write `config.json`; that of a resumed run keeps its place and number of clients."""
+        content = config.as_dict()
+        if config.resume:
+            earlier = self.read_config()
+            content |= {key: earlier.get(key) for key in ("resume", "output-dir", "num-clients")}
+        self.write_json("config.json", content)
 
     def write_settings(self, run_config: Mapping[str, Scalar]) -> None:
         """Write the settings that differ from their defaults, without `resume` and `output-dir`."""
@@ -224,6 +232,14 @@ def check_writable(folder: Path) -> None:
         )
 
 
+def _missing_file(path: Path) -> str:
+    """Return a file that a run directory has and this folder lacks; a model has a config.json."""
+    if not (path / "config.json").is_file():
+        return "config.json"
+    begun = any((path / name).is_file() for name in ("settings.json", "rounds.jsonl"))
+    return "" if begun else "settings.json"
+
+
 def parse_resume(resume: str) -> tuple[Path, int | None]:
     """Split RUN@N, or RUN alone, into the run directory and the round to go back to."""
     path = Path(resume).expanduser()
@@ -279,8 +295,15 @@ def write_error_message(error: OSError, run: Path) -> str:
 def resume_advice(run: Path) -> str:
     """Return how to resume a stopped run, or that there is nothing to resume."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
-        return f"to continue: resume={run} (flwr run needs the same settings beside it)"
+        return f"to continue: {how_to_resume(run)}"
     return f"no round has finished, so there is nothing to resume: {run}"
+
+
+def how_to_resume(run: Path) -> str:
+    """Return what continues a run: a command, or a setting of `flwr run`."""
+    return (
+        f"ravan-flwr simulate resume={run}; with flwr run: resume='{run}' beside the same settings"
+    )
 
 
 # A full disk, a quota, a failing disk, a read-only disk, a file that is too large.

@@ -219,7 +219,9 @@ def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     main(["simulate", f"resume={stopped.run_dir}", "num-rounds=3"])
     assert "no effect" not in capsys.readouterr().out  # no setting is new
-    assert json.loads((stopped.run_dir / "config.json").read_text()) == before
+    after = json.loads((stopped.run_dir / "config.json").read_text())
+    assert after == before | {"num-rounds": 3}
+    assert json.loads((stopped.run_dir / "settings.json").read_text())["num-rounds"] == 3
     first, second = (
         load_checkpoint(run.run_dir / "checkpoints") for run in (uninterrupted, stopped)
     )

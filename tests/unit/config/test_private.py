@@ -45,7 +45,7 @@ ABLE = [name for name, m in METHODS.items() if m.sums_changes and not m.all_clie
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ABLE])
 def test_methods_that_need_more_than_the_sum_of_changes_are_refused(name):
-    with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of ravan, full"):
+    with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of .*ravan, full"):
         read_config(PRIVATE | {"method": name})
 
 
@@ -100,7 +100,9 @@ def test_methods_with_per_example_gradients_are_accepted(name):
         config = read_config(EXAMPLE | {"method": name})
         assert (config.privacy, config.clip_norm, config.noise_multiplier) == ("example", 1.0, None)
     else:
-        with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of ravan, fed"):
+        with pytest.raises(
+            ValueError, match=rf"got method = {name!r}, expected one of .*ravan"
+        ):
             read_config(EXAMPLE | {"method": name})
 
 

@@ -180,6 +180,15 @@ def test_csv_with_more_fields_than_its_header_is_refused(tmp_path):
         every_split(str(tmp_path), "", "")
 
 
+@pytest.mark.parametrize("name", ["csv", "text", "imagefolder"])
+def test_names_of_kinds_of_files_are_no_data(name, tmp_path, monkeypatch):
+    """`datasets` reads all files of that kind below the folder in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("text,label\nhello,1\n")
+    with pytest.raises(ValueError, match="got the name of a kind of file"):
+        every_split(name, "", "")
+
+
 def test_data_without_an_example_raise_our_message():
     error = pytest.raises(ValueError, match="data folder: got no example, expected some")
     with error, hub_errors("data", "folder"):

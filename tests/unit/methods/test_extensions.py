@@ -35,7 +35,7 @@ def test_a_methods_row_matches_its_class(name):
     ],
 )
 def test_a_method_without_the_extension_is_refused_under_its_option(option):
-    with pytest.raises(ValueError, match="'hetlora'.*expected one of ravan, full, fedit"):
+    with pytest.raises(ValueError, match="'hetlora'.*expected one of .*ravan, full, fedit"):
         read_config({"method": "hetlora", "clients-per-round": 8, **option})
     method, _ = build("hetlora")
     with pytest.raises(ValueError, match="HetLora does not sum clients' changes"):

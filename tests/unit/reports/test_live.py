@@ -133,7 +133,7 @@ def test_a_killed_run_is_reported(tmp_path):
     words = page_of(folder).words
     assert "stopped Its process is gone after 3 rounds, without a result." in words
     assert "Nothing was written for 2 h 00 min." in words
-    assert f"To continue: resume={folder} (flwr run needs the same settings" in words
+    assert f"To continue: ravan-flwr simulate resume={folder}; with flwr run" in words
     assert "s left" not in words
     assert "at work" not in words
 
