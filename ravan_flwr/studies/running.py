@@ -111,7 +111,8 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 if todo:
                     break
             runs_done = len(runs) - len(todo)
-            log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
+            if runs:
+                log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
             _run(todo, results, options)
