@@ -60,9 +60,9 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path, option: str = "resume") -> "RunDirectory":
         """Open the folder of an earlier run; errors name `option`, the user's option or command."""
-        if missing := _missing_file(path):
+        if not (path / "config.json").is_file():
             raise ValueError(
-                f"{option} = {str(path)!r}: found no {missing} there, expected a run directory "
+                f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
                 + (f"; its runs are {path}/*" if any(path.glob("*/config.json")) else "")
             )
@@ -230,14 +230,6 @@ def check_writable(folder: Path) -> None:
             f"output-dir = {str(folder)!r}: {existing} is no writable folder, expected "
             "one; set output-dir"
         )
-
-
-def _missing_file(path: Path) -> str:
-    """Return a file that a run directory has and this folder lacks; a model has a config.json."""
-    if not (path / "config.json").is_file():
-        return "config.json"
-    begun = any((path / name).is_file() for name in ("settings.json", "rounds.jsonl"))
-    return "" if begun else "settings.json"
 
 
 def parse_resume(resume: str) -> tuple[Path, int | None]:

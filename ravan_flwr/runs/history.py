@@ -69,7 +69,8 @@ class RecordedRun:
         rounds = directory.read_rounds()
         if not any(record["round"] for record in rounds):
             raise NoRoundError(
-                f"report: {path} has no finished round, expected at least one; run it longer"
+                f"report: {path} has no finished round, expected a run with one; name a run "
+                "directory, or run it longer"
             )
         has_summary = (path / "summary.json").is_file()
         summary = directory.read_summary() if has_summary else None

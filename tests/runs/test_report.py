@@ -295,7 +295,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
-    assert "has no finished round, expected at least one" in capsys.readouterr().err
+    assert "has no finished round, expected a run with one" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_charts")
