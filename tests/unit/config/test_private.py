@@ -100,9 +100,7 @@ def test_methods_with_per_example_gradients_are_accepted(name):
         config = read_config(EXAMPLE | {"method": name})
         assert (config.privacy, config.clip_norm, config.noise_multiplier) == ("example", 1.0, None)
     else:
-        with pytest.raises(
-            ValueError, match=rf"got method = {name!r}, expected one of .*ravan"
-        ):
+        with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of .*ravan"):
             read_config(EXAMPLE | {"method": name})
 
 
