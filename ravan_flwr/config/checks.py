@@ -9,6 +9,7 @@ from functools import partial
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS, ROBUST, as_typed, densities
 from ravan_flwr.methods import METHODS, MIXES, MethodInfo
+from ravan_flwr.secure import MOST_CLIENTS
 from ravan_flwr.specs import Scalar
 
 Values = Mapping[str, Scalar]
@@ -18,7 +19,6 @@ Rule = tuple[str, bool, str, str]
 STEPS = ("local-steps", "local-epochs")  # a client's training time; at most one of them is set
 
 PRIVACY_KEYS = ("epsilon", "noise-multiplier", "delta", "clip-norm", "noise-cohort")
-MOST_CLIENTS = 256  # in a secure round: a sum of 256 numbers of 16 bits has 24 bits
 
 
 def check_together(values: Values) -> None:

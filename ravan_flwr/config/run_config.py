@@ -9,18 +9,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from ravan_flwr.config.checks import (
-    MOST_CLIENTS,
-    STEPS,
-    check_steps,
-    check_together,
-    trains_backbone,
-)
+from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
 from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
+from ravan_flwr.secure import MOST_CLIENTS
 from ravan_flwr.specs import DataSpec, Scalar
 from ravan_flwr.tasks import TASKS
 

@@ -22,8 +22,8 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.runs.record import MaskedRecord
+from ravan_flwr.secure import MOST_CLIENTS
 from ravan_flwr.secure.agreement import Parts
-from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule
 from ravan_flwr.secure.server import (
     DealerError,

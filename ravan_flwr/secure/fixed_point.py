@@ -15,7 +15,6 @@ Numbers = NDArray[np.uint32]
 LEVELS = 2**16 - 2  # the step of C; -C has step 0, and zero has the step in the middle
 MODULUS = 2**24
 WIDTH = 3  # bytes of a number
-MOST_CLIENTS = 256
 MASK = np.uint32(MODULUS - 1)
 
 

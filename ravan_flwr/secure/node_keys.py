@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from ravan_flwr.files import write_atomically
+from ravan_flwr.files import read_file, write_atomically
 
 _LARGEST = 4096  # bytes of a file
 
@@ -113,15 +113,14 @@ def _key(path: Path, kind: Any) -> Any:
     public = kind is Ed25519PublicKey
     problem: object = "another kind of key"
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST)
+        data = read_file(path, _LARGEST)
         key = load_pem_public_key(data) if public else load_pem_private_key(data, None)
         if isinstance(key, kind):
             return key
     except OSError as error:  # without the folder: the error is sent to the server
         problem = f"it cannot be read ({error.strerror})"
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        problem = error
+        problem = str(error).removeprefix(f"{path} ")
     raise ValueError(
         f"secure-keys: {path.name}: {str(problem)[:100]}; expected an Ed25519 "
         f"{'public' if public else 'private'} key in PEM, as `ravan-flwr keys` makes it; "

@@ -19,15 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ravan_flwr.secure import agreement, shamir
+from ravan_flwr.secure import MOST_CLIENTS, agreement, shamir
 from ravan_flwr.secure.agreement import ENTRY, MARK, SIGNATURE, keystream
-from ravan_flwr.secure.fixed_point import (
-    MASK,
-    MOST_CLIENTS,
-    WIDTH,
-    Numbers,
-    from_bytes,
-)
+from ravan_flwr.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
 
 LEAST = 3  # trainers of a row: each of two would know the other's change from the sum
 MOST_ROWS = 2**20

@@ -92,6 +92,13 @@ def test_files_that_are_no_keys_are_reported(tmp_path, data):
         NodeKeys(tmp_path, 0).public()
 
 
+def test_a_pipe_is_no_key(tmp_path):
+    make_keys(tmp_path, 0)
+    os.mkfifo(tmp_path / "partition-1.pub")
+    with pytest.raises(ValueError, match=r"secure-keys: partition-1\.pub: is a pipe or a device"):
+        NodeKeys(tmp_path, 0).public_of(1)
+
+
 def test_mismatched_keys_are_refused(tmp_path):
     make_keys(tmp_path, 0)
     make_keys(tmp_path, 1)
