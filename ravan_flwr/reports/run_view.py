@@ -225,9 +225,13 @@ def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
     """Yield the names and values of a configuration; those of its model and data one by one."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _settings(value, f"{name}.")
+            yield from _settings(value, f"{before}{name}.")
         else:
-            shown = json.dumps(value) if isinstance(value, list) else as_typed(value)
+            shown = (
+                json.dumps(value, ensure_ascii=False)
+                if isinstance(value, list)
+                else as_typed(value)
+            )
             yield before + name, shown
 
 
