@@ -88,6 +88,14 @@ def test_a_run_in_simulated_time_shows_its_devices_and_their_seconds(tmp_path):
     assert "cuda:0" not in page.words
 
 
+@pytest.mark.usefixtures("without_charts")
+def test_settings_of_model_and_data_are_shown_one_by_one(tmp_path):
+    model = {"name": "digits-vit", "targets": ["query", "Schlüssel"]}
+    config = {"method": "ravan", "preset": "digits-vit", "seed": 0, "model": model}
+    words = page_of(run_in(tmp_path, config=config)).words
+    assert 'model.name digits-vit model.targets ["query", "Schlüssel"]' in words
+
+
 OF_A_STEP: dict[str, list[int]] = {"asked": [], "answered": []}
 STOPPED = "stopped It was stopped after 3 rounds, without a result. Nothing was written for"
 
