@@ -90,9 +90,10 @@ FORMULAS: dict[str, Formula] = {
 
 def formula_of(name: str) -> Formula:
     """Return the formula of a method."""
-    known = {get_method(method): FORMULAS[method] for method in FORMULAS if method != name}
-    own = [FORMULAS[name]] if name in FORMULAS else []
-    found = own + [known[kind] for kind in get_method(name).__mro__ if kind in known]
+    if name in FORMULAS:
+        return FORMULAS[name]
+    known = {get_method(method): formula for method, formula in FORMULAS.items()}
+    found = [known[kind] for kind in get_method(name).__mro__ if kind in known]
     assert found, f"method {name} has no formula for what it sends; add a row to FORMULAS"
     return found[0]
 

@@ -137,6 +137,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_settings_without_effect(context.run_config, config, grid)
         with _recording_failure(directory):
             directory.write_settings(context.run_config)
+            directory.write_config(config)
             _run_rounds(grid, loaded, config, directory, start, user_callbacks)
 
 
@@ -173,7 +174,6 @@ def _run_rounds(
     user_callbacks: Callbacks,
 ) -> None:  # fmt: skip
     """Run the rounds with the strategy; write summary, result and report."""
-    directory.write_config(config)
     metric, budget = loaded.task.metric, kind_of(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, loaded, start, privacy=privacy)

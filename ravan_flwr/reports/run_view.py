@@ -226,13 +226,10 @@ def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{before}{name}.")
+        elif isinstance(value, list):
+            yield before + name, json.dumps(value, ensure_ascii=False)
         else:
-            shown = (
-                json.dumps(value, ensure_ascii=False)
-                if isinstance(value, list)
-                else as_typed(value)
-            )
-            yield before + name, shown
+            yield before + name, as_typed(value)
 
 
 def title_of(config: Mapping[str, Any]) -> str:

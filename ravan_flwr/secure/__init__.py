@@ -19,5 +19,6 @@ server half:
 # The phases, in their order; messages have these names. This file imports nothing heavy.
 TRAINED = "masked"  # the phase in which a client trains, and needs torch
 PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
-MOST_CLIENTS = 256  # of a round: a sum of 256 numbers of 16 bits has 24 bits
 LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
+
+MOST_CLIENTS = 256  # of a round: a sum of 256 numbers of 16 bits has 24 bits
