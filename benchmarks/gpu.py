@@ -41,6 +41,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.waiting import kernels, traced, waiting_share
@@ -207,6 +208,8 @@ def gradients(loaded: ModelAndData, *, double: bool = False) -> Tensor:
     if double:
         loaded.model.network.double()
     with stepping(loaded, precision) as (stepper, parameters):
+        if stepper.scaler.is_enabled():  # its first scale overflows; a run would skip that step
+            stepper.scaler = torch.amp.GradScaler(stepper.device.type, init_scale=2.0**10)
         stepper.backward()
         found = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         return found.double() / stepper.scaler.get_scale()
@@ -216,7 +219,8 @@ def four_bits(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Compute gradients over a backbone in 4 bits, and in float64 over the unpacked weights."""
     import bitsandbytes.functional as F  # noqa: PLC0415
 
-    few = loaded_of(options, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
+    settings: dict[str, Scalar] = {"backbone-dtype": "4bit", "precision": "bfloat16"}
+    few = loaded_of(options, "glue-llama", **settings)
     unpacked_model = loaded_of(options, "glue-llama", device=EXACT, precision="float32")
     modules = dict(few.model.network.named_modules())
     with torch.no_grad():
@@ -290,6 +294,21 @@ def examples_on_the_device() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def masks_without_looking() -> Iterator[None]:
+    """Make a mask of attention from padding without looking whether there is any.
+
+    Networks look to use a kernel without a mask, and wait for the GPU in every step.
+    """
+    looking = masking_utils._ignore_causal_mask_sdpa
+
+    def look(padding: Tensor | None, *arguments: Any) -> bool:
+        return padding is None and looking(padding, *arguments)
+
+    with mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", look):
+        yield
+
+
 @dataclass(frozen=True)
 class Lever:
     """A variant of the computation of a step."""
@@ -305,6 +324,7 @@ LEVERS = {
     AS_IT_IS: Lever(),
     "precision=float32": Lever({"precision": "float32"}),
     "examples on the device": Lever(context=examples_on_the_device),
+    "masks without looking": Lever(context=masks_without_looking),
     "weights cast in every step": Lever(context=casting_always),
     "backbone-dtype=bfloat16": Lever({"backbone-dtype": "bfloat16"}),
     "gradient-checkpointing=true": Lever({"gradient-checkpointing": True}),

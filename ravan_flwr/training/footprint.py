@@ -19,9 +19,9 @@ from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.cost import Skeleton, cast_weights, meta_batch, step_memory
 from ravan_flwr.training.network import keeps_casts
 
-# CUDA's context, kernels, and the workspaces of cuBLAS and cuDNN, for each process. A usual value,
-# rounded up; the real one depends on the GPU and on PyTorch's build.
-CONTEXT = 700_000_000
+# CUDA's context, kernels, and the workspaces of cuBLAS and cuDNN, for each process: 770 MB on an
+# H100 with PyTorch 2.11 for CUDA 13, rounded up; it depends on the GPU and on PyTorch's build.
+CONTEXT = 800_000_000
 
 
 @dataclass(frozen=True)
