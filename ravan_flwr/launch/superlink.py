@@ -63,30 +63,32 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         self.run_dir: Path | None = None  # of the run, once its output has it
 
     def __enter__(self) -> "LocalSuperLink":
-        log_file = self.home / "superlink.log"
-        self._process = subprocess.Popen(
-            [
-                "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
-                "--control-api-address", f"127.0.0.1:{self._control}",
-                "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
-            ],
-            env=self.environment,
-            # Ray's actors import from the SuperLink's working directory before the app bundle.
-            cwd=self.home,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
+        output_file = self.home / "superlink.log"
+        with output_file.open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
+                    "--control-api-address", f"127.0.0.1:{self._control}",
+                    "--host", "127.0.0.1", "--port", str(self._port),
+                ],
+                env=self.environment,
+                # Ray's actors import from the SuperLink's working directory before the app bundle.
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
         deadline = time.monotonic() + START_TIMEOUT
         try:
             while not self._answers():
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    text = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
-                    raise RuntimeError(
-                        f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
-                        f"{self._port}; its log: {text or 'empty'}"
-                    )
+                status = self._process.poll()
+                if status is not None or time.monotonic() > deadline:
+                    what = f"ended with status {status}"
+                    if status is None:
+                        what = f"did not answer within {START_TIMEOUT:g} s on port {self._port}"
+                    text = output_file.read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"Flower's SuperLink {what}; its output: {text or 'none'}")
                 time.sleep(0.1)
         except BaseException:
             self.__exit__(None, None, None)

@@ -89,7 +89,8 @@ def test_every_kind_of_head_trains(init, selection, tmp_path):
     assert simulation.summary["rejected"] == 0
 
 
-# bitsandbytes computes 8 bits in float16, with a warning.
+# bitsandbytes warns of layers that are as narrow as this network's, for which 4 bits are slow.
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].frozen_backbone])
 @pytest.mark.parametrize("how", ["8bit", "4bit"])
@@ -97,7 +98,8 @@ def test_a_quantized_backbone_trains(how, method, precision, llama, tmp_path):
     pytest.importorskip("bitsandbytes")
     result = run(tmp_path, **llama, backbone_dtype=how, method=method, precision=precision)
     assert result.summary["rejected"] == 0
-    assert (result.run_dir / "merged").is_dir() or (result.run_dir / "adapter").is_dir()
+    written = [(result.run_dir / name).is_dir() for name in ("merged", "adapter")]
+    assert any(written) is not METHODS[method].personalised
 
 
 @pytest.mark.parametrize("dtype", ["8bit", "4bit"])
