@@ -1,5 +1,6 @@
 """`make gpu-first` on the pretend accelerator: each part runs to its end, into the page."""
 
+import json
 import os
 import re
 
@@ -44,6 +45,21 @@ def test_every_part_runs_to_its_end_on_the_pretend_accelerator(gpu_first):
     assert "examples a second" in rows_by_name["cifar100-vit-b16, an evaluation"]
     assert "train" in rows_by_name["cifar100-vit-b16, processes=2, 4 clients of 2 steps"]
     assert "times as quick" in rows_by_name["digits-vit, 8 clients one at a time"]
+
+
+def test_gradients_in_few_bits_are_near_those_in_float64(python):
+    words = ("-m", "benchmarks.gpu", "right", "--small", "--device", "cpu")
+    done = python.run(words, environment=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    rows = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    distances = {name: float(text.split()[0]) for name, text in rows.items() if " off " in text}
+    assert distances.pop("gradients in float32") < 1e-5
+    assert distances.keys() == {
+        "gradients in bfloat16",
+        "gradients in bfloat16, backbone in it",
+        "gradients in 4 bits, bfloat16",
+    }
+    assert all(0 < distance < 0.05 for distance in distances.values()), distances
 
 
 def test_the_time_limit_stops_every_part(gpu_first):
