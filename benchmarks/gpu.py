@@ -20,6 +20,7 @@ Models have the presets' shapes and random weights, examples are random: no hub 
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -58,6 +59,7 @@ from ravan_flwr.training import local_steps, model_and_data
 from ravan_flwr.training.footprint import Footprint, footprint
 from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from testing import tiny
 from testing.tiny import ARCHITECTURES, save_data, save_model
 
 Row = tuple[str, str]  # name, result
@@ -89,7 +91,9 @@ def settings_of(options: argparse.Namespace, preset: str, **settings: Scalar) ->
             rows = (40, 40) if options.small else (640, 2048)
             shape = {} if options.small else dict(read_preset(preset).model.shape)
             shape.pop("model_type", None)
-            save_data(preset, place / "data", task, *rows)
+            # Full texts are as long as the preset's `max-length`, or longer.
+            with mock.patch.object(tiny, "MOST_WORDS", 12 if options.small else 200):
+                save_data(preset, place / "data", task, *rows)
             save_model(ARCHITECTURES[preset], place / "model", **shape)
         found |= {"model": str(place / "model"), "data": str(place / "data")}
         found |= {"glue-task": "rte"} if preset == "glue-llama" else {}
@@ -339,6 +343,8 @@ def steps(options: argparse.Namespace) -> Iterator[Row]:
     for name, lever in LEVERS.items():
         if not lever.anywhere and options.device != "cuda":
             continue
+        loaded = None
+        gc.collect()  # the model of the row before, which its peak of memory must not include
         try:
             with lever.context():
                 loaded = loaded_of(options, options.preset, **lever.settings)

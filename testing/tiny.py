@@ -180,12 +180,13 @@ def save_bytes_tokenizer(
 
 
 WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "tu") for b in ("ne", "ra", "so", "vi", "pe")]
+MOST_WORDS = 12  # of a text
 
 
 def texts(number: int, seed: int = 0) -> list[str]:
-    """Draw texts of two to twelve words."""
+    """Draw texts of two words or more."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randint(2, 12))) for _ in range(number)]
+    return [" ".join(draw.choices(WORDS, k=draw.randint(2, MOST_WORDS))) for _ in range(number)]
 
 
 def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:

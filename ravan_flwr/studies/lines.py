@@ -207,4 +207,8 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
             f"Significantly different from {table.against} with Holm's correction over the "
             f"{len(table.contrasts)} planned contrasts: {', '.join(rows) or 'none'}."
         )
+    rejected = {x.row: sum(result.rejected or 0 for result in x.results.values()) for x in lines}
+    if any(rejected.values()):
+        counts = ", ".join(f"{row} {number}" for row, number in rejected.items() if number)
+        texts.append(f"Rejected or missing replies: {counts}.")
     return " ".join(texts)

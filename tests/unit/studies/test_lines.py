@@ -190,6 +190,21 @@ def test_a_missing_reference_row_is_reported(tmp_path, random_values):
     assert text == "Row ravan is not done, so that there are no differences."
 
 
+def test_rejected_replies_are_told_below_the_table(tmp_path, random_values):
+    study, results = filled(tmp_path, random_values)
+    lines = [
+        replace(
+            line,
+            results={
+                seed: result.model_copy(update={"rejected": seed if line.row == "fedit" else 0})
+                for seed, result in line.results.items()
+            },
+        )
+        for line in lines_of(study.tables[0], results)
+    ]
+    assert sentence(study.tables[0], lines).endswith(" Rejected or missing replies: fedit 10.")
+
+
 @pytest.mark.parametrize("metric", ["perplexity", "perplexity-code"])
 def test_a_lower_loss_is_better(tmp_path, metric):
     """Also for one of several test sets."""
