@@ -49,7 +49,7 @@ class Result(BaseModel):
     seconds: int | float
     client_seconds: int | float | None  # of all clients' training; None: not recorded by the run
     curve: Curve
-    rejected: int | None = None  # rejected or missing replies; None: a record before 0.3
+    rejected: int | None = None  # rejected or missing replies; None: an older record
     code: str | None = None  # the version of the code that ran
 
     @model_validator(mode="after")
