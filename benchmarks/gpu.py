@@ -92,7 +92,7 @@ def settings_of(options: argparse.Namespace, preset: str, **settings: Scalar) ->
             shape = {} if options.small else dict(read_preset(preset).model.shape)
             shape.pop("model_type", None)
             # Full texts are as long as the preset's `max-length`, or longer.
-            with mock.patch.object(tiny, "MOST_WORDS", 12 if options.small else 200):
+            with mock.patch.object(tiny, "MOST_WORDS", tiny.MOST_WORDS if options.small else 200):
                 save_data(preset, place / "data", task, *rows)
             save_model(ARCHITECTURES[preset], place / "model", **shape)
         found |= {"model": str(place / "model"), "data": str(place / "data")}

@@ -184,7 +184,7 @@ _STANDINGS = {
 
 
 def sentence(table: Table, lines: Sequence[Line]) -> str:
-    """Return sentences that list the significantly better and worse rows (95 % intervals)."""
+    """Return sentences on significantly better and worse rows (95 % intervals), and on faults."""
     named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
     texts = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
     # Are all runs done with the rates that are as good?
@@ -207,8 +207,7 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
             f"Significantly different from {table.against} with Holm's correction over the "
             f"{len(table.contrasts)} planned contrasts: {', '.join(rows) or 'none'}."
         )
-    rejected = {x.row: sum(result.rejected or 0 for result in x.results.values()) for x in lines}
-    if any(rejected.values()):
-        counts = ", ".join(f"{row} {number}" for row, number in rejected.items() if number)
+    rejected = [(x.row, sum(r.rejected or 0 for r in x.results.values())) for x in lines]
+    if counts := ", ".join(f"{row} {number}" for row, number in rejected if number):
         texts.append(f"Rejected or missing replies: {counts}.")
     return " ".join(texts)

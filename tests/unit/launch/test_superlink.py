@@ -25,7 +25,6 @@ def test_an_error_says_why_flowers_superlink_did_not_start(script, reason, tmp_p
     command.write_text(script)
     command.chmod(0o755)
     monkeypatch.setattr(superlink, "search_path", lambda: f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(superlink, "START_TIMEOUT", 0.3 if script == SILENT else 30.0)
     link = superlink.LocalSuperLink()
     with pytest.raises(RuntimeError, match=f"Flower's SuperLink {reason}"), link:
