@@ -167,10 +167,6 @@ class Method(ABC, Generic[Adapter]):
         """Return whether a client with that budget fraction can train."""
         return self.parts is not None or fraction >= 1
 
-    def effective_rank_bound(self) -> int | None:
-        """Return an upper bound of the rank of a matrix's update; None if it is `rank`."""
-        return None
-
     # The server's half.
 
     @abstractmethod

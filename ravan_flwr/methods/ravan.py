@@ -52,6 +52,14 @@ from ravan_flwr.methods.tensors import (
 log = logging.getLogger(__name__)
 
 
+def suggested_heads(budget_a_layer: float, side: int) -> int:
+    """Return the largest power of two h with sqrt(N h) below d, at least one (section 4.3)."""
+    heads = 1
+    while math.sqrt(budget_a_layer * heads * 2) < side:
+        heads *= 2
+    return heads
+
+
 class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     """Keep the state {"H"}; an upload is {"H": products, "heads": packed bits}."""
 
@@ -103,9 +111,6 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def upload_bytes(self, fraction: float) -> int:
         return super().upload_bytes(fraction) + math.ceil(len(self.layers) * self.heads / 8)
-
-    def effective_rank_bound(self) -> int:
-        return min(self.heads * self.rank, self.side)
 
     # The server's half.
 

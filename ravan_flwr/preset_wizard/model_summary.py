@@ -15,6 +15,7 @@ from ravan_flwr.config.presets import chosen_model
 from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.model_folder import missing_file, model_folder
 from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.methods.ravan import suggested_heads
 from ravan_flwr.preset_wizard.data_summary import DataSummary
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
@@ -22,7 +23,6 @@ from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.decoder import Decoder
 from ravan_flwr.training.bundled import bundled_names
 from ravan_flwr.training.network import CONFIGS, build_skeleton
-from ravan_flwr.training.plan import suggested_heads
 
 _EXAMPLES = 1_000  # whose tokens are counted
 COVERED = 99  # percent of the texts that are not shortened

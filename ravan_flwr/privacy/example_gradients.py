@@ -224,11 +224,6 @@ def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-def step_noise_norm(numbers: int, noise: StepNoise, expected: float) -> float:
-    """Return the norm of the noise in a step's gradient of that many numbers."""
-    return noise.multiplier * noise.norm * math.sqrt(numbers) / expected
-
-
 def _float64_device(tensor: Tensor) -> torch.device:
     """Return the tensor's device, or the CPU if that device has no float64."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device

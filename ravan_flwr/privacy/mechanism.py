@@ -141,18 +141,6 @@ def expected_clients(
     return total | dict.fromkeys(classifier, everyone)
 
 
-def noise_norm(
-    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], deviation: float
-) -> float:
-    """Return the norm of the next state's noise; `deviation` is that of the sum's noise."""
-    squares = 0.0
-    for name, tensor in state.items():
-        counts = expected[name][expected[name] > 0]
-        size = tensor.numel() / max(1, expected[name].numel())  # numbers per count
-        squares += size * float(counts.pow(-2).sum())
-    return float(deviation * squares**0.5)
-
-
 # The noise and the sample of clients are drawn from the system's entropy, never from a seed. With
 # the seed of a run anyone could draw its noise and subtract it. The same noise on other replies
 # would also cancel in the difference of two states. So there is no generator and no state here:

@@ -11,10 +11,9 @@ import torch
 from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.methods import BUDGET_FRACTIONS, BUDGETS, affordable
-from ravan_flwr.privacy.account import StepNoise, epsilon_of, multiplier_for
-from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm
+from ravan_flwr.methods import BUDGET_FRACTIONS, METHODS, affordable
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -23,14 +22,6 @@ from ravan_flwr.training.machine import explain_unused_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
-
-
-def suggested_heads(budget_a_layer: float, side: int) -> int:
-    """Return the largest power of two h with sqrt(N h) below d, at least one (section 4.3)."""
-    heads = 1
-    while math.sqrt(budget_a_layer * heads * 2) < side:
-        heads *= 2
-    return heads
 
 
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
@@ -68,11 +59,11 @@ def _row(label: str, *texts: str) -> str:
 
 
 def _sizes(config: Config, skeleton: Skeleton) -> Iterator[str]:
-    """Describe layers, parameters and effective rank."""
+    """Describe layers and parameters."""
     method, layers = skeleton.method, skeleton.method.layers
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
-    adapters, bound = method.trainable_parameters(), method.effective_rank_bound()
+    adapters = method.trainable_parameters()
     note = f", {adapters:,} of them beside the classifier" if skeleton.classifier_size else ""
     yield f"preset {config.preset}, method {config.method}, classifier {config.classifier}"
     yield _row(
@@ -80,22 +71,14 @@ def _sizes(config: Config, skeleton: Skeleton) -> Iterator[str]:
         f"{len(layers)} matrices of {shapes} (out x in)",
         f"{layers[0].name} ... {layers[-1].name}",
     )
-    yield _row("rank", f"{method.rank or 'any'}" + (f", {config.heads} heads" if bound else ""))
+    heads = f", {config.heads} heads" if METHODS[config.method].has_heads else ""
+    yield _row("rank", f"{method.rank or 'any'}{heads}")
     yield _row(
         "trained",
         f"{adapters + skeleton.classifier_size:,} parameters{note}",
         f"a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
         f"{100 * adapters / method.budget:.1f} % of that",
     )
-    if bound:
-        number, side = adapters / len(layers), min(min(pair) for pair in sides)
-        advice = suggested_heads(number, side)
-        yield _row(
-            "effective rank",
-            f"at most {bound} in a matrix, of d = {side}",
-            f"heads help while sqrt(N h) < d: with N = {number:,.0f} in a matrix, up to {advice} "
-            f"heads; then it is {math.sqrt(number * advice):.0f}",
-        )
 
 
 def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
@@ -164,15 +147,8 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         )
         enough = "all" if within >= rounds else f"{within} of {rounds}"
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
-    if config.until_metric:
-        text = f"{config.until_metric:g}: the round that reaches it is the last"
-        yield _row("until-metric", text)
-    if config.until_time:
-        text = f"{config.until_time:g} s: the round that ends then is the last"
-        yield _row("until-time", text)
     if config.privacy != "none":
-        describe_privacy = _private_clients if config.privacy == "client" else _private_examples
-        yield _row("privacy", *describe_privacy(config, skeleton, num_clients))
+        yield _row("privacy", *_privacy(config, skeleton, num_clients))
     if (overhead := skeleton.secure_overhead) is not None:
         yield _row(
             "secure",
@@ -202,81 +178,29 @@ def _time_text(config: Config, num_clients: int) -> str:
     return f"{middle:,.3g} s on the median device, {slowest:,.3g} s on the slowest"
 
 
-def _private_clients(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
-    rate, rounds = min(1.0, config.clients_per_round / num_clients), config.num_rounds
-    z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
-    state = skeleton.state()
-    parts = zip(BUDGET_FRACTIONS, BUDGETS[config.parts("budgets")[""]], strict=True)
-    clients = {
-        fraction: part * num_clients
-        for fraction, part in parts
-        if skeleton.method.can_train(fraction)
-    }
-    expected = expected_clients(skeleton.method, state, clients, rate)
-    norm = config.clip_norm or FIRST_NORM
-    noise = Noise(z, rate * num_clients, config.clip_norm is None, config.noise_cohort)
-    size = noise_norm(state, expected, noise.of_changes * norm)
-    last_round = _last_round(config, z, rate, 1)
-    yield (
-        f"epsilon {epsilon_of(z, rate, config.delta, rounds):.3f} after {rounds} rounds, delta "
-        f"{config.delta:g}, noise multiplier {z:.4g}, each of {num_clients} clients in a round "
-        f"with probability {rate:.4g}"
-    )
-    yield "the bytes above are for the expected number of clients; rounds differ"
-    yield f"noise of norm {size:.4g} on a mean of changes that are clipped to {norm:g}" + (
-        "" if config.clip_norm else " at first"
-    )
-    if config.noise_cohort:
-        yield f"the noise is that of a round with {config.noise_cohort:,} clients (noise-cohort)"
-    if last_round < rounds:
-        yield f"epsilon = {config.epsilon:g} ends the run after {last_round} rounds"
-
-
-def _private_examples(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
-    """Describe the client with the fewest examples, whose examples are drawn most often."""
-    skeleton.receive(1.0)
-    trained = skeleton.trained()
-    check_trained(skeleton.network, trained)
-    fewest = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
-    rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
-    steps = config.local_steps or 0
+def _privacy(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
+    """Describe what the run spends; of examples, at the client with the fewest of them."""
+    if config.privacy == "client":
+        releases, rate = 1, min(1.0, config.clients_per_round / num_clients)
+        protected = f"of each of {num_clients} clients, in a round"
+    else:
+        skeleton.receive(1.0)
+        check_trained(skeleton.network, skeleton.trained())
+        fewest = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
+        releases, rate = config.local_steps or 0, sampling_rate(config.batch_size, fewest)
+        protected = f"of each example of the client with the fewest ({fewest}), in a step"
+    rounds, delta = config.num_rounds, config.delta
     z = config.noise_multiplier or multiplier_for(
-        config.epsilon or 0, rate, config.delta, rounds * steps
+        config.epsilon or 0, rate, delta, rounds * releases
     )
-    noise = StepNoise(z, config.clip_norm or 0)
-    numbers = sum(parameter.numel() for parameter in trained)
-    size = step_noise_norm(numbers, noise, rate * fewest)
-    mean_rounds = _mean_rounds(config, num_clients)
-    epsilon, mean_epsilon = (
-        epsilon_of(z, rate, config.delta, n * steps) for n in (rounds, mean_rounds)
-    )
+
+    def spent(number: int) -> float:
+        return epsilon_of(z, rate, delta, number * releases)
+
     yield (
-        f"of each example, at the client with the fewest ({fewest}): epsilon {epsilon:.3f} if it "
-        f"trains in all {rounds} rounds, {mean_epsilon:.3f} in {mean_rounds}, the mean per client; "
-        f"delta {config.delta:g}, noise multiplier {z:.4g}, each example in a step with "
-        f"probability {rate:.4g}"
+        f"epsilon {spent(rounds):.3f} after {rounds} rounds, delta {delta:g}, noise multiplier "
+        f"{z:.4g}, {protected} with probability {rate:.4g}"
     )
-    yield (
-        f"a step's gradient has noise of norm {size:.4g} on a mean of gradients that are clipped "
-        f"to {noise.norm:g}"
-    )
-    last_round = _last_round(config, z, rate, steps)
-    if last_round < rounds:
-        yield f"epsilon = {config.epsilon:g} is spent by such a client after {last_round} rounds"
-
-
-def _mean_rounds(config: Config, num_clients: int) -> int:
-    """Return the mean number of rounds in which a client trains, rounded up."""
-    return math.ceil(config.num_rounds * config.num_asked(num_clients) / num_clients - 1e-9)
-
-
-def _last_round(config: Config, z: float, rate: float, steps: int) -> int:
-    """Return the number of rounds within epsilon."""
-
-    def spent(rounds: int) -> float:
-        return epsilon_of(z, rate, config.delta, rounds * steps)
-
-    limit, rounds = config.epsilon, config.num_rounds
-    if limit is None or spent(rounds) <= limit:
-        return rounds
-    return bisect(range(1, rounds + 1), limit, key=spent)
+    if config.epsilon is not None and spent(rounds) > config.epsilon:
+        last_round = bisect(range(1, rounds + 1), config.epsilon, key=spent)
+        yield f"epsilon = {config.epsilon:g} is spent after {last_round} rounds"

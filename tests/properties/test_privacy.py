@@ -24,7 +24,6 @@ from ravan_flwr.privacy.mechanism import (
     Noise,
     expected_clients,
     gaussian,
-    noise_norm,
     subsample,
 )
 from ravan_flwr.seeding import generator
@@ -162,14 +161,6 @@ def test_a_release_has_the_noise_of_the_multiplier(cohort, scale):
     sums.add({"H": torch.full([20_000], torch.nan)})
     new = sums.release(Noise(2.0, 50, cohort=cohort), {"H": torch.full([1], 50.0)})
     assert float(new["H"].std()) == pytest.approx(scale * 2.0 * 0.25 / 50, rel=0.03)
-
-
-def test_a_plan_computes_the_norm_of_the_noise():
-    state = {"H": torch.zeros(4, 5, 30, 30), "b": torch.zeros(2000)}
-    expected = {"H": torch.rand(4, 5, 1, 1).double() + 0.5, "b": torch.full([1], 3.0).double()}
-    new = ClippedSum(state, 0.7).release(Noise(1.5, 3), expected)
-    norm = math.hypot(*(float(tensor.norm()) for tensor in new.values()))
-    assert norm == pytest.approx(noise_norm(state, expected, 1.5 * 0.7), rel=0.05)
 
 
 def test_noise_does_not_depend_on_the_seed():

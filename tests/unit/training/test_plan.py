@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods.ravan import suggested_heads
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.plan import describe, plan_of, suggested_heads
+from ravan_flwr.training.plan import describe, plan_of
 from testing.tiny import save_model
 from tests.memory import bytes_for_backward
 
