@@ -4,7 +4,6 @@
 (adapters/multihead.py). This module adds PEFT's interface: named adapters, merging, state dicts.
 """
 
-import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ravan_flwr.adapters.bases import make_bases
 from ravan_flwr.adapters.multihead import Heads, multihead_linear, side_by_side
-from ravan_flwr.adapters.stored import StoredLinear, dense_weight, requantize
+from ravan_flwr.adapters.stored import StoredLinear
 from ravan_flwr.peft.config import RavanConfig
 
 PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute only W x + b
@@ -67,7 +66,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.ravan_A = _Frozen()
         self.constant_scales: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
-        self._unmerged: list[Any] = []
+        self._unmerged: Tensor | None = None  # the frozen weight, while another is merged
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, layer_name, config)
 
@@ -193,7 +192,12 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         names = [name for name in chosen if name in self.ravan_H]
         if not names:
             return
-        old = dense_weight(base)
+        old: Tensor = base.weight.data
+        if not old.is_floating_point():
+            raise ValueError(
+                f"merge: got a quantised weight of {old.dtype}, which would round the sum, "
+                "expected floating point; load the model without quantisation, and merge there"
+            )
         merged = (old.float() + sum(map(self.get_delta_weight, names))).to(old.dtype)
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(
@@ -201,13 +205,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 "finite, expected finite ones; load an adapter that is not broken"
             )
         if not self.merged:
-            # bitsandbytes keeps a part of a quantised layer in `state`.
-            state = copy.copy(getattr(base, "state", None))
-            self._unmerged = [base.weight, base.weight.data, state]
-        if base.weight.is_floating_point():
-            base.weight.data = merged
-        else:
-            requantize(base, merged)
+            self._unmerged = old
+        base.weight.data = merged
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
@@ -216,12 +215,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
             return
         base: Any = self.get_base_layer()
-        device = base.weight.device
-        base.weight, data, state = self._unmerged
-        base.weight.data = data.to(device)
-        if state is not None:
-            base.state = state
-        self._unmerged = []
+        base.weight.data = cast(Tensor, self._unmerged).to(base.weight.device)
+        self._unmerged = None
         self.merged_adapters = []
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
