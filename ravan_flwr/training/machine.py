@@ -6,16 +6,15 @@ here depends on the order.
 """
 
 import logging
+import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import joblib
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +149,11 @@ CORES = "RAVAN_FLWR_CORES"
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of usable cores: the least of affinity, container quota and `CORES`."""
-    number = int(joblib.cpu_count())
+    """Return the number of usable cores: the least of affinity, control group quota and `CORES`."""
+    if hasattr(os, "sched_getaffinity"):
+        number = len(os.sched_getaffinity(0))
+    else:  # macOS
+        number = os.cpu_count() or 1
     if limit := environment.get(CORES, ""):
         if not re.fullmatch("[0-9]{1,9}", limit) or int(limit) < 1:
             raise ValueError(
@@ -159,4 +161,36 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
                 "more; correct it, or unset it for all cores"
             )
         number = min(number, int(limit))
-    return number
+    return max(1, int(min(number, *_quotas(Path("/proc/self/cgroup")))))
+
+
+def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:
+    """Yield the core quotas of this process's control group and of its parent groups."""
+    yield math.inf
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        inner = root / kinds / path.lstrip("/") if kinds else root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(root):
+                yield _quota(folder)
+
+
+def _quota(folder: Path) -> float:
+    """Return the quota of one control group, of version 2 or 1; infinite if it has none."""
+    try:
+        if (file := folder / "cpu.max").is_file():
+            quota, period = file.read_text().split()
+        else:
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except (OSError, ValueError):  # missing, or "max"
+        return math.inf

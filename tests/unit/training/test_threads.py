@@ -1,9 +1,12 @@
 """The number of PyTorch threads: one core is free, small networks use one, users may set it."""
 
+import math
+
 import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.training import machine
 from ravan_flwr.training.device import SMALL, computing_with, suitable_threads
 from ravan_flwr.training.machine import CORES
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -31,7 +34,8 @@ def test_small_networks_use_one_thread_and_others_leave_a_core_free():
 def test_a_run_of_a_study_uses_a_thread_for_each_of_its_cores(monkeypatch, settings, threads):
     """Limited to the cores of a study with --jobs; a small network uses one thread there, too."""
     monkeypatch.setenv(CORES, settings)
-    monkeypatch.setattr("joblib.cpu_count", lambda: 16)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(machine, "_quotas", lambda *_: [math.inf])
     assert suitable_threads(86_000_000, 8) == threads
     assert suitable_threads(300_000, 32) == 1
 

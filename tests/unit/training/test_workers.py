@@ -1,16 +1,20 @@
 """The number of clients that run side by side follows from the cores."""
 
+import os
+
 import pytest
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import THREAD_NUMBERS
+from ravan_flwr.training import machine
 from ravan_flwr.training.device import Workers, most_workers
 from ravan_flwr.training.machine import CORES
 
 
 @pytest.fixture(autouse=True)
 def _eight(monkeypatch):
-    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(machine, "_quotas", lambda _: [float("inf")])
     for name in (*THREAD_NUMBERS, CORES):
         monkeypatch.delenv(name, raising=False)
 
