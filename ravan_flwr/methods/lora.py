@@ -246,7 +246,7 @@ class ResidualLora(LoraMethod):
     def load_residual(self, adapters: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         """Set every layer's weight to the pretrained one plus the residual."""
         for adapter, residual in zip(adapters, self.residuals(tensors), strict=True):
-            adapter.set_residual(residual.dense())
+            adapter.set_residual(residual.dense() if residual.rank else None)
 
     def lora_factors(self, adapter: LoRALinear) -> None:
         return None
@@ -304,10 +304,8 @@ class Residual:
         """Return one flat tensor, for the state."""
         return flatten(self.parts)
 
-    def dense(self) -> Tensor | None:
-        """Return the (out, in) matrix; None if nothing was added."""
-        if self.rank == 0:
-            return None
+    def dense(self) -> Tensor:
+        """Return the (out, in) matrix."""
         if len(self.parts) == 1:
             return self.parts[0]
         U, V = self.parts
@@ -319,6 +317,4 @@ class Residual:
             U, V = self.parts
             B, A = moment.factors()
             return Residual(self.layer, rank, (torch.cat([U, factor * B], 1), torch.cat([V, A])))
-        dense = self.dense()
-        total = factor * moment.dense()
-        return Residual(self.layer, rank, (total if dense is None else total + dense,))
+        return Residual(self.layer, rank, (factor * moment.dense() + self.dense(),))

@@ -247,8 +247,8 @@ def checked_array(
 
 
 def layers_in(arrays: Tensors, ending: str, made_with: str) -> list[str]:
-    """Return the layers that have an array with that ending; ValueError if no layer has one."""
-    layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
+    """Return the layers that have an array with that ending, sorted; ValueError without any."""
+    layers = sorted(name.removesuffix(ending) for name in arrays if name.endswith(ending))
     if not layers:
         raise ValueError(
             f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected those "

@@ -14,7 +14,7 @@ the model is saved and loaded as usual.
 """
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import weight_norm
 from ravan_flwr.methods import affordable
+from ravan_flwr.methods.lora import Residual
 from ravan_flwr.methods.multihead import SCORINGS, best_heads
-from ravan_flwr.strategies.lora import RESIDUAL, RESIDUAL_RANK
+from ravan_flwr.strategies.lora import RESIDUAL
 from ravan_flwr.strategies.ravan import BASES, HEADS
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
@@ -46,8 +48,7 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """
     restore(model)
     tensors = {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
-    tensors.pop(RESIDUAL_RANK, None)
-    added = {name: tensors.pop(name) for name in list(tensors) if _last_part(name) in RESIDUAL}
+    residual, rank = (tensors.pop(name, None) for name in RESIDUAL)
     current = _adapter_tensors(model)
     for name in [*current, *tensors]:
         if name not in tensors and _last_part(name) in ("ravan_s", *BASES):
@@ -59,7 +60,8 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
-    changes = _residual_changes(model, added)
+    added = residual is not None and rank is not None
+    changes = _residual_changes(model, residual, int(rank)) if added else []
     with torch.no_grad():
         for name, tensor in current.items():
             if name in tensors:
@@ -71,36 +73,28 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
             base.weight.data = base.weight.data + change.to(base.weight)
 
 
-def _residual_changes(model: nn.Module, added: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+def _residual_changes(model: nn.Module, flat: Tensor, rank: int) -> list[tuple[Any, Tensor]]:
     """Return base layers, each with FedEx-LoRA's change of its weight; ValueError for misfits."""
-    changes, known = [], set()
-    for name, layer in _adapted_layers(model, "lora_A"):
-        parts = [f"{name}.{part}" for part in RESIDUAL]
-        B, A, residual = map(added.get, parts)
-        if B is A is residual is None:
-            continue  # the base layer may have no attribute `weight`
-        known |= {*parts}
-        base, sides = layer.get_base_layer(), (layer.out_features, layer.in_features)
+    layers = sorted(_adapted_layers(model, "lora_A"), key=lambda pair: pair[0])
+    shapes = [Layer(name, layer.out_features, layer.in_features) for name, layer in layers]
+    sizes = [Residual.size(shape, rank) for shape in shapes]
+    if flat.numel() != sum(sizes):
+        raise ValueError(
+            f"arrays: got {flat.numel()} numbers that FedEx-LoRA adds to weights, the model "
+            f"expects {sum(sizes)}; build the model as the server does, with the same "
+            "configuration of PEFT"
+        )
+    changes = []
+    for (_, layer), shape, part in zip(layers, shapes, flat.split(sizes), strict=True):
+        base = layer.get_base_layer()
         if not base.weight.is_floating_point():
             raise ValueError(
                 f"arrays: got what FedEx-LoRA adds to a weight, and a weight of "
                 f"{base.weight.dtype}, expected floating point; load the backbone without "
                 "quantisation"
             )
-        if B is not None and A is not None and B.ndim == A.ndim == 2 and B.shape[1] == len(A):
-            residual = B @ A
-        if residual is None or tuple(residual.shape) != sides:
-            raise ValueError(
-                f"arrays: what FedEx-LoRA adds to {name} has another shape than the layer, or a "
-                f"part of it is missing, expected {sides}; build the model as the server does"
-            )
-        change = layer.scaling[_active_adapter(model)] * residual
+        change = layer.scaling[_active_adapter(model)] * Residual.read(shape, rank, part).dense()
         changes.append((base, change.mT if layer.fan_in_fan_out else change))
-    if unknown := sorted(added.keys() - known):
-        raise ValueError(
-            f"array {unknown[0]!r}: the model has no such layer; build the model as the server "
-            "does, with the same configuration of PEFT"
-        )
     return changes
 
 

@@ -2,15 +2,13 @@
 
 Global arrays of a layer: `<layer>.lora_A.weight` (r, in) and `<layer>.lora_B.weight` (out, r). A
 reply has the arrays that the method's clients train. Where ranks may differ, it has the first ranks
-that the client's budget fraction allows. FedEx-LoRA's global arrays also have the residual added to
-the weight so far: `<layer>.residual_B` (out, k) and `<layer>.residual_A` (k, in), or
-`<layer>.residual` (out, in) as soon as that is smaller. A client adds the residual, times its
-LoRA's scaling.
+that the client's budget fraction allows. FedEx-LoRA's global arrays also have the residuals added
+to the weights so far, as the method's state has them (methods/lora.py): `residual`, of all layers
+in the order of their names, and `residual-rank`. A client adds them, times its LoRA's scaling.
 """
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer
@@ -20,8 +18,7 @@ from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.strategies.base import MethodStrategy, checked_array, layers_in
 
-RESIDUAL_RANK = "residual_rank"  # of the residual so far
-RESIDUAL = ("residual_B", "residual_A", "residual")
+RESIDUAL = ("residual", "residual-rank")
 
 
 class LoraArrays:
@@ -51,25 +48,14 @@ class LoraArrays:
         self.method = round_method
         self.trained = round_method.sent
         fixed = set("BA") - set(round_method.in_state)  # sent, and never trained
-        parts = ("lora_A.weight", "lora_B.weight", *RESIDUAL)
-        of_layers = {f"{layer}.{part}" for layer in self.layers for part in parts}
-        self.names = frozenset({*of_layers, RESIDUAL_RANK})
+        factors = (f"{layer}.lora_{n}.weight" for layer in self.layers for n in "AB")
+        self.names = frozenset([*factors, *RESIDUAL])
         self.fixed = frozenset(f"{layer}.lora_{n}.weight" for layer in self.layers for n in fixed)
         self._factors = round_method.pack(Bs, As)
         self.state = {name: self._factors[name] for name in round_method.in_state}
         if isinstance(round_method, ResidualLora):
-            self.state |= self._residual(round_method, arrays)
-
-    def _residual(self, method: ResidualLora, arrays: Tensors) -> Tensors:
-        """Return the residual that was added to the weights so far."""
-        if RESIDUAL_RANK not in arrays:
-            return method.empty_residual()
-        names = (f"{layer}.{part}" for layer in self.layers for part in RESIDUAL)
-        rank = arrays[RESIDUAL_RANK].to(torch.int32)
-        return {
-            "residual": flatten([arrays[name] for name in names if name in arrays]),
-            "residual-rank": rank,
-        }
+            sent = {name: arrays[name] for name in RESIDUAL if name in arrays}
+            self.state |= sent or round_method.empty_residual()
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
         """Return the factors that the method's clients train, as one tensor each, and r / rank."""
@@ -94,7 +80,7 @@ class LoraArrays:
         return {name: flatten(factors) for name, factors in parts.items()}, rank / self.rank
 
     def write(self, state: Tensors) -> Tensors:
-        """Return the factors of every layer, and the residual of its weight."""
+        """Return the factors of every layer, and the residuals of the weights."""
         factors = dict(zip("BA", self.method.split(self._factors | state), strict=True))
         arrays = {
             f"{layer}.lora_{name}.weight": factor
@@ -103,12 +89,7 @@ class LoraArrays:
             for layer, factor in zip(self.layers, factors[name], strict=True)
         }
         if isinstance(self.method, ResidualLora) and int(state["residual-rank"]):
-            arrays[RESIDUAL_RANK] = state["residual-rank"]
-            for layer, residual in zip(self.layers, self.method.residuals(state), strict=True):
-                names = RESIDUAL[:2] if len(residual.parts) == 2 else RESIDUAL[2:]
-                arrays |= {
-                    f"{layer}.{name}": p for name, p in zip(names, residual.parts, strict=True)
-                }
+            arrays |= {name: state[name] for name in RESIDUAL}
         return arrays
 
 
