@@ -342,7 +342,7 @@ def _gpu(device: str) -> str:
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
-        raise ValueError(explain_unused_gpus(torch.version.cuda))
+        raise ValueError(explain_unused_gpus())
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 

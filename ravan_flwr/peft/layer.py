@@ -32,13 +32,13 @@ class RavanLinear(nn.Module, BaseTunerLayer):
 
     Attributes:
         ravan_H: the cores (heads, r, r) by adapter, initially zero; trained.
-        ravan_s: the scales (heads,) by adapter, initially one; trained if `trainable_scales`.
+        ravan_s: the scales (heads,) by adapter, initially one; none without `trainable_scales`.
         ravan_B: the frozen bases B_i (heads, out, r) by adapter.
         ravan_A: the frozen bases A_i (heads, r, in) by adapter.
     """
 
     adapter_layer_names = ("ravan_H", "ravan_s")
-    other_param_names = ("ravan_B", "ravan_A", "constant_scales")
+    other_param_names = ("ravan_B", "ravan_A")
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, layer_name: str, config: RavanConfig
@@ -64,7 +64,6 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.ravan_s = nn.ParameterDict()
         self.ravan_B = _Frozen()
         self.ravan_A = _Frozen()
-        self.constant_scales: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
         self._unmerged: Tensor | None = None  # the frozen weight, while another is merged
         self._active_adapter = adapter_name
@@ -109,8 +108,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
             bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
         self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
-        self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
-        self.constant_scales[adapter_name] = not config.trainable_scales
+        if config.trainable_scales:
+            self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -142,12 +141,10 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         Returns:
             Its bases side by side, its cores and its scales.
         """
-        return Heads(
-            side_by_side(self.ravan_B[adapter]),
-            self.ravan_A[adapter].flatten(0, 1),
-            self.ravan_H[adapter],
-            self.ravan_s[adapter],
-        )
+        H = self.ravan_H[adapter]
+        s = self.ravan_s[adapter] if adapter in self.ravan_s else H.new_ones(len(H))
+        B, A = self.ravan_B[adapter], self.ravan_A[adapter]
+        return Heads(side_by_side(B), A.flatten(0, 1), H, s)
 
     def _weight(self) -> Tensor:
         """Return a view of the frozen weight, (out, in)."""
@@ -218,21 +215,6 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         base.weight.data = cast(Tensor, self._unmerged).to(base.weight.device)
         self._unmerged = None
         self.merged_adapters = []
-
-    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Set the active adapters, and train only them; see PEFT's `BaseTunerLayer`."""
-        super().set_adapter(adapter_names, inference_mode)
-        self._freeze_scales()
-
-    def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
-        """Make some adapters trainable or not; see PEFT's `BaseTunerLayer`."""
-        super().set_requires_grad(adapter_names, requires_grad)
-        self._freeze_scales()
-
-    def _freeze_scales(self) -> None:
-        for name, constant in self.constant_scales.items():
-            if constant and name in self.ravan_s:
-                self.ravan_s[name].requires_grad_(False)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:  # noqa: ARG002
         """Return True: an adapter adds a delta-weight, as LoRA does."""

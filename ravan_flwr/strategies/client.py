@@ -153,7 +153,8 @@ def choose(
         for (name, layer), heads in zip(with_heads, best, strict=True):
             chosen[name] = heads
             for parameters in (layer.ravan_H, layer.ravan_s):
-                _train_rows(parameters, adapter, heads, keep=True)
+                if adapter in parameters:
+                    _train_rows(parameters, adapter, heads, keep=True)
     for name, layer in _adapted_layers(model, "lora_A"):
         A, B = layer.lora_A[adapter], layer.lora_B[adapter]
         chosen[name] = list(range(affordable(fraction, len(A.weight))))

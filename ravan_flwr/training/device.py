@@ -34,7 +34,7 @@ def pick_device(device: str) -> torch.device:
             return torch.device("cuda")
         if torch.backends.mps.is_available():
             return torch.device("mps")
-        log_unused_gpus(torch.version.cuda)
+        log_unused_gpus()
         return torch.device("cpu")
     chosen = torch.device(device)
     number = chosen.index or 0
@@ -44,11 +44,7 @@ def pick_device(device: str) -> torch.device:
         "mps": torch.backends.mps.is_available(),
     }[chosen.type]
     if not present:
-        unused = (
-            explain_unused_gpus(torch.version.cuda)
-            if chosen.type == "cuda" and not number
-            else None
-        )
+        unused = explain_unused_gpus() if chosen.type == "cuda" and not number else None
         raise ValueError(
             f"device = {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA "
             "devices; expected one that is; use device=auto or device=cpu"

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # one folder per GPU, visible or not
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-EXAMPLE_GPU_SHARE = '--federation-config "... client-resources-num-gpus=0.25"'
 _COLUMNS = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
 
@@ -107,40 +106,25 @@ def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.e
 
 
 def explain_unused_gpus(
-    cuda: str | None, driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
+    driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return why a process on the CPU cannot use the machine's GPUs; None without any.
-
-    `cuda` is the version that PyTorch is built for, None for a build without CUDA.
-    """
+    """Return why a process on the CPU may not use the machine's GPUs; None without any."""
     number = gpus_of_machine(driver, environment)
     if not number:
         return None
-    if cuda is None:
-        advice = "this PyTorch is built without CUDA; install one that has it (pytorch.org)"
-    elif "RAY_RAYLET_PID" in environment and not environment.get(VISIBLE, "all"):
-        advice = (
-            "the simulation gave this client none. `--engine flower` asks for a share of them by "
-            f"itself; with `flwr run` give {EXAMPLE_GPU_SHARE}"
-        )
-    elif VISIBLE in environment:
-        advice = f"{VISIBLE}={environment[VISIBLE]!r} hides them; unset it, or name some there"
-    else:
-        advice = (
-            f"CUDA {cuda} cannot use them; where PyTorch warns that the driver is too old, update "
-            "it, or install PyTorch's wheels for an older CUDA (pytorch.org); else see whether "
-            "nvidia-smi lists them, and start a container with --gpus all"
-        )
     return (
         f"this process computes on the CPU, but the machine has {number} "
-        f"GPU{'s' * (number > 1)}: {advice}. To use the CPU, set device=cpu"
+        f"GPU{'s' * (number > 1)}. See whether PyTorch is built for CUDA, and for one that the "
+        f"driver knows (python -m torch.utils.collect_env), whether {VISIBLE} hides them, whether "
+        "a container was started with --gpus all, and whether `flwr run` gives clients a share "
+        '(--federation-config "... client-resources-num-gpus=0.25"). To use the CPU, set device=cpu'
     )
 
 
 @cache
-def log_unused_gpus(cuda: str | None) -> None:
+def log_unused_gpus() -> None:
     """Warn of unused GPUs in the log, once per process."""
-    if advice := explain_unused_gpus(cuda):
+    if advice := explain_unused_gpus():
         log.warning("%s", advice)
 
 

@@ -6,8 +6,6 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import torch
-
 from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
@@ -18,7 +16,6 @@ from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
-from ravan_flwr.training.machine import explain_unused_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
@@ -44,10 +41,8 @@ def describe(config: Config) -> str:
         _clients(config, skeleton),
         _run(config, skeleton, num_clients),
     )
-    batch = [f"{config.batch_size}"]
-    if config.micro_batch_size:
-        batch.append(f"{config.micro_batch_size} at a time")
-    assumed = f"Assumed: batches of {', '.join(batch)}, Adam; docs/gpu.md has what is counted"
+    size = config.micro_batch_size or config.batch_size
+    assumed = f"Assumed: {size} examples at a time, Adam; docs/gpu.md has what is counted"
     return "\n\n".join(["\n".join(part) for part in parts] + [assumed])
 
 
@@ -138,9 +133,6 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         _time_text(config, num_clients),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
-    lacks_gpu = config.device != "cpu" and not torch.accelerator.is_available()
-    if lacks_gpu and (advice := explain_unused_gpus(torch.version.cuda)):
-        yield _row("GPU", advice)
     if config.max_bytes is not None:
         within = max(
             0, int((config.max_bytes - calibration_bytes) // bytes_of_round(config, skeleton))
@@ -149,13 +141,6 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.privacy != "none":
         yield _row("privacy", *_privacy(config, skeleton, num_clients))
-    if (overhead := skeleton.secure_overhead) is not None:
-        yield _row(
-            "secure",
-            f"3 bytes a number up. Keys, shares and signatures of a client take {overhead.up:,} "
-            f"bytes up and {overhead.down:,} down of a round of {config.clients_per_round}; each "
-            "is asked 5 times",
-        )
 
 
 def _steps_text(config: Config, skeleton: Skeleton) -> str:

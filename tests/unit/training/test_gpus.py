@@ -31,7 +31,6 @@ from ravan_flwr.training.footprint import (
 )
 from ravan_flwr.training.machine import Gpu, assign_gpus, explain_unused_gpus, visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.plan import plan_of
 from tests import ROOT
 from tests.memory import bytes_for_backward
 
@@ -337,38 +336,21 @@ def cards_of(folder, number):
 
 def test_a_process_without_the_machines_gpus_is_advised(tmp_path):
     driver, empty = cards_of(tmp_path, 2), {"PATH": str(tmp_path)}
-    in_ray = empty | {"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-    def reason(cuda="13.0", environment=empty):
-        return explain_unused_gpus(cuda, driver, environment)
-
-    assert "on the CPU, but the machine has 2 GPUs: CUDA 13.0 cannot use them" in reason()
-    assert "warns that the driver is too old, update it" in reason()
-    assert "client-resources-num-gpus=0.25" in reason(environment=in_ray)
-    assert "`--engine flower` asks for a share" in reason(environment=in_ray)
-    assert "this PyTorch is built without CUDA" in reason(None, in_ray)
-    hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in reason(environment=hidden)
-    assert reason().endswith("To use the CPU, set device=cpu")
+    advice = explain_unused_gpus(driver, empty) or ""
+    assert "on the CPU, but the machine has 2 GPUs. See whether PyTorch is built" in advice
+    assert "whether CUDA_VISIBLE_DEVICES hides them" in advice
+    assert advice.endswith("To use the CPU, set device=cpu")
     # Without a driver's folder, as under WSL, nvidia-smi is asked.
     nowhere = tmp_path / "nowhere"
-    assert explain_unused_gpus("13.0", nowhere, empty) is None
-    assert "has 1 GPU:" in (
-        explain_unused_gpus("13.0", nowhere, machine(tmp_path / "wsl", SMALL)) or ""
-    )
+    assert explain_unused_gpus(nowhere, empty) is None
+    assert "has 1 GPU." in (explain_unused_gpus(nowhere, machine(tmp_path / "wsl", SMALL)) or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
-def test_plan_and_device_errors_explain_why_a_gpu_is_unusable(tmp_path, monkeypatch):
+def test_device_errors_explain_why_a_gpu_may_be_unusable(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
     monkeypatch.delenv(found_gpus.VISIBLE, raising=False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    # Another test may have registered a fake accelerator in this process.
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    plan = " ".join(plan_of({}).split())
-    assert "has 1 GPU: CUDA 13.0 cannot use them; where PyTorch warns" in plan
-    assert "GPU" not in plan_of({"device": "cpu"})
-    with pytest.raises(ValueError, match=r"'cuda' is not there: .*CUDA 13\.0 cannot use them"):
+    with pytest.raises(ValueError, match=r"'cuda' is not there: .*the machine has 1 GPU\. See"):
         pick_device("cuda")
 
 
@@ -454,4 +436,4 @@ def test_an_unused_gpu_is_logged_once_unless_the_cpu_was_requested(tmp_path, mon
     finally:
         found_gpus.log_unused_gpus.cache_clear()
     (message,) = caplog.messages
-    assert "the machine has 1 GPU: this PyTorch" in message
+    assert "the machine has 1 GPU. See whether" in message
