@@ -62,9 +62,7 @@ def attach(
     """Replace every layer by the adapter that `adapt` returns; return them by layer name."""
     adapters: dict[str, Adapter] = {}
     for layer in layers:
-        linear = network.get_submodule(layer.name)
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"layer {layer.name}: got a {type(linear).__name__}, expected a Linear")
+        linear = cast(nn.Linear, network.get_submodule(layer.name))
         adapters[layer.name] = adapt(layer, linear)
         network.set_submodule(layer.name, adapters[layer.name])
     cast(Any, network).adapted = tuple(adapters)

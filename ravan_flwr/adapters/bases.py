@@ -34,12 +34,7 @@ def make_bases(
     scheme: str, *, heads: int, rank: int, out_features: int, in_features: int, seed: int,
     layer: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return B (heads, out, r) and A (heads, r, in), in float32."""
-    if rank > min(out_features, in_features):
-        raise ValueError(
-            f"rank = {rank}: layer {layer} is {out_features} x {in_features}, so expected at most "
-            f"{min(out_features, in_features)}; lower rank"
-        )
+    """Return B (heads, out, r) and A (heads, r, in), in float32; r is at most a layer's side."""
     random = generator(seed, "bases", layer, scheme)
     B, A = SCHEMES[scheme](heads, rank, out_features, in_features, random)
     return B.float(), A.float()

@@ -25,14 +25,7 @@ class LoRALinear(nn.Module):
         self.set_factors(B, A)
 
     def set_factors(self, B: Tensor, A: Tensor) -> None:
-        """Load copies of B and A, of any rank, and make both trainable."""
-        expected = (self.base.out_features, len(A)), (len(A), self.base.in_features)
-        if (B.shape, A.shape) != expected:
-            raise ValueError(
-                f"factors of a {self.base.out_features} x {self.base.in_features} layer: got B "
-                f"{tuple(B.shape)} and A {tuple(A.shape)}, expected B ({self.base.out_features}, "
-                f"r) and A (r, {self.base.in_features})"
-            )
+        """Load copies of B (out, r) and A (r, in), of any rank, and make both trainable."""
         device = self.base.weight.device
         self.B = nn.Parameter(B.detach().to(device, copy=True))
         self.A = nn.Parameter(A.detach().to(device, copy=True))

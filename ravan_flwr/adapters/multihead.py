@@ -35,15 +35,7 @@ class MultiHeadLinear(nn.Module):
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, form: str = "auto") -> None:
         super().__init__()
         self.form = form
-        heads, rank, in_features = A.shape
-        expected = (heads, base.out_features, rank)
-        if B.shape != expected or in_features != base.in_features:
-            raise ValueError(
-                f"bases of a {base.out_features} x {base.in_features} layer: got B "
-                f"{tuple(B.shape)} and A {tuple(A.shape)}, expected B (heads, "
-                f"{base.out_features}, r) and A (heads, r, {base.in_features}); "
-                "make them with make_bases"
-            )
+        heads, rank, _ = A.shape
         self.base = base.requires_grad_(False)
         self.heads, self.rank = heads, rank
         device = base.weight.device

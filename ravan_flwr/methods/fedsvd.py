@@ -21,7 +21,7 @@ from ravan_flwr.adapters.lora import ProductSum, complete_rows
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import Mean
+from ravan_flwr.methods.tensors import Means
 from ravan_flwr.seeding import generator
 
 
@@ -47,20 +47,17 @@ class FedSVD(NormLimits, LoraMethod):
         return {"A": math.sqrt(self.rank * len(self.layers))}
 
 
-class RefactoredMean:
+class RefactoredMean(Means):
     """The mean of the clients' B, whose product with their A is decomposed at the end."""
 
     def __init__(self, method: FedSVD, state: Tensors) -> None:
+        super().__init__({"B": state["B"]})
         self.method, self.state = method, state
-        self.mean = Mean(state["B"])
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one client's B."""
-        self.mean.add(upload["B"], weight)
 
     def close(self) -> Tensors:
         """Return the next state."""
-        means = self.state | {"B": self.mean.sum / self.mean.weight}
+        mean = self.means["B"]
+        means = self.state | {"B": mean.sum / mean.weight}
         Bs, As = [], []
         for B, A in zip(*self.method.split(means), strict=True):
             product = ProductSum(len(B), A.shape[1])

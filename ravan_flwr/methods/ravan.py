@@ -23,7 +23,6 @@ data-aware` or `first-round` the bases result from a calibration round instead o
 (calibrated_bases.py), and travel to each client once.
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -50,8 +49,6 @@ from ravan_flwr.methods.tensors import (
     unpack_bits,
 )
 
-log = logging.getLogger(__name__)
-
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
     """Return the largest power of two h with sqrt(N h) below d, at least one (section 4.3)."""
@@ -77,12 +74,6 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         elif settings.init == "first-round":
             self.init = "gram-schmidt"
             self.calibration = FirstRound(settings, self.layers, self.heads, self.rank, self._shape)
-        if self.init == "gram-schmidt" and self.heads * self.rank > self.side:
-            log.info(
-                "%s: %d heads of rank %d are more than %d dimensions hold; bases are orthonormal "
-                "in blocks of as many heads as fit",
-                *(settings.init, self.heads, self.rank, self.side),
-            )
 
     def _largest_rank(self) -> int:
         """Return the largest r with layers * heads * (r^2 + 1) parameters within the budget."""

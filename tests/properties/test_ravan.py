@@ -232,13 +232,3 @@ def test_a_client_may_not_send_more_than_its_budget_fraction():
     upload = train_client(method, adapters, state, 1.0, 1)
     with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
         Aggregate(method, state, UpdateNormCheck(1e9)).offer(upload, 0.5)
-
-
-def test_heads_beyond_the_matrices_are_logged_once(caplog):
-    with caplog.at_level("INFO"):
-        build(init="gram-schmidt", heads=4)  # 8 directions in matrices of 4 to 7 sides
-    logged = [record.getMessage() for record in caplog.records]
-    assert logged == [
-        "gram-schmidt: 4 heads of rank 2 are more than 4 dimensions hold; bases are orthonormal "
-        "in blocks of as many heads as fit"
-    ]
