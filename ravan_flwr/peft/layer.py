@@ -216,10 +216,6 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self._unmerged = None
         self.merged_adapters = []
 
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:  # noqa: ARG002
-        """Return True: an adapter adds a delta-weight, as LoRA does."""
-        return True
-
     def __repr__(self) -> str:
         return "ravan." + super().__repr__()
 

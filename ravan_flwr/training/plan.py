@@ -124,12 +124,11 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         )
     if config.evaluate_on == "clients":  # all clients get the state
         all_down += math.ceil(rounds / config.eval_every) * num_clients * skeleton.bytes_down(1.0)
-    reserve = clients - min(config.clients_per_round, num_clients)
+    epochs = config.local_epochs
     yield _row(
         "a round",
         f"{clients} of {num_clients} clients: at most {up:,} bytes up, {down:,} down",
-        f"{reserve} of them are in reserve" if reserve else "",
-        _steps_text(config, skeleton),
+        f"local-epochs={epochs:g}" if epochs else f"{config.local_steps} steps of a client",
         _time_text(config, num_clients),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
@@ -141,16 +140,6 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.privacy != "none":
         yield _row("privacy", *_privacy(config, skeleton, num_clients))
-
-
-def _steps_text(config: Config, skeleton: Skeleton) -> str:
-    """Return how many local steps a client runs in a round, as text."""
-    if not skeleton.method.trainable_parameters() and not skeleton.classifier_size:
-        return "no step of a client, since nothing is trained"
-    if config.local_epochs is None:
-        return f"{config.local_steps} steps of a client"
-    passes = f"{config.local_epochs:g} pass{'es' * (config.local_epochs != 1)}"
-    return f"{passes} of a client over its examples (plan --partition counts the steps)"
 
 
 def _time_text(config: Config, num_clients: int) -> str:
