@@ -50,14 +50,6 @@ from ravan_flwr.methods.tensors import (
 )
 
 
-def suggested_heads(budget_a_layer: float, side: int) -> int:
-    """Return the largest power of two h with sqrt(N h) below d, at least one (section 4.3)."""
-    heads = 1
-    while math.sqrt(budget_a_layer * heads * 2) < side:
-        heads *= 2
-    return heads
-
-
 class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     """Keep the state {"H"}; an upload is {"H": products, "heads": packed bits}."""
 

@@ -1,5 +1,6 @@
 """Summarise a model: its architecture, its layers to adapt, and the tokens of the examples."""
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from ravan_flwr.config.presets import chosen_model
 from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.model_folder import missing_file, model_folder
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.methods.ravan import suggested_heads
 from ravan_flwr.preset_wizard.data_summary import DataSummary
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
@@ -61,6 +61,14 @@ class ModelSummary:
             return 0
         length = max(16, -(-self.lengths.covered // 8) * 8)
         return min(length, self.lengths.limit or length)
+
+
+def suggested_heads(budget_a_layer: float, side: int) -> int:
+    """Return the largest power of two h with sqrt(N h) below d, at least 1 (RAVAN, section 4.3)."""
+    heads = 1
+    while math.sqrt(budget_a_layer * heads * 2) < side:
+        heads *= 2
+    return heads
 
 
 def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSummary:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods.ravan import suggested_heads
+from ravan_flwr.preset_wizard.model_summary import suggested_heads
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.model_and_data import ModelAndData
