@@ -60,7 +60,7 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
                 f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
-    changes = []
+    changes: list[tuple[Any, Tensor]] = []
     if residual is not None and rank is not None:
         changes = _residual_changes(model, residual, int(rank))
     with torch.no_grad():
