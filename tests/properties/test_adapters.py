@@ -215,12 +215,6 @@ def test_only_H_and_s_are_trained():
     assert set(layer.state_dict()) == {"H", "s", "base.weight", "base.bias"}
 
 
-def test_bases_of_another_shape_are_refused():
-    B, A = torch.zeros(2, 5, 3), torch.zeros(2, 3, 7)
-    with pytest.raises(ValueError, match=r"got B \(2, 5, 3\) and A \(2, 3, 7\), expected B"):
-        MultiHeadLinear(nn.Linear(7, 4), B, A)
-
-
 def test_autocast_agrees_within_its_precision():
     layer = make_layer(3, 2, 8, 8, True).float()
     x = torch.randn(5, 8)

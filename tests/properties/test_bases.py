@@ -98,8 +98,3 @@ def test_shared_subspace_has_one_subspace_and_different_heads():
             rtol=1e-3,
             atol=1e-3,
         )
-
-
-def test_a_rank_beyond_the_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"rank = 20: layer layers.0.q is 24 x 16, so expected"):
-        bases("normal", rank=20)
