@@ -87,8 +87,7 @@ def run_study(
 
 
 def _warn_of_few_seeds(study: Study) -> None:
-    rungs = [rung for row in study.rows if row.grid for rung in row.grid.rungs]
-    seeds = min((len(rung.seeds) for rung in rungs), default=MIN_SEEDS)
+    seeds = min((len(row.grid.seeds) for row in study.rows if row.grid), default=MIN_SEEDS)
     if seeds < MIN_SEEDS:
         log.warning(
             "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "

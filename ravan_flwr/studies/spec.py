@@ -150,21 +150,12 @@ def _digest(content: object) -> str:
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A rung: the seeds and rounds with which the best rates of the previous rung are run."""
-
-    seeds: tuple[int, ...]
-    rates: int | None = None  # number of rates; None: all
-    rounds: int | None = None  # None: those of the settings
-
-
-@dataclass(frozen=True)
 class Grid:
     """The key and the values from which a row chooses, and how they are compared."""
 
     key: str
     values: tuple[float, ...]
-    rungs: tuple[Rung, ...]
+    seeds: tuple[int, ...]
     extensions: int = EXTENSIONS  # most values that may be added
     # The fraction of a client's examples that are its validation split; None: the table's own
     # examples, where each seed takes the value that is best by the other seeds.
@@ -185,16 +176,14 @@ class Row:
     run_as_good: bool = False  # also run the other rates as good as the best?
     overrides: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
-    def candidates(self, rate: float, rung: Rung) -> list[PlannedRun]:
+    def candidates(self, rate: float) -> list[PlannedRun]:
         """Return the runs that measure a rate, one a seed."""
         assert self.grid is not None
         changes: dict[str, Scalar] = {self.grid.key: rate}
         if self.grid.validation_share is not None:
             changes |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
-            changes["eval-every"] = rung.rounds or self._run(changes, 0).num_rounds
-        if rung.rounds is not None:
-            changes["num-rounds"] = rung.rounds
-        return [self._run(changes, seed) for seed in rung.seeds]
+            changes["eval-every"] = self._run(changes, 0).num_rounds
+        return [self._run(changes, seed) for seed in self.grid.seeds]
 
     def runs(self, rates: float | Mapping[int, float] | None = None) -> list[PlannedRun]:
         """Return the table's runs, one a seed: with one rate, a rate by seed, or the settings'."""
@@ -410,11 +399,13 @@ class _TableReader:
                 check_key(key, value)
             except ValueError as error:
                 raise ValueError(f"{self.where}: choose: {error}") from None
-        rung = Rung(tuple(self.study.seeds if leave_one_out else choose.seeds))
+        grid = Grid(key, tuple(sorted(values)), tuple(choose.seeds), choose.extensions)
         if not leave_one_out:
-            return key, Grid(key, tuple(values), (rung,), choose.extensions)
-        comparison = (table.metric, table.mean_of_last or 0)
-        return key, Grid(key, tuple(values), (rung,), choose.extensions, None, *comparison)
+            return key, grid
+        return key, replace(
+            grid, seeds=tuple(self.study.seeds), validation_share=None, metric=table.metric,
+            last=table.mean_of_last or 0,
+        )  # fmt: skip
 
     def _row(self, name: str, changes: dict[str, Any], key: str, grid: Grid | None) -> Row:
         """Return a row, after a check of its settings with a value of the key."""
@@ -437,7 +428,7 @@ class _TableReader:
     def _check_choices(self, rows: Mapping[str, Row]) -> None:
         """Raise ValueError if choices have too few seeds, or options exclude each other."""
         table = self.table
-        seeds = [len(row.grid.rungs[0].seeds) for row in rows.values() if row.grid]
+        seeds = [len(row.grid.seeds) for row in rows.values() if row.grid]
         self._require(
             all(seeds), "its rates are chosen, expected seeds for that in choose; add some"
         )

@@ -24,7 +24,7 @@ import pandas as pd
 from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.charts import Chart
 from ravan_flwr.runs.console import megabytes
-from ravan_flwr.studies.choosing import RateChoice, RungResult, choices_of, ranked, rates_as_good
+from ravan_flwr.studies.choosing import RateChoice, choices_of
 from ravan_flwr.studies.lines import Line, lines_of, runs_without_time, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
@@ -176,7 +176,7 @@ def _alternatives(line: Line) -> str:
     """Return the other rates as good, with their differences; "unknown" with too few seeds."""
     if line.choice is None:
         return "-"
-    if line.choice.seeds < MIN_SEEDS:
+    if len(line.choice.grid.seeds) < MIN_SEEDS:
         return "unknown"
     texts = [f"{rate:g}" for rate in line.choice.alternatives]
     if line.as_good:
@@ -217,32 +217,26 @@ def overview_lines(study: Study, results: Results) -> list[str]:
 
 
 def rates_lines(table: Table, results: Results) -> list[str]:
-    """Return a table of each rate's metric: a line for each row and rung."""
+    """Return a table of each rate's metric: a line for each row."""
     choices = choices_of(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []  # fixed by the settings, or not measured yet
 
-    def cell(choice: RateChoice, result: RungResult, rate: float) -> str:
-        score = result.scores.get(rate)
+    def cell(choice: RateChoice, rate: float) -> str:
+        score = choice.scores.get(rate)
         if score is None:
-            return "failed" if rate in result.rates and not choice.pending else "-"
-        mark = "**" if rate == ranked(result.scores)[0] else "*"
-        mark *= rate in rates_as_good(result.scores)
+            return "failed" if rate in choice.tried and not choice.pending else "-"
+        mark = "**" if rate == choice.rate else "*"
+        mark *= rate in choice.within_noise
         return mark + with_interval(score.metric, interval(score.values)) + mark
 
     return _table(
-        {"": _rung_name(name, result)}
-        | {f"{rate:g}": cell(choice, result, rate) for rate in rates}
-        | {"runs": f"{len(result.rates) * len(result.rung.seeds)}{' (open)' * choice.pending}"}
+        {"": name}
+        | {f"{rate:g}": cell(choice, rate) for rate in rates}
+        | {"runs": f"{choice.runs}{' (open)' * choice.pending}"}
         for name, choice in choices.items()
-        for result in choice.rungs
     )
-
-
-def _rung_name(row: str, result: RungResult) -> str:
-    rounds = result.rung.rounds
-    return row + (f", {rounds} round{'s' * (rounds != 1)}" if rounds else "")
 
 
 def rows_as_csv(study: Study, results: Results) -> str:
@@ -307,12 +301,11 @@ def _estimate_columns(name: str, estimate: Interval | None) -> dict[str, object]
 def rates_as_csv(study: Study, results: Results) -> str:
     """Return each rate's metric as CSV, by seed."""
     rows = [
-        (table.title, _rung_name(row, result), table.chosen_key, rate, seed, score.metric, value)
+        (table.title, row, table.chosen_key, rate, seed, score.metric, value)
         for table in study.tables
         for row, choice in choices_of(table, results).items()
-        for result in choice.rungs
-        for rate, score in sorted(result.scores.items())
-        for seed, value in zip(result.rung.seeds, score.values, strict=True)
+        for rate, score in sorted(choice.scores.items())
+        for seed, value in zip(choice.grid.seeds, score.values, strict=True)
     ]
     columns = ["table", "row", "key", "rate", "seed", "metric", "value"]
     return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))

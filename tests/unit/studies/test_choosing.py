@@ -7,11 +7,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.studies.choosing import RateChoice, RungResult, Score, candidates, table_runs
+from ravan_flwr.studies.choosing import RateChoice, Score, candidates, table_runs
 from ravan_flwr.studies.lines import lines_of
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.spec import Grid, Rung, read_study
+from ravan_flwr.studies.spec import Grid, read_study
 from ravan_flwr.studies.tables import markdown, rates_as_csv
 from tests.studies import chosen, fill, result
 
@@ -365,8 +365,8 @@ def test_leave_one_seed_out_equals_a_plain_loop(data):
     row = st.lists(value, min_size=by_seed, max_size=by_seed)
     values = {rate: data.draw(row) for rate in rates}
     scores = {rate: Score("accuracy", row, []) for rate, row in values.items()}
-    grid = Grid("learning-rate", tuple(rates), (Rung(tuple(range(by_seed))),), 0, None)
-    choice = RateChoice(grid, rates, [RungResult(grid.rungs[0], rates, scores)], False)
+    grid = Grid("learning-rate", tuple(rates), tuple(range(by_seed)), 0, None)
+    choice = RateChoice(grid, rates, scores, False)
     assert choice.by_seed == out_of(values)
     seed = data.draw(st.integers(0, by_seed - 1))
     for row in values.values():
