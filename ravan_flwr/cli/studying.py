@@ -67,13 +67,7 @@ def _study(parsed: argparse.Namespace) -> None:
 def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import log, log_to_stdout  # noqa: PLC0415
     from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
-    from ravan_flwr.studies.tuning import (  # noqa: PLC0415
-        adopt,
-        check_validation_size,
-        plan_tuning,
-        summary,
-        tune,
-    )  # fmt: skip
+    from ravan_flwr.studies.tuning import adopt, plan_tuning, summary, tune  # noqa: PLC0415
 
     _check_options(parsed)
     settings, num_clients = read_settings(parsed.settings)
@@ -87,7 +81,6 @@ def _tune(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         return
     check_device(config.device)
-    log.info("validation splits: %s examples", f"{check_validation_size(tuning):,}")
     options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
         choice = tune(tuning, folder.absolute(), options)

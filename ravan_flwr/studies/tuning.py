@@ -4,13 +4,10 @@ The method's rate and its neighbours are each run with three seeds. Test example
 While the best rate is the largest or smallest tried, the next rate beyond it is tried too.
 """
 
-import importlib.metadata
-import logging
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,24 +25,12 @@ from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.spec import EXTENSIONS, RATE, Grid, Row, Study, Table
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import ModelAndData, validation_size
 
 SEED, SEEDS = 100, 3  # default first seed, and number of seeds
 # Settings that a tuning sets itself in every run, or that belong to its output folder.
-RESERVED_KEYS = (
-    "learning-rate",
-    "evaluate-on",
-    "eval-every",
-    "resume",
-    "output-dir",
-    "report",
-    "tracking",
-)
-FEW_EXAMPLES = 100  # with fewer validation examples, one answer is more than a percent
+RESERVED_KEYS = (RATE, "evaluate-on", "eval-every", "resume", "output-dir")
 # With one of these settings the rate is not for the preset's own model and data.
 _MODEL_AND_DATA = ("model", "data", "targets", "glue-task")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,7 @@ class Tuning:
     preset: Path  # the preset's file
     config: Config  # the resolved settings
     row: Row
-    grid: Grid
+    grid: Grid  # of the row
 
     @property
     def study(self) -> Study:
@@ -110,31 +95,6 @@ def plan_tuning(
     return Tuning(dict(request), preset_file(cast(str, settings["preset"])), config, row, grid)
 
 
-def check_validation_size(tuning: Tuning) -> int:
-    """Return the size of all validation splits; ValueError if a client has none to train on."""
-    numbers = []
-    for seed in tuning.grid.seeds:
-        config = replace(tuning.config, seed=seed)
-        sizes = [len(rows) for rows in ModelAndData(config).rows(tuning.row.num_clients)]
-        if validation_size(config, min(sizes)) >= min(sizes):
-            raise ValueError(
-                f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed "
-                f"{seed}, expected enough for a validation split of "
-                f"{100 * config.validation_share:g} % and for training; use fewer clients with "
-                "num-clients=..., or more examples"
-            )
-        numbers.append(sum(validation_size(config, size) for size in sizes))
-    number = min(numbers)
-    if number < FEW_EXAMPLES:
-        log.warning(
-            "the validation splits have %d examples in all, so that one answer changes the metric "
-            "by %.1f %%: rates may differ by chance; raise validation-share, or use more examples",
-            number,
-            100 / number,
-        )
-    return number
-
-
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
     """Run the missing runs, and write `results.md`; RuntimeError if every rate failed."""
     study, results = tuning.study, Results(folder)
@@ -171,7 +131,9 @@ def summary(choice: RateChoice) -> str:
 def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
     """Write the rate into the preset's file; return a text with the outcome."""
     path, rate, method = tuning.preset, cast(float, choice.rate), tuning.config.method
-    comments = notes(tuning, choice)
+    shown = {k: v for k, v in tuning.request.items() if k not in ("preset", "method", "seed")}
+    setting = f", with {' '.join(as_key_values(shown))}" if shown else ""
+    note = f"tune: {choice.scores[rate].metric} {choice.scores[rate]}{setting}"
     changes = as_key_values(
         {key: tuning.request[key] for key in _MODEL_AND_DATA if key in tuning.request}
     )
@@ -185,48 +147,27 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             )
         if not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError("the file is read-only")
-        edited = with_rate(target.read_text(encoding="utf-8"), method, rate, comments)
+        edited = with_rate(target.read_text(encoding="utf-8"), method, rate, note)
         write_atomically(target, edited.encode())
         target.chmod(mode)
     except (ValueError, OSError) as error:
-        lines = "\n".join([f"{RATE}:", *_lines(method, rate, comments)])
         return (
             f"not written to {path}: {error}. Give {RATE}={rate:g}, or write in a preset of your "
-            f"own:\n{lines}"
+            f"own:\n{RATE}:\n{_line(method, rate, note)}"
         )
     return f"written: {RATE} of {method} is {as_written(rate)} in {path}"
-
-
-def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
-    """Return the comment above the rate: score, seeds, rounds, rates tried, version, date."""
-    score = choice.scores[cast(float, choice.rate)]
-    shown = {k: v for k, v in tuning.request.items() if k not in ("preset", "method", "seed")}
-    suffix = f", with {' '.join(as_key_values(shown))}" if shown else ""
-    version = importlib.metadata.version("ravan-flwr")
-    today = datetime.now().astimezone().date().isoformat()
-    lines = [
-        f"{score.metric} {score} on the validation splits of "
-        f"{count(tuning.row.num_clients, 'client')}, seeds {_joined(choice.grid.seeds)}, "
-        f"{count(tuning.config.num_rounds, 'round')}{suffix}",
-        f"tried {' '.join(f'{rate:g}' for rate in choice.tried)}; ravan-flwr {version}, {today}",
-    ]
-    return [" ".join(line.split()) for line in lines]
 
 
 def _joined(seeds: Sequence[int]) -> str:
     return " ".join(map(str, seeds))
 
 
-def _lines(method: str, rate: float, notes: Sequence[str]) -> list[str]:
-    """Return the lines of a method's rate in a preset, with comments above it."""
-    return [
-        *(f"  # tune of {method}: {note}" for note in notes),
-        f"  {method}: {as_written(rate)}",
-    ]
+def _line(method: str, rate: float, note: str) -> str:
+    return f"  {method}: {as_written(rate)}  # {' '.join(note.split())}"
 
 
-def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
-    """Return a preset's text with a method's rate, and notes above it in place of earlier notes.
+def with_rate(text: str, method: str, rate: float, note: str) -> str:
+    """Return a preset's text with a method's rate, and a note as a comment, in place of earlier.
 
     Raise ValueError, with the reason, if this file cannot be edited.
     """
@@ -241,9 +182,8 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     if start is None:
         raise ValueError(problem)
     lines[start] = lines[start].replace(" {}", "", 1)
-    of_method = re.compile(rf"  (# tune of )?{method}: ")
-    rest = [line for line in lines[start + 1 :] if not of_method.match(line)]
-    edited = "\n".join([*lines[: start + 1], *_lines(method, rate, notes), *rest, ""])
+    rest = [line for line in lines[start + 1 :] if not line.startswith(f"  {method}: ")]
+    edited = "\n".join([*lines[: start + 1], _line(method, rate, note), *rest, ""])
     try:
         if _loaded(edited) == content | {RATE: rates | {method: rate}}:
             return edited
@@ -255,8 +195,7 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
 def as_written(rate: float) -> str:
     """Return a rate as YAML reads it: 3.0e-3, since YAML reads 3e-3 as a string."""
     digits = next(n for n in range(1, 18) if float(f"{rate:.{n}e}") == rate)
-    mantissa, exponent = f"{rate:.{digits}e}".split("e")
-    return f"{mantissa}e{int(exponent):+d}"
+    return f"{rate:.{digits}e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _loaded(text: str) -> dict[str, Any]:
