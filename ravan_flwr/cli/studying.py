@@ -1,9 +1,7 @@
 """Commands that run the app many times."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from ravan_flwr.cli.parts import ENGINE, Commands, add_command, check_device, check_engine, option
 from ravan_flwr.config.key import AUTO
@@ -31,12 +29,10 @@ def add(commands: Commands) -> None:
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
         option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
         option("--rates", metavar="RATE,RATE,...",
-            help="try these rates alone (default: five around the preset's, more at an edge)"),
-        option("--seeds", metavar="SEED,SEED,...",
-            help="seeds of the last runs; the first is that of all others (default: 100,101,102)"),
+            help="try these rates alone (default: three around the preset's, more at an edge)"),
         option("--no-write", action="store_true", help="print the line, keep the preset"),
         option("--dry-run", action="store_true", help="print the planned runs, run none"), *shared,
-        note="Rates are compared by successive halving on the clients' validation splits.",
+        note="Rates are compared on the clients' validation splits.",
         epilog=key_table())
 # fmt: on
 
@@ -71,21 +67,13 @@ def _study(parsed: argparse.Namespace) -> None:
 def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import log, log_to_stdout  # noqa: PLC0415
     from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
-    from ravan_flwr.studies.tuning import (  # noqa: PLC0415
-        adopt,
-        check_validation_size,
-        plan_tuning,
-        summary,
-        tune,
-    )  # fmt: skip
+    from ravan_flwr.studies.tuning import adopt, plan_tuning, summary, tune  # noqa: PLC0415
 
     _check_options(parsed)
     settings, num_clients = read_settings(parsed.settings)
     if parsed.engine == "flower":
         read_config(settings)  # rejects a preset's path: Flower bundles only the app's presets
-    seeds = _numbers("--seeds", parsed.seeds, int, "whole numbers", "1,2,3")
-    rates = _numbers("--rates", parsed.rates, float, "numbers", "1e-3,3e-3")
-    tuning = plan_tuning(settings, num_clients, rates, seeds)
+    tuning = plan_tuning(settings, num_clients, _rates(parsed.rates))
     log_to_stdout()
     config = tuning.config
     folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
@@ -93,7 +81,6 @@ def _tune(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         return
     check_device(config.device)
-    log.info("validation splits: %s examples", f"{check_validation_size(tuning):,}")
     options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
         choice = tune(tuning, folder.absolute(), options)
@@ -104,17 +91,11 @@ def _tune(parsed: argparse.Namespace) -> None:
     log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
 
 
-_Number = TypeVar("_Number", int, float)
-
-
-def _numbers(
-    option: str, text: str | None, kind: Callable[[str], _Number], expected: str, example: str
-) -> list[_Number]:
-    """Return the comma-separated numbers of an option."""
+def _rates(text: str | None) -> list[float]:
+    """Return the comma-separated numbers of `--rates`."""
     try:
-        return [kind(word) for word in (text or "").replace(",", " ").split()]
+        return [float(word) for word in (text or "").replace(",", " ").split()]
     except ValueError:
         raise ValueError(
-            f"{option} {text}: expected {expected} with commas between, such as {example}; "
-            "correct it"
+            f"--rates {text}: expected numbers with commas between, such as 1e-3,3e-3; correct it"
         ) from None

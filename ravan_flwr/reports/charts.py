@@ -7,7 +7,7 @@ import io
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,11 +115,9 @@ def plain(text: str) -> str:
 
 
 _WIDTH, _HEIGHT = 5.2, 3.2  # inches
-_WIDE = 30  # ratio of bars beyond which the axis is logarithmic
 _FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
-_MOST_COUNTED = 12  # bars with their numbers above them
-_LEGEND_LETTERS = 56  # in a row of a legend within the axes
-_LABEL_LETTERS = 84  # of a name in a legend above the axes
+_LEGEND_LETTERS = 56  # in a row of a legend, of a figure of `_WIDTH`
+_LABEL_LETTERS = 84  # of a name in a legend
 _NAME_LETTERS = 32  # of a name beside a heat map
 _MOST_NAMES = 40  # beside a heat map, and below it
 _MOST_IN_CELLS = 20  # columns of a heat map with numbers in its cells
@@ -164,19 +162,16 @@ def lines(
         if top is not None and axes.get_ylim()[1] > top:
             axes.set_ylim(top=top)
         if len(series) > 1:
-            _legend(figure, axes, [line.label for line in series])
+            _legend(figure, [line.label for line in series])
     return Chart(*caption, figure)
 
 
-def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
-    """Draw the legend within the axes, or above them if names are long."""
-    columns = 1 if len(labels) < 5 else 2
-    if columns * max(map(len, labels)) <= _LEGEND_LETTERS:
-        axes.legend(fontsize=10, ncols=columns)
-        return
-    figure.set_figheight(figure.get_figheight() + 0.19 * len(labels))
-    for text in figure.legend(fontsize=8, loc="outside upper left").get_texts():
-        text.set_text(_shortened(text.get_text(), _LABEL_LETTERS))
+def _legend(figure: Figure, labels: Collection[str]) -> None:
+    """Draw the legend above the axes, in as many columns as the names leave room for."""
+    columns = int(_LEGEND_LETTERS * figure.get_figwidth() / _WIDTH / (max(map(len, labels)) + 4))
+    columns = max(1, min(columns, len(labels)))
+    figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
+    figure.legend(fontsize=9, ncols=columns, loc="outside upper center")
 
 
 def _end_far_apart(series: Sequence[Series]) -> bool:
@@ -199,7 +194,8 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, en
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
     style: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
-    axes.plot(grid, values.mean(0), dash, color=colour, label=plain(series.label), **style)
+    label = _shortened(series.label, _LABEL_LETTERS)
+    axes.plot(grid, values.mean(0), dash, color=colour, label=label, **style)
     if len(runs) > 1:
         axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
 
@@ -244,22 +240,11 @@ def panels(
     return Chart(*caption, figure, broad=True)
 
 
-def bars(
-    caption: Caption, values: Mapping[str, float], x: str, y: str, *, counted: bool = False
-) -> Chart:
-    """Draw a bar for each name; `counted` bars show their numbers, on a log axis if needed."""
+def bars(caption: Caption, values: Mapping[str, float], x: str, y: str) -> Chart:
+    """Draw a bar for each name."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
-        container = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
-        if counted and max(values.values()) > _WIDE * min(filter(None, values.values())):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:,.0f}")
-            axes.set_ylim(0.5, 2 * max(values.values()))
-            y = f"{y}, logarithmic"
-        else:
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        if counted and len(values) <= _MOST_COUNTED:
-            axes.bar_label(container, [f"{value:,.0f}" for value in values.values()], fontsize=10)
+        axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
         step = -(-len(values) // 10)
         shown = [plain(name) for name in list(values)[::step]]
         slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if sum(map(len, shown)) > 50 else {}
@@ -309,9 +294,7 @@ def points(
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(plain(y))
-        letters = _LEGEND_LETTERS * figure.get_figwidth() / _WIDTH
-        columns = max(1, int(letters / (max(map(len, values)) + 4)))
-        figure.legend(fontsize=9, ncols=min(columns, len(values)), loc="outside upper center")
+        _legend(figure, values)
     return Chart(*caption, figure, broad=figure.get_figwidth() > _WIDTH)
 
 

@@ -5,7 +5,6 @@ GET and HEAD requests whose Host is a name of loopback; else any site could reso
 this machine and read the answers (DNS rebinding). Its headers forbid other pages to embed it.
 """
 
-import errno
 import hashlib
 import re
 import threading
@@ -19,9 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 from ravan_flwr.reports import PORT
 from ravan_flwr.reports.report import POLICY, render
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import FollowedRun, picture_of, view_of
+from ravan_flwr.reports.run_view import RunSnapshot, picture_of, version_of, view_of
 from ravan_flwr.runs.console import write_stdout
-from ravan_flwr.runs.history import RecordedRun, group_runs
+from ravan_flwr.runs.history import RecordedRun, group_runs, open_run
 
 HOST = "127.0.0.1"
 REQUEST_TIMEOUT = 10.0  # seconds to wait for a request
@@ -47,7 +46,7 @@ class DashboardPage:
     """
 
     def __init__(self, path: Path) -> None:
-        self._run = FollowedRun(path)
+        self._path = open_run(path).path
         self._lock = threading.Lock()
         self._version, self._rendered_at, self._page = "", 0.0, b""
         self._pictures: list[dict[str, Any]] = []
@@ -57,31 +56,27 @@ class DashboardPage:
     def version(self) -> str:
         """Return a text that changes whenever the page would change."""
         due = self._stale and time.time() >= self._draw_after
-        return self._version_of(self._run.version() + " due" * due)
-
-    @staticmethod
-    def _version_of(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(version_of(self._path).encode()).hexdigest()[:16] + "-due" * due
 
     def get(self) -> bytes:
         """Return the page as it is now."""
         with self._lock:
-            files, now = self._run.version(), time.time()
+            version, now = self.version(), time.time()
             # Without the script, the page shows times as of its rendering.
-            if self.version() != self._version or now - self._rendered_at > 1:
-                self._version, self._rendered_at = self._version_of(files), now
+            if version != self._version or now - self._rendered_at > 1:
+                self._version, self._rendered_at = version.removesuffix("-due"), now
                 self._page = self._write(now)
             return self._page
 
     def _write(self, now: float) -> bytes:
         try:
-            snapshot = self._run.read()
+            snapshot = RunSnapshot.read(self._path)
             self._draw(snapshot.run, now)
             view = view_of(snapshot, self._pictures)
         except Exception as error:  # noqa: BLE001 (a damaged file may be repaired)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             problem = f"{kind}{error}" or "its files are damaged"
-            return render([], self._run.path.name, version=self._version, problem=problem)
+            return render([], self._path.name, version=self._version, problem=problem)
         return render([view], view["title"], version=self._version, now=now)
 
     def _draw(self, run: RecordedRun, now: float) -> None:
@@ -168,15 +163,9 @@ def make_server(run: Path | str, port: int = PORT) -> _Server:
     try:
         return _Server(port, page)
     except OSError as error:
-        reason = {
-            errno.EADDRINUSE: "another program has it, perhaps another dashboard",
-            errno.EACCES: "the system does not permit it",
-        }.get(error.errno or 0)
-        if reason is None:
-            raise
         raise ValueError(
-            f"--port {port}: {reason}; expected a free one; give another, or --port 0 for any that "
-            "is free"
+            f"--port {port}: {error.strerror}; expected a free one; give another, or --port 0 for "
+            "any that is free"
         ) from None
 
 

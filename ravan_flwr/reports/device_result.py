@@ -65,7 +65,13 @@ def save_result(
     temporary = result_path / f".{parcel.run}.{writer}.tmp"
     _remove(temporary)  # of a process that was ended
     try:
-        _write(temporary / RESULT_FOLDERS[form], form, parcel, state, loaded, personal_state)
+        content = temporary / RESULT_FOLDERS[form]
+        content.mkdir(parents=True)
+        with loaded.model.holding(state, personal_state):
+            write_result(form, content, loaded)
+        summary = cast(Summary, parcel.run_summary)
+        config, final = loaded.config.as_dict(), summary["metrics"]["final"]
+        fill_card(content, form, config, summary, final)
         _write_mark(temporary, mark)
         _replace(temporary, target, result_path / f".{parcel.run}.{writer}.old")
     finally:
@@ -115,21 +121,6 @@ def _read_mark(target: Path) -> dict[str, Any] | None:
         content = json.loads(read_file(path))
         return content if isinstance(content, dict) else None
     return None
-
-
-def _write(
-    folder: Path,
-    form: str,
-    parcel: Parcel,
-    state: Mapping[str, Tensor],
-    loaded: ModelAndData,
-    personal_state: Tensors | None,
-) -> None:
-    folder.mkdir(parents=True)
-    with loaded.model.holding(state, personal_state):
-        write_result(form, folder, loaded)
-    summary = cast(Summary, parcel.run_summary)
-    fill_card(folder, form, loaded.config.as_dict(), summary, summary["metrics"]["final"])
 
 
 def _write_mark(folder: Path, mark: Mapping[str, Any]) -> None:

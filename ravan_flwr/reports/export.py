@@ -52,19 +52,15 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "is not empty" if folder.is_dir() else "is a file"
         raise ValueError(f"export: {folder} {problem}, expected a new folder; name another")
-    _check_method(directory.read_summary()["method"])  # raises for an unfinished run
+    method = directory.read_summary()["method"]  # raises for an unfinished run
+    if METHODS[method].mixes:
+        raise ValueError(
+            f"export: method {method!r} has no such form, since {MIXES}; expected another method; "
+            "use `evaluate` and `predict` with --client N"
+        )
     with result_of(directory.path, client) as loaded:
         write_result(form, folder, loaded)
     write_card(folder, form, directory)
-
-
-def _check_method(name: str) -> None:
-    """Raise ValueError if no other software can compute the method's layers."""
-    if METHODS[name].mixes:
-        raise ValueError(
-            f"export: method {name!r} has no such form, since {MIXES}; expected another method; "
-            "use `evaluate` and `predict` with --client N"
-        )
 
 
 def natural_form(loaded: ModelAndData) -> str:

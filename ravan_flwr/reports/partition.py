@@ -33,14 +33,12 @@ class PartitionReport:
     @property
     def sizes(self) -> np.ndarray:
         """Return the number of examples of each client, (clients,)."""
-        sizes: np.ndarray = self.counts.sum(1)
-        return sizes
+        return np.asarray(self.counts.sum(1))
 
     @property
     def shares(self) -> np.ndarray:
         """Return each client's fraction of examples of each class, (clients, classes)."""
-        shares: np.ndarray = self.counts / self.sizes[:, None]
-        return shares
+        return np.asarray(self.counts / self.sizes[:, None])
 
     @property
     def skew(self) -> float:
@@ -51,13 +49,6 @@ class PartitionReport:
         """
         total_shares = self.counts.sum(0) / self.counts.sum()
         return float(np.abs(self.shares - total_shares).sum(1).mean() / 2)
-
-    def in_order(self) -> np.ndarray:
-        """Return the clients sorted by largest class and its fraction; without classes, by size."""
-        if not self.classes:
-            return np.argsort(-self.sizes, kind="stable")
-        shares = self.shares
-        return np.lexsort((-shares.max(1), shares.argmax(1)))
 
 
 @dataclass(frozen=True)
@@ -168,13 +159,10 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def _table(assigned: Assignment) -> list[str]:
-    """Return a line for each client, or for a sample of many, with its examples by class."""
-    report = assigned.report
-    clients, lines = np.arange(len(report.sizes)), list[str]()
-    if len(clients) > ROWS:
-        order = "their largest class" if report.classes else "size"
-        lines = [f"{ROWS} of {len(clients):,} clients, in the order of {order}:"]
-        clients = report.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
+    """Return a line for each client, or for the first of many, with its examples by class."""
+    report, number = assigned.report, len(assigned.report.sizes)
+    lines = [f"the first {ROWS} of {number:,} clients:"] if number > ROWS else []
+    clients = np.arange(min(number, ROWS))
     frame = pd.DataFrame({"client": clients, "all": report.sizes[clients]})
     few = len(report.classes) <= CLASSES
     for number in range(len(report.classes) if few else 0):

@@ -21,7 +21,6 @@ from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.reports.run_view import RunSnapshot, comparison_of, picture_of, title_of, view_of
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
-from ravan_flwr.runs.lock import NAME as LOCK
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +94,14 @@ def write_report(
 
 def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
     """Read the runs; of several, skip those without a finished round, and log their names."""
-    if len(paths) == 1:
-        return [RecordedRun.read(paths[0])]
     runs = []
     for path in paths:
-        begun = path.is_dir() and not (path / "config.json").is_file() and (path / LOCK).is_file()
         try:
             runs.append(RecordedRun.read(path))
-        except NoRoundError:
-            log.warning("skipped: %s has no finished round", path)
-        except ValueError:
-            if not begun:
+        except NoRoundError as error:
+            if len(paths) == 1:
                 raise
-            log.warning("skipped: %s has only begun", path)
+            log.warning("skipped: %s", error)
     if not runs:
         raise NoRoundError(
             f"report: none of {len(paths)} runs has a finished round, expected at least one; run "

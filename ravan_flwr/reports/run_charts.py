@@ -6,7 +6,8 @@ Runs that differ only in the seed are one line with a band.
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain
+from os.path import commonprefix
 from statistics import mean
 
 import pandas as pd
@@ -27,7 +28,6 @@ from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
 from ravan_flwr.tasks import is_fraction
 
-_MOST_BARS = 100
 _MOST_KINDS = 40  # of devices
 _MOST_HEADS = int(KEYS["heads"].high)
 _MOST_TOGETHER = 6  # lines that a reader can distinguish in one picture
@@ -103,10 +103,9 @@ def comparison_charts(groups: Groups) -> list[Chart]:
 
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
-    """Draw bytes, participation, devices, heads, per-client statistics, times and confusion."""
+    """Draw bytes, devices, heads, per-client statistics, times and confusion."""
     charts = [
         _sent(run),
-        _participation(run),
         *_devices(run),
         *_heads(run),
         *_clients(run),
@@ -124,32 +123,6 @@ def _sent(run: RecordedRun) -> Chart:
     about = "Megabytes sent so far, with rejected replies and evaluations."
     series = [Series("by clients", [(rounds, up)]), Series("to clients", [(rounds, down)])]
     return lines(Caption("sent", "Megabytes sent", about), series, "round", "MB")
-
-
-def _participation(run: RecordedRun) -> Chart:
-    """Draw how many clients took part in no round, in one, in two, and so on."""
-    replies = [
-        (record["round"], client["partition-id"])
-        for record in run.rounds
-        for client in record["clients"]
-    ]
-    rounds = Counter(partition for number, partition in replies if number)
-    # Nodes determine this number: no list may have its length. Clients that left count as well.
-    total = max(run.config["num-clients"], len({partition for _, partition in replies}))
-    clients = Counter(rounds.values()) + Counter({0: total - len(rounds)})
-    width = -(-(max(clients, default=0) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
-    values = {
-        str(first): float(sum(clients[k] for k in range(first, first + width)))
-        for first in range(0, max(clients, default=0) + 1, width)
-    }
-    caption = Caption(
-        "participation",
-        "Clients by the rounds in which they took part",
-        f"For each number of rounds: how many of the {total:,} clients had their reply used in "
-        "that many rounds.",
-    )
-    x = "rounds" if width == 1 else f"rounds, {width} to a bar"
-    return bars(caption, values, x, "clients", counted=True)
 
 
 def _devices(run: RecordedRun) -> list[Chart]:
@@ -186,7 +159,7 @@ def _heads(run: RecordedRun) -> list[Chart]:
     """Draw how often each head was trained, and the norm of what it adds to its layer."""
     charts, norms = list[Chart](), run.summary.get("head-norms", {}) if run.summary else {}
     num_heads = len(next(iter(norms.values()), []))
-    times = run.heads_trained(num_heads) if _has_heads(run) else []
+    times = _heads_trained(run, num_heads)
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         caption = Caption(
@@ -209,12 +182,20 @@ def _heads(run: RecordedRun) -> list[Chart]:
     return charts
 
 
-def _has_heads(run: RecordedRun) -> bool:
-    """Return whether all replies list equally many layers, and valid numbers of heads."""
-    chosen = [client["selected"] for record in run.rounds for client in record["clients"]]
-    return len({*map(len, chosen)}) == 1 and all(
-        0 <= head < _MOST_HEADS for layers in chosen for layer in layers for head in layer
-    )
+def _heads_trained(run: RecordedRun, num_heads: int) -> list[list[int]]:
+    """Count the replies with each head, as (layers, heads), `num_heads` heads at least.
+
+    The list is empty if replies list different numbers of layers, or invalid numbers of heads.
+    """
+    replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
+    if len({*map(len, replies)}) != 1:
+        return []
+    layers = [Counter(chain(*trained)) for trained in zip(*replies, strict=True)]
+    numbers = {head for layer in layers for head in layer}
+    if any(not 0 <= head < _MOST_HEADS for head in numbers):
+        return []
+    heads = range(max([num_heads, *(head + 1 for head in numbers)]))
+    return [[layer[head] for head in heads] for layer in layers]
 
 
 def _clients(run: RecordedRun) -> list[Chart]:
@@ -280,13 +261,11 @@ def confusion_chart(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> C
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Return dotted names without the words at both ends that all of them share."""
-    words = [name.split(".") for name in names]
-    start = _shared(words)
-    end = _shared([name[start:][::-1] for name in words])
-    return [".".join(name[start : len(name) - end]) or ".".join(name) for name in words]
+    start = _shared(names)
+    end = _shared([name[start:][::-1] for name in names])
+    return [name[start : len(name) - end] or name for name in names]
 
 
-def _shared(words: list[list[str]]) -> int:
-    """Return the number of leading words that all names share."""
-    columns = zip(*words, strict=False)  # up to the shortest name
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+def _shared(names: Sequence[str]) -> int:
+    """Return the number of letters of the leading words, with their dots, that all names share."""
+    return commonprefix(names).rfind(".") + 1  # noqa: RUF071 (names are no paths)

@@ -25,7 +25,7 @@ from ravan_flwr.runs.console import (
     remaining_seconds,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RoundsFile, RunDirectory, how_to_resume
+from ravan_flwr.runs.directory import RunDirectory, how_to_resume
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
@@ -47,6 +47,11 @@ class RunSnapshot:
     log: list[str]
     holder: Holder  # which process works on it
     heard: float  # time of the last write, in seconds since 1970
+
+    @classmethod
+    def read(cls, path: Path) -> "RunSnapshot":
+        """Read a run directory as it is now; raise ValueError if it is none, or damaged."""
+        return cls.of(RecordedRun.so_far(path))
 
     @classmethod
     def of(cls, run: RecordedRun) -> "RunSnapshot":
@@ -137,34 +142,11 @@ def _running(snapshot: RunSnapshot, progress: float) -> State:
     return State("running", f"{text}, for", status["since"], advice, progress)
 
 
-class FollowedRun:
-    """Read one run repeatedly: `version` changes with its files, `read` reads what is new."""
-
-    def __init__(self, path: Path) -> None:
-        if not (path / LOCK).is_file():  # a run takes its lock before it writes its settings
-            RunDirectory.open(path, "report")
-        self.path = path
-        self._rounds = RoundsFile(path)
-
-    def version(self) -> str:
-        """Return a text that changes whenever one of the files changes."""
-        stats = [_stat(self.path / name) for name in _WATCHED]
-        stamps = [f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" if s else "" for s in stats]
-        return "-".join([*stamps, holder_of(self.path)])
-
-    def read(self) -> RunSnapshot:
-        """Read the run as it is now; raise ValueError if a file is damaged."""
-        directory = RunDirectory(self.path)
-        if not self.path.is_dir():
-            raise ValueError(f"{self.path} is gone, expected the run directory that was there")
-        config = directory.read_config() if (self.path / "config.json").is_file() else {}
-        rounds = self._rounds.read()
-        if rounds:
-            config["num-clients"] = max(record["partitions"] for record in rounds)
-        has_summary = (self.path / "summary.json").is_file()
-        summary = directory.read_summary() if has_summary else None
-        recorded = RecordedRun(self.path, config, rounds, summary)
-        return RunSnapshot.of(recorded)
+def version_of(run: Path) -> str:
+    """Return a text that changes whenever one of a run's files changes."""
+    stats = [_stat(run / name) for name in _WATCHED]
+    stamps = [f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" if s else "" for s in stats]
+    return "-".join([*stamps, holder_of(run)])
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -317,9 +299,8 @@ def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, .
 
 def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
     """List the clients by partition; of too many, those that are or were active."""
-    nodes = (
-        {node["partition-id"]: node for node in snapshot.status["nodes"]} if snapshot.status else {}
-    )
+    status: Mapping[str, Any] = snapshot.status or {}
+    nodes: dict[int, NodeStatus] = {node["partition-id"]: node for node in status.get("nodes", [])}
     replies: dict[int, list[tuple[int, ClientRecord]]] = {number: [] for number in nodes}
     rejected = defaultdict[str, list[str]](list)
     for record in snapshot.run.rounds:
@@ -328,10 +309,8 @@ def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
         for reply in record["rejected"]:
             rejected[reply["client"]].append(f"round {record['round']}: {reply['reason']}")
     now = _activities(snapshot) if live and snapshot.under_way else {}
-    blank = dict.fromkeys(("device", "budget", "examples", "heard", "heads", "seconds"), "")
     rows = [
         {
-            **blank,
             "partition": number,
             "now": now.get(number, ""),
             "rejected": len(rejected[f"partition {number}"]),
@@ -340,8 +319,11 @@ def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             "last_round": history[-1][0] if history else 0,
             "bytes_up": sum(client["bytes-up"] for _, client in history),
             "bytes_down": sum(client["bytes-down"] for _, client in history),
-            **_node_cells(nodes.get(number), simulated=snapshot.run.in_simulated_time),
-            **(_reply_cells(history[-1][1], has_node=number in nodes) if history else {}),
+            **_client_cells(
+                nodes.get(number),
+                history[-1][1] if history else None,
+                simulated=snapshot.run.in_simulated_time,
+            ),
         }
         for number, history in replies.items()
     ]
@@ -355,41 +337,33 @@ def _clients(snapshot: RunSnapshot, live: bool) -> dict[str, Any]:
             client["partition"],
         ),
     )[:LISTED_CLIENTS]
-    total = max(len(rows), snapshot.status.get("clients", 0) if snapshot.status else 0)
-    partitions = max((record["partitions"] for record in snapshot.run.rounds), default=0)
-    if snapshot.status:
-        partitions = snapshot.status["partitions"] if nodes else 0
+    total = max(len(rows), status.get("clients", 0))
     return {
         "listed": sorted(chosen, key=lambda client: client["partition"]),
         "more": total - len(chosen),
-        "missing": max(0, partitions - total) if live else 0,
+        "missing": max(0, status["partitions"] - total) if live and nodes else 0,
     }
 
 
-def _node_cells(node: NodeStatus | None, *, simulated: bool) -> dict[str, Any]:
-    """Return the cells that a node reported; its device only outside simulated time."""
-    if node is None:
-        return {}
+def _client_cells(
+    node: NodeStatus | None, reply: ClientRecord | None, *, simulated: bool
+) -> dict[str, Any]:
+    """Return the cells of what a client's node reported, or else its last reply."""
+    known: Mapping[str, Any] = node or reply or {}
+    last: Mapping[str, Any] = reply or {}
+    seconds = f"{last['seconds']:.1f}" if "seconds" in last else ""
+    if "device" in last and "span" in last:  # a simulated device, with simulated seconds
+        begin, end = last["span"]
+        seconds = f"{end - begin:.3g}"
     return {
-        "device": "" if simulated else node["device"],
-        "budget": f"{node['budget-fraction']:g}",
-        "examples": f"{node['examples']:,}{' of its own' if node['own-data'] else ''}",
-        "heard": node["heard"],
+        # Outside simulated time a node's own device counts.
+        "device": last.get("device", "") or ("" if simulated else known.get("device", "")),
+        "budget": f"{known['budget-fraction']:g}",
+        "examples": f"{known['examples']:,}{' of its own' * known.get('own-data', False)}",
+        "heard": node["heard"] if node else "",
+        "heads": f"{last['heads']:g}" if last else "",
+        "seconds": seconds,
     }
-
-
-def _reply_cells(client: ClientRecord, *, has_node: bool) -> dict[str, Any]:
-    """Return the cells of a client's last reply, without those that its node has."""
-    cells = {
-        "heads": f"{client['heads']:g}",
-        "seconds": f"{client['seconds']:.1f}" if "seconds" in client else "",
-    }
-    if "device" in client and "span" in client:  # a simulated device, with simulated seconds
-        begin, end = client["span"]
-        cells |= {"device": client["device"], "seconds": f"{end - begin:.3g}"}
-    if not has_node:
-        cells |= {"budget": f"{client['budget-fraction']:g}", "examples": f"{client['examples']:,}"}
-    return cells
 
 
 def _activities(snapshot: RunSnapshot) -> dict[int, str]:

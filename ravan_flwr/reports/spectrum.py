@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.charts import Caption, Chart, Series, boxes, lines
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
@@ -31,13 +30,6 @@ class Spectra:
     def of(cls, path: Path) -> "Spectra":
         """Compute them from the run's last checkpoint."""
         run = RecordedRun.read(path)
-        listed = METHODS.get(run.config["method"])
-        if listed is not None and listed.personalised:
-            raise ValueError(
-                f"report --spectrum: {path} is a run of method {run.config['method']!r}, with "
-                "which each client has delta-weights of its own, expected one with a model for "
-                "all; leave it out"
-            )
         with result_of(path) as loaded:
             deltas = loaded.model.method.delta_weights(loaded.model.adapters)
             names = [layer.name for layer in loaded.model.layers]
@@ -76,9 +68,10 @@ def charts_of_runs(paths: Sequence[Path], top: int = 64) -> list[Chart]:
 
 def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
     """Draw the spectra as lines, and the effective ranks of the layers as boxes."""
+    means = {name: [spectra.mean_spectrum(top) for spectra in x] for name, x in groups.items()}
     series = [
-        Series(name, [_points(spectra.mean_spectrum(top)) for spectra in group])
-        for name, group in groups.items()
+        Series(name, [(range(1, len(mean) + 1), mean.tolist()) for mean in group])
+        for name, group in means.items()
     ]
     ranks = {
         name: [effective_rank(values) for spectra in group for values in spectra.values.values()]
@@ -98,10 +91,6 @@ def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
     )
     chart = lines(spectrum, series, "index", "value / largest value")
     return [replace(chart, numbers=_csv(groups).encode()), boxes(rank, ranks, "effective rank")]
-
-
-def _points(values: Tensor) -> tuple[list[float], list[float]]:
-    return list(range(1, len(values) + 1)), values.tolist()
 
 
 def _csv(groups: dict[str, list[Spectra]]) -> str:

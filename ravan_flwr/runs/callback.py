@@ -57,15 +57,12 @@ class Callbacks(Callback):
             )
         self.all: list[Any] = list(callbacks)
         for number, callback in enumerate(self.all):
-            if isinstance(callback, type):
+            has_hook = any(callable(getattr(callback, hook, None)) for hook in HOOKS)
+            if isinstance(callback, type) or not has_hook:
                 raise ValueError(
-                    f"callbacks[{number}] = {callback!r}: got a class, expected an object; pass "
-                    f"{callback.__name__}()"
-                )
-            if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
-                raise ValueError(
-                    f"callbacks[{number}] = {callback!r}: got an object without a hook, expected "
-                    f"one of {', '.join(HOOKS)}; derive it from ravan_flwr.Callback"
+                    f"callbacks[{number}] = {callback!r}: expected an object with one of "
+                    f"{', '.join(HOOKS)}; pass an instance of a class that is derived from "
+                    "ravan_flwr.Callback"
                 )
 
     def _call(self, hook: str, *arguments: object) -> None:

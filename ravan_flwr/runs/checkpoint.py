@@ -64,19 +64,17 @@ def save_personal_states(folder: Path, round_number: int, states: Mapping[int, T
 
 def load_personal_states(folder: Path, round_number: int) -> dict[int, Tensors] | None:
     """Load the personal parameters after a round, by partition; None if there is no file."""
-    path = _personal_path(folder, round_number)
-    if not path.exists():
+    advice = (
+        "expected the clients' personal parameters; restore it, go back with resume=RUN@N, or "
+        "remove it, and every client begins anew"
+    )
+    tensors = _read_if_there(_personal_path(folder, round_number), round_number, advice)
+    if tensors is None:
         return None
     states: dict[int, Tensors] = {}
-    try:
-        for key, tensor in _read(path, round_number).items():
-            partition, _, name = key.partition("/")
-            states.setdefault(int(partition), {})[name] = tensor
-    except _DAMAGED as error:
-        raise ValueError(
-            f"{path} is damaged ({error}), expected the clients' personal parameters; restore it, "
-            "go back with resume=RUN@N, or remove it, and every client begins anew"
-        ) from None
+    for key, tensor in tensors.items():
+        partition, _, name = key.partition("/")
+        states.setdefault(int(partition), {})[name] = tensor
     return states
 
 
@@ -122,16 +120,18 @@ def save_fixed(folder: Path, fixed: Tensors) -> None:
 
 def load_fixed(folder: Path) -> Tensors | None:
     """Load the fixed tensors; None if there was no calibration round."""
-    path = folder / "fixed.safetensors"
+    advice = "expected what the calibration round made; restore it, or start a new run"
+    return _read_if_there(folder / "fixed.safetensors", 0, advice)
+
+
+def _read_if_there(path: Path, number: int, advice: str) -> Tensors | None:
+    """Read a file's tensors; None if there is no file; ValueError with advice if it is damaged."""
     if not path.exists():
         return None
     try:
-        return _read(path, 0)
+        return _read(path, number)
     except _DAMAGED as error:
-        raise ValueError(
-            f"{path} is damaged ({error}), expected what the calibration round made; restore it, "
-            "or start a new run"
-        ) from None
+        raise ValueError(f"{path} is damaged ({error}), {advice}") from None
 
 
 def _listed(rounds: Iterable[int]) -> str:

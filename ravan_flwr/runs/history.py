@@ -4,16 +4,15 @@ Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `su
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.record import RoundRecord, Summary
 
 # Runs that differ only in these keys are one group.
@@ -53,6 +52,11 @@ class NoRoundError(ValueError):
     """Raised for a run without a finished round, which has nothing to report."""
 
 
+def open_run(path: Path) -> RunDirectory:
+    """Open the directory of a run, which takes its lock before it writes its settings."""
+    return RunDirectory(path) if (path / LOCK).is_file() else RunDirectory.open(path, "report")
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run directory."""
@@ -65,24 +69,30 @@ class RecordedRun:
     @classmethod
     def read(cls, path: Path) -> "RecordedRun":
         """Read a run directory; raise ValueError if it is none, or has no finished round."""
-        directory = RunDirectory.open(path, "report")
-        rounds = directory.read_rounds()
-        if not any(record["round"] for record in rounds):
+        run = cls.so_far(path)
+        if not any(record["round"] for record in run.rounds):
             raise NoRoundError(
                 f"report: {path} has no finished round, expected a run with one; name a run "
                 "directory, or run it longer"
             )
-        has_summary = (path / "summary.json").is_file()
-        summary = directory.read_summary() if has_summary else None
-        config = directory.read_config()
-        if lacking := sorted(NEEDED_SETTINGS - config.keys()):
+        if lacking := sorted(NEEDED_SETTINGS - run.config.keys()):
             raise ValueError(
                 f"report: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
                 "settings of a run; restore it, or use the version that made the run"
             )
-        # The largest number, since devices with their own data may have left during the run.
-        config["num-clients"] = max(record["partitions"] for record in rounds)
-        return cls(path, config, rounds, summary)
+        return run
+
+    @classmethod
+    def so_far(cls, path: Path) -> "RecordedRun":
+        """Read a run that may have only begun: its config is empty until it has written one."""
+        directory = open_run(path)
+        rounds = directory.read_rounds()
+        config = directory.read_config() if (path / "config.json").is_file() else {}
+        has_summary = (path / "summary.json").is_file()
+        if rounds:
+            # The largest number: devices with their own data may have left during the run.
+            config["num-clients"] = max(record["partitions"] for record in rounds)
+        return cls(path, config, rounds, directory.read_summary() if has_summary else None)
 
     @property
     def metrics(self) -> set[str]:
@@ -108,15 +118,6 @@ class RecordedRun:
         """Return the rounds, and the clients' mean training loss in each."""
         records = [r for r in self.rounds if r["round"] and "train-loss" in r]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
-
-    def heads_trained(self, num_heads: int = 0) -> list[list[int]]:
-        """Count the replies with each head, as (layers, heads); `num_heads` heads at least."""
-        replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
-        if not replies:
-            return []
-        layers = [Counter(chain(*trained)) for trained in zip(*replies, strict=True)]
-        heads = range(max([num_heads, *(head + 1 for layer in layers for head in layer)]))
-        return [[layer[head] for head in heads] for layer in layers]
 
 
 Groups = dict[str, list[RecordedRun]]

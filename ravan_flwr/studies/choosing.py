@@ -3,9 +3,8 @@
 A rate is a learning rate, or a value of the key that the row's table names.
 
 All rates of the grid are measured with the same seeds, on a validation split. While the best rate
-is the largest or smallest tried, the grid is extended beyond it, up to `extensions` times. A grid
-may have several rungs (successive halving): few seeds and rounds first, more of both for the better
-rates. The choice is a function of the results: the same results give the same choice.
+is the largest or smallest tried, the grid is extended beyond it, up to `extensions` times. The
+choice is a function of the results: the same results give the same choice.
 """
 
 import math
@@ -16,7 +15,7 @@ from itertools import chain
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.studies.results import Result, Results, interval
-from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Rung, Study, Table
+from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Study, Table
 from ravan_flwr.tasks import sign_of
 
 _HALF_DECADE = (2.9, 3.5)  # bounds of a step of two rates a decade: 3 or 10 / 3
@@ -83,14 +82,14 @@ def rates_as_good(scores: Scores) -> list[float]:
 
 
 def grid_around(rate: float) -> list[float]:
-    """Return the rates from a decade below this rate to a decade above, within the key's range.
+    """Return a rate, and those half a decade below and above it, within the key's range.
 
-    There are two rates a decade: 1, 3, 10, 30, ... around a rate of this series. Another rate keeps
-    its own digits in every decade: 5e-5, 1.7e-4, 5e-4.
+    They are neighbours in 1, 3, 10, 30, ... if the rate is of this series. Another rate keeps its
+    own digits in every decade: 1.7e-5, 5e-5, 1.7e-4.
     """
     digits = rate / 10.0 ** math.floor(math.log10(rate) + 1e-9)
-    between = float(f"{rate * (3 if digits < 2.5 else 10 / 3):.1e}")
-    rates = (rate / 10, between / 10, rate, between, rate * 10)
+    above = float(f"{rate * (3 if digits < 2.5 else 10 / 3):.1e}")
+    rates = (above / 10, rate, above)
     return [float(f"{value:.12g}") for value in rates if _is_allowed(value, RATE)]
 
 
@@ -115,32 +114,18 @@ def _is_allowed(rate: float, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class RungResult:
-    """The result of a rung: its rates, and the scores of rates whose seeds are all done."""
-
-    rung: Rung
-    rates: list[float]
-    scores: dict[float, Score]
-
-
-@dataclass(frozen=True)
 class RateChoice:
     """The measurements of a row's rates so far, and the choice that results from them."""
 
     grid: Grid
     tried: list[float]  # ascending
-    rungs: list[RungResult]
+    scores: dict[float, Score]  # of the rates whose seeds are all done
     pending: bool  # are some of these runs still to be done?
 
     @property
-    def scores(self) -> dict[float, Score]:
-        """Return the scores of the last rung that has any."""
-        return next((result.scores for result in reversed(self.rungs) if result.scores), {})
-
-    @property
     def runs(self) -> int:
-        """Return the number of runs of all rungs."""
-        return sum(len(result.rates) * len(result.rung.seeds) for result in self.rungs)
+        """Return the number of runs of all rates."""
+        return len(self.tried) * len(self.grid.seeds)
 
     @property
     def rate(self) -> float | None:
@@ -152,16 +137,8 @@ class RateChoice:
         """Return each seed's rate, best by the other seeds; None with a validation split."""
         if self.grid.validation_share is not None or not self.scores:
             return None
-        best = (
-            ranked(scores)[0]
-            for scores in _leave_one_out(self.grid, self.rungs[-1].rung, self.scores)
-        )
-        return dict(zip(self.rungs[-1].rung.seeds, best, strict=True))
-
-    @property
-    def seeds(self) -> int:
-        """Return the number of seeds of the last rung."""
-        return len(self.rungs[-1].rung.seeds)
+        best = (ranked(scores)[0] for scores in _leave_one_out(self.grid, self.scores))
+        return dict(zip(self.grid.seeds, best, strict=True))
 
     @property
     def at_the_edge(self) -> bool:
@@ -184,42 +161,33 @@ def choose(row: Row, results: Results) -> RateChoice | None:
     row = row.rate_source or row
     if (grid := row.grid) is None:
         return None
-    tried, rungs, pending = sorted(grid.values), list[RungResult](), False
-    for rung in grid.rungs:
-        rates = ranked(rungs[-1].scores)[: rung.rates] if rungs else list(tried)
-        rung_result = RungResult(rung, [], {})
-        rungs.append(rung_result)
-        while rates:
-            for rate in sorted(rates):
-                runs = row.candidates(rate, rung)
-                rung_result.rates.append(rate)
-                run_results = [result for run in runs if (result := results.of(run)) is not None]
-                complete = len(run_results) == len(runs)
-                if complete and not any(
-                    result.missed_target(grid.metric) for result in run_results
-                ):
-                    rung_result.scores[rate] = Score.of(run_results, grid.metric, grid.last)
-                pending |= any(not (results.of(run) or results.failure(run)) for run in runs)
-            may_extend = len(tried) - len(grid.values) < grid.extensions and not pending
-            rates = _extension(grid, rung_result, tried) if may_extend else []
-            tried = sorted([*tried, *rates])
-        if pending or not rung_result.scores:
-            break
-    return RateChoice(grid, tried, rungs, pending)
+    tried, scores, pending = list[float](), dict[float, Score](), False
+    rates = list(grid.values)
+    while rates:
+        for rate in rates:
+            runs = row.candidates(rate)
+            done = [result for run in runs if (result := results.of(run)) is not None]
+            if len(done) == len(runs) and not any(x.missed_target(grid.metric) for x in done):
+                scores[rate] = Score.of(done, grid.metric, grid.last)
+            pending |= any(not (results.of(run) or results.failure(run)) for run in runs)
+        tried = sorted([*tried, *rates])
+        may_extend = len(tried) - len(grid.values) < grid.extensions and not pending
+        rates = _extension(grid, scores, tried) if may_extend else []
+    return RateChoice(grid, tried, scores, pending)
 
 
-def _leave_one_out(grid: Grid, rung: Rung, scores: Scores) -> Iterator[Scores]:
+def _leave_one_out(grid: Grid, scores: Scores) -> Iterator[Scores]:
     """Yield the scores without each seed; with a validation split, once those of all seeds."""
     if grid.validation_share is not None:
         yield scores
         return
-    for number in range(len(rung.seeds)):
+    for number in range(len(grid.seeds)):
         yield {rate: score.without(number) for rate, score in scores.items()}
 
 
-def _extension(grid: Grid, rung_result: RungResult, tried: Sequence[float]) -> list[float]:
+def _extension(grid: Grid, scores_of_rates: Scores, tried: Sequence[float]) -> list[float]:
     """Return the rate to try in addition, if a best rate is an edge of those tried."""
-    for scores in _leave_one_out(grid, rung_result.rung, rung_result.scores):
+    for scores in _leave_one_out(grid, scores_of_rates):
         best, *others = ranked(scores) or [math.nan]
         # Ties of the best mean are no evidence that a rate beyond is better.
         alone = all(scores[rate].mean != scores[best].mean for rate in others)
@@ -256,9 +224,8 @@ def candidates(study: Study, results: Results) -> list[PlannedRun]:
     return unique_runs(
         run
         for row, choice in choices
-        for rung_result in (choice.rungs if choice else ())
-        for rate in sorted(rung_result.rates)
-        for run in row.candidates(rate, rung_result.rung)
+        for rate in (choice.tried if choice else ())
+        for run in row.candidates(rate)
     )
 
 

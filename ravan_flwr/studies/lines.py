@@ -82,11 +82,6 @@ class Line:
         numbers = [getattr(result, name) for result in self.results.values()]
         return None if None in numbers else statistics.mean(numbers)
 
-    @property
-    def client_seconds(self) -> float | None:
-        """Return the mean over seeds of all clients' training seconds."""
-        return self.mean_of("client_seconds")
-
     def change_in(self, results: Results) -> Interval | None:
         """Return the difference from the row of the same name in the table `change-from`."""
         base = self.table.change_from

@@ -75,12 +75,9 @@ def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of the mean's 95 % interval; with too few seeds, least and greatest."""
     if len(values) < MIN_SEEDS:
         return min_and_max(values)
-    intervals = [interval(list(map(float, column))) for column in values.T]
-    means, halves = (
-        values.mean(0),
-        np.asarray([interval.half_width for interval in intervals], float),
-    )
-    return means - halves, means + halves
+    intervals = [interval([float(value) for value in column]) for column in values.T]
+    halves = np.asarray([interval.half_width for interval in intervals], float)
+    return values.mean(0) - halves, values.mean(0) + halves
 
 
 def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
@@ -121,7 +118,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     curves = {row.row: [result.curve for result in row.results.values()] for row in rows}
     keys = ["round"] if any(len(x["round"]) > 1 for xs in curves.values() for x in xs) else []
     keys.append("bytes")
-    if all(row.client_seconds is not None for row in rows):
+    if all(row.mean_of("client_seconds") is not None for row in rows):
         keys.append("client-seconds")
     if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)

@@ -16,7 +16,7 @@ from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, table_runs, unique_runs
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import MIN_SEEDS, PlannedRun, Study, read_study
+from ravan_flwr.studies.spec import PlannedRun, Study, read_study
 from ravan_flwr.studies.tables import Page, write_tables
 from ravan_flwr.training.machine import CORES, assign_gpus, usable_cores, visible_gpus
 
@@ -66,7 +66,6 @@ def run_study(
     path, folder = Path(path), Path(folder)
     study = read_study(path, overrides)
     result_page = Page.of(Path(page), path, study) if page is not None else None
-    _warn_of_few_seeds(study)
     results = Results(folder, result_page.record if result_page else None)
     if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
@@ -84,17 +83,6 @@ def run_study(
         result_page.write(results)
         log.info("page: %s, with its numbers in %s", result_page.path, result_page.folder)
     return not failed
-
-
-def _warn_of_few_seeds(study: Study) -> None:
-    rungs = [rung for row in study.rows if row.grid for rung in row.grid.rungs]
-    seeds = min((len(rung.seeds) for rung in rungs), default=MIN_SEEDS)
-    if seeds < MIN_SEEDS:
-        log.warning(
-            "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "
-            "%d or more under choose: seeds",
-            *(seeds, "s" * (seeds != 1), MIN_SEEDS),
-        )
 
 
 def run_missing(study: Study, results: Results, options: RunOptions) -> None:
@@ -122,9 +110,7 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
 def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
     """Run these runs, and log after each the estimated time left."""
     environment = dict(os.environ)
-    if (
-        options.jobs > 1
-    ):  # concurrent runs share the cores; a limit in the environment still applies
+    if options.jobs > 1:  # runs share the cores; a limit in the environment still applies
         environment[CORES] = str(max(1, usable_cores() // options.jobs))
     gpu_slots: SimpleQueue[dict[str, str]] = SimpleQueue()
     for gpu_slot in assign_gpus(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):

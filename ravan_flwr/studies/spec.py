@@ -49,11 +49,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import with_preset_path
@@ -70,7 +70,6 @@ EXTENSIONS = 4  # most rates that are added, one at a time, while the best is an
 OVERVIEW = "overview"  # title, in a page, of all tables in one
 # A finished run matches whatever these are. A rank of "auto" is a number in its directory.
 _NOT_COMPARED = NOT_OF_RESULT | {"rank"}
-ENGINES = {"process": ["simulate"], "flower": ["simulate", "--engine", "flower"]}
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ class PlannedRun:
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
         settings |= dict(self.settings) | dict(self.overrides)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
-        return [sys.executable, "-m", "ravan_flwr", *ENGINES[engine], *as_key_values(settings)]
+        command = [sys.executable, "-m", "ravan_flwr", "simulate", "--engine", engine]
+        return [*command, *as_key_values(settings)]
 
     def folder(self, study: Path) -> Path:
         """Return the folder in which the run creates its run directory."""
@@ -150,21 +150,12 @@ def _digest(content: object) -> str:
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A rung: the seeds and rounds with which the best rates of the previous rung are run."""
-
-    seeds: tuple[int, ...]
-    rates: int | None = None  # number of rates; None: all
-    rounds: int | None = None  # None: those of the settings
-
-
-@dataclass(frozen=True)
 class Grid:
     """The key and the values from which a row chooses, and how they are compared."""
 
     key: str
     values: tuple[float, ...]
-    rungs: tuple[Rung, ...]
+    seeds: tuple[int, ...]
     extensions: int = EXTENSIONS  # most values that may be added
     # The fraction of a client's examples that are its validation split; None: the table's own
     # examples, where each seed takes the value that is best by the other seeds.
@@ -185,16 +176,14 @@ class Row:
     run_as_good: bool = False  # also run the other rates as good as the best?
     overrides: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
-    def candidates(self, rate: float, rung: Rung) -> list[PlannedRun]:
+    def candidates(self, rate: float) -> list[PlannedRun]:
         """Return the runs that measure a rate, one a seed."""
         assert self.grid is not None
         changes: dict[str, Scalar] = {self.grid.key: rate}
         if self.grid.validation_share is not None:
             changes |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
-            changes["eval-every"] = rung.rounds or self._run(changes, 0).num_rounds
-        if rung.rounds is not None:
-            changes["num-rounds"] = rung.rounds
-        return [self._run(changes, seed) for seed in rung.seeds]
+            changes["eval-every"] = self._run(changes, 0).num_rounds
+        return [self._run(changes, seed) for seed in self.grid.seeds]
 
     def runs(self, rates: float | Mapping[int, float] | None = None) -> list[PlannedRun]:
         """Return the table's runs, one a seed: with one rate, a rate by seed, or the settings'."""
@@ -269,32 +258,53 @@ class Study:
 # Keys whose value a table's rows may choose.
 CHOOSABLE_KEYS = (RATE, "clip-norm", "calibration-learning-rate")
 MACHINE_KEYS = ("data", "model", "device", "processes")
+_Number = TypeVar("_Number", int, float)
 TOLERANCE = 0.05  # relative difference up to which numbers of parameters count as equal
 
 
+def _check_each(key: str, values: list[_Number]) -> list[_Number]:
+    """Return a key's values; raise ValueError if one is out of its range, or there twice."""
+    for value in values:
+        check_key(key, value)
+    if len(set(values)) < len(values):
+        raise ValueError(f"got {values}, expected each value once")
+    return values
+
+
+def _check_choice(choose: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return a key and its values; raise ValueError for other keys, several, or no values."""
+    key, values = next(iter(choose.items()), ("", []))
+    if len(choose) != 1 or key not in CHOOSABLE_KEYS or not values:
+        raise ValueError(
+            f"expected one of {', '.join(CHOOSABLE_KEYS)} with a list of numbers, such as "
+            "{clip-norm: [0.3, 1.0]}"
+        )
+    return {key: _check_each(key, values)}
+
+
+_Seeds = Annotated[list[int], AfterValidator(partial(_check_each, "seed"))]
+
+
 class _Choose(Checked):
-    learning_rate: list[float]
-    seeds: list[int]
+    learning_rate: Annotated[list[float], AfterValidator(partial(_check_each, RATE))]
+    seeds: _Seeds
     extensions: int = Field(default=EXTENSIONS, ge=0, le=10)
 
 
 class _TableOfFile(TableOptions):
     rows: dict[Any, dict[str, Any] | None]
     settings: dict[str, Any] = Field(default_factory=dict)
-    choose: dict[str, Any] | None = None
+    choose: Annotated[dict[str, list[float]], AfterValidator(_check_choice)] | None = None
     change_from: str = ""
 
 
 class _StudyFile(Checked):
     title: str
     num_clients: int
-    seeds: list[int] = Field(min_length=1)
+    seeds: _Seeds = Field(min_length=1)
     settings: dict[str, Any]
     tables: list[_TableOfFile]
     choose: _Choose = _Choose(learning_rate=[], seeds=[])
-
-
-_Content = TypeVar("_Content", bound=Checked)
 
 
 def _require(condition: object, problem: str) -> None:
@@ -315,27 +325,17 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
         )
         check_key(key, value)
     where, tables = f"study {path}", list[Table]()
-    content = _checked(where, _StudyFile, read_yaml(path))
-    for seeds in (content.seeds, content.choose.seeds):
-        for seed in seeds:
-            check_key("seed", seed)
-        duplicates = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-        _require(not duplicates, f"{where}: got seeds {duplicates} twice; expected each once")
-    for table in content.tables:
-        tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
-    return Study(content.title, tables)
-
-
-def _checked(where: str, model: type[_Content], content: object) -> _Content:
-    """Return a checked mapping; raise ValueError with the first wrong field, and all fields."""
     try:
-        return model.model_validate(content)
+        content = _StudyFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        fields = sorted(field.alias or name for name, field in model.model_fields.items())
+        fields = sorted(field.alias or name for name, field in _StudyFile.model_fields.items())
         raise ValueError(
             f"{where}: {first_error(error)}; expected the fields {fields}, as "
             "docs/reports.md describes them; correct it"
         ) from None
+    for table in content.tables:
+        tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
+    return Study(content.title, tables)
 
 
 class _TableReader:
@@ -391,30 +391,17 @@ class _TableReader:
 
     def _grid(self) -> tuple[str, Grid | None]:
         """Return the key that the rows choose, and the grid of its values, if any."""
-        table, choose, leave_one_out = self.table, self.study.choose, self.table.leave_one_seed_out
-        content = {RATE: choose.learning_rate} if table.choose is None else table.choose
-        if content == {RATE: []}:
-            return RATE, None
-        key, values = next(iter(content.items()), ("", None))
-        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
-        self._require(
-            len(content) == 1 and key in CHOOSABLE_KEYS and numbers and values,
-            f"choose = {content!r}, expected one of {', '.join(CHOOSABLE_KEYS)} with a list of "
-            "numbers, such as {clip-norm: [0.3, 1.0]}; correct it",
-        )
-        values = [float(value) for value in values or ()]
-        problem = f"choose = {content!r} has a value twice; name each once"
-        self._require(len(set(values)) == len(values), problem)
-        for value in values:
-            try:
-                check_key(key, value)
-            except ValueError as error:
-                raise ValueError(f"{self.where}: choose: {error}") from None
-        rung = Rung(tuple(self.study.seeds if leave_one_out else choose.seeds))
-        if not leave_one_out:
-            return key, Grid(key, tuple(values), (rung,), choose.extensions)
-        comparison = (table.metric, table.mean_of_last or 0)
-        return key, Grid(key, tuple(values), (rung,), choose.extensions, None, *comparison)
+        table, choose = self.table, self.study.choose
+        ((key, values),) = (table.choose or {RATE: choose.learning_rate}).items()
+        if not values:
+            return key, None
+        grid = Grid(key, tuple(sorted(values)), tuple(choose.seeds), choose.extensions)
+        if not table.leave_one_seed_out:
+            return key, grid
+        return key, replace(
+            grid, seeds=tuple(self.study.seeds), validation_share=None, metric=table.metric,
+            last=table.mean_of_last or 0,
+        )  # fmt: skip
 
     def _row(self, name: str, changes: dict[str, Any], key: str, grid: Grid | None) -> Row:
         """Return a row, after a check of its settings with a value of the key."""
@@ -437,7 +424,7 @@ class _TableReader:
     def _check_choices(self, rows: Mapping[str, Row]) -> None:
         """Raise ValueError if choices have too few seeds, or options exclude each other."""
         table = self.table
-        seeds = [len(row.grid.rungs[0].seeds) for row in rows.values() if row.grid]
+        seeds = [len(row.grid.seeds) for row in rows.values() if row.grid]
         self._require(
             all(seeds), "its rates are chosen, expected seeds for that in choose; add some"
         )
@@ -477,21 +464,13 @@ class _TableReader:
 
     def _change_from(self) -> Table | None:
         """Return the table of `change-from`, if any."""
-        table, base = (
-            self.table,
-            self._earlier_table("change-from", self.table.change_from, self.earlier),
-        )
+        base = self._earlier_table("change-from", self.table.change_from, self.earlier)
         if base:
-            measure, base_measure = ((x.metric, x.mean_of_last) for x in (table, base))
+            measure, base_measure = ((x.metric, x.mean_of_last) for x in (self.table, base))
             self._require(
                 measure == base_measure,
                 f"change-from = {base.title!r} has {base_measure} where this table has {measure}, "
                 "expected one metric in both, of as many evaluations; correct it",
-            )
-            self._require(
-                {*self.configs} & base.rows.keys(),
-                f"change-from = {base.title!r} has rows {list(base.rows)}, expected some of "
-                f"{list(self.configs)}; rename a row",
             )
         return base
 

@@ -16,7 +16,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +23,7 @@ import pandas as pd
 from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.charts import Chart
 from ravan_flwr.runs.console import megabytes
-from ravan_flwr.studies.choosing import RateChoice, RungResult, choices_of, ranked, rates_as_good
+from ravan_flwr.studies.choosing import RateChoice, choices_of
 from ravan_flwr.studies.lines import Line, lines_of, runs_without_time, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
@@ -44,9 +43,7 @@ clients, a run.
 def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
     """Write `results.md`, two CSV files and the pictures, from the finished and failed runs."""
     folder = results.folder
-    pictures = {table.title: charts(table, results) for table in study.tables}
-    if study.tables_share_rows:
-        pictures[OVERVIEW] = overview_charts(study, results)
+    pictures = pictures_of(study, results)
     text = markdown(study, results, pictures)
     if failed:
         text += "\n".join(["## Failed", "", *(f"- `{k}`: {v}" for k, v in failed.items()), ""])
@@ -55,6 +52,12 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
     write_atomically(folder / "rates.csv", rates_as_csv(study, results).encode())
     for chart in (chart for group in pictures.values() for chart in group):
         chart.write(folder)
+
+
+def pictures_of(study: Study, results: Results) -> dict[str, list[Chart]]:
+    """Return the charts of each table, by its title."""
+    overview = {OVERVIEW: overview_charts(study, results)} if study.tables_share_rows else {}
+    return {table.title: charts(table, results) for table in study.tables} | overview
 
 
 def markdown(
@@ -130,7 +133,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells[f"the same, last {table.compare_last}"] = _signed(line.metric, line.late)
     if table.change_from:
         cells[f"from {table.change_from.title}"] = _signed(line.metric, line.change)
-    of_rate = table.chosen_key == RATE
+    of_rate, seconds = table.chosen_key == RATE, line.mean_of("client_seconds")
     cells["learning rate"] = _chosen_rate(line) if of_rate else f"{line.first.learning_rate:g}"
     if any_choice and not of_rate:
         cells[table.chosen_key_name] = _chosen_rate(line) if line.choice else "-"
@@ -142,7 +145,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         "parameters": f"{line.first.parameters:,}",
         "up": megabytes(round(line.mean_of("bytes_up") or 0)),
         "down": megabytes(round(line.mean_of("bytes_down") or 0)),
-        "client s": "-" if line.client_seconds is None else f"{line.client_seconds:.0f}",
+        "client s": "-" if seconds is None else f"{seconds:.0f}",
     }
 
 
@@ -176,7 +179,7 @@ def _alternatives(line: Line) -> str:
     """Return the other rates as good, with their differences; "unknown" with too few seeds."""
     if line.choice is None:
         return "-"
-    if line.choice.seeds < MIN_SEEDS:
+    if len(line.choice.grid.seeds) < MIN_SEEDS:
         return "unknown"
     texts = [f"{rate:g}" for rate in line.choice.alternatives]
     if line.as_good:
@@ -217,32 +220,26 @@ def overview_lines(study: Study, results: Results) -> list[str]:
 
 
 def rates_lines(table: Table, results: Results) -> list[str]:
-    """Return a table of each rate's metric: a line for each row and rung."""
+    """Return a table of each rate's metric: a line for each row."""
     choices = choices_of(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []  # fixed by the settings, or not measured yet
 
-    def cell(choice: RateChoice, result: RungResult, rate: float) -> str:
-        score = result.scores.get(rate)
+    def cell(choice: RateChoice, rate: float) -> str:
+        score = choice.scores.get(rate)
         if score is None:
-            return "failed" if rate in result.rates and not choice.pending else "-"
-        mark = "**" if rate == ranked(result.scores)[0] else "*"
-        mark *= rate in rates_as_good(result.scores)
+            return "failed" if rate in choice.tried and not choice.pending else "-"
+        mark = "**" if rate == choice.rate else "*"
+        mark *= rate in choice.within_noise
         return mark + with_interval(score.metric, interval(score.values)) + mark
 
     return _table(
-        {"": _rung_name(name, result)}
-        | {f"{rate:g}": cell(choice, result, rate) for rate in rates}
-        | {"runs": f"{len(result.rates) * len(result.rung.seeds)}{' (open)' * choice.pending}"}
+        {"": name}
+        | {f"{rate:g}": cell(choice, rate) for rate in rates}
+        | {"runs": f"{choice.runs}{' (open)' * choice.pending}"}
         for name, choice in choices.items()
-        for result in choice.rungs
     )
-
-
-def _rung_name(row: str, result: RungResult) -> str:
-    rounds = result.rung.rounds
-    return row + (f", {rounds} round{'s' * (rounds != 1)}" if rounds else "")
 
 
 def rows_as_csv(study: Study, results: Results) -> str:
@@ -282,7 +279,7 @@ def _csv_values(line: Line, *, contrasts: bool) -> dict[str, object]:
         **_estimate_columns("difference", line.difference),
         **_estimate_columns("change", line.change),
         "best": line.best,
-        "client-seconds": line.client_seconds,
+        "client-seconds": line.mean_of("client_seconds"),
         "key": table.chosen_key if choice else None,
         "rate": rate,
         "tried": _joined(choice.tried) if choice else None,
@@ -307,12 +304,11 @@ def _estimate_columns(name: str, estimate: Interval | None) -> dict[str, object]
 def rates_as_csv(study: Study, results: Results) -> str:
     """Return each rate's metric as CSV, by seed."""
     rows = [
-        (table.title, _rung_name(row, result), table.chosen_key, rate, seed, score.metric, value)
+        (table.title, row, table.chosen_key, rate, seed, score.metric, value)
         for table in study.tables
         for row, choice in choices_of(table, results).items()
-        for result in choice.rungs
-        for rate, score in sorted(result.scores.items())
-        for seed, value in zip(result.rung.seeds, score.values, strict=True)
+        for rate, score in sorted(choice.scores.items())
+        for seed, value in zip(choice.grid.seeds, score.values, strict=True)
     ]
     columns = ["table", "row", "key", "rate", "seed", "metric", "value"]
     return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))
@@ -324,7 +320,6 @@ def _joined(values: Iterable[float]) -> str:
 
 _RATES = "rates of "
 _END = "<!-- end of study -->"
-_MARK = re.compile(rf"^(?:<!-- study (?P<name>[^:]+): (?P<title>.+) -->|{_END})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -339,19 +334,27 @@ class Page:
     def of(cls, path: Path, file: Path, study: Study) -> "Page":
         """Return the page, checked before any run: it must have marks for a table of the study."""
         page = cls(path, file.stem, study)
-        if not path.is_file():
-            raise ValueError(f"--page {path}: found no file there, expected a page; write one")
-        page._sections(page._text())
-        return page
-
-    def _text(self) -> str:
         try:
-            return self.path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"--page {self.path}: it is no text in UTF-8 ({error.reason}), expected a page in "
-                "Markdown; name another file"
+                f"--page {path}: it cannot be read ({error}), expected a page in Markdown; write "
+                "one, or name another file"
             ) from None
+        titles, tables = page._titles(text), [OVERVIEW, *(table.title for table in study.tables)]
+        begun = text.count(f"<!-- study {page.name}: ")
+        if (
+            not titles
+            or begun > len(titles)
+            or {x.removeprefix(_RATES) for x in titles} - {*tables}
+        ):
+            raise ValueError(
+                f"--page {path}: found {begun} places for study {page.name}, with tables {titles} "
+                f"in between whole marks, expected lines such as '<!-- study {page.name}: "
+                f"{tables[-1]} -->' and, after each, '{_END}', with tables of {tables}; correct "
+                "the page"
+            )
+        return page
 
     @property
     def folder(self) -> Path:
@@ -364,14 +367,12 @@ class Page:
 
     def write(self, results: Results) -> None:
         """Write the page's tables, their CSV files and their pictures."""
-        text = self._text()
+        text = self.path.read_text(encoding="utf-8")
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
-        titles = {title.removeprefix(_RATES) for *_, title in self._sections(text)}
-        groups = [charts(x, results) for x in self.study.tables if x.title in titles]
-        if OVERVIEW in titles:
-            groups.append(overview_charts(self.study, results))
-        for chart in (chart for charts_of in groups for chart in charts_of):
+        titles = {title.removeprefix(_RATES) for title in self._titles(text)}
+        pictures = pictures_of(self.study, results)
+        for chart in (chart for title in titles for chart in pictures.get(title, ())):
             replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
         write_atomically(self.path, self.with_tables(text, results).encode())
 
@@ -382,40 +383,22 @@ class Page:
     def with_tables(self, text: str, results: Results) -> str:
         """Return the page's text with the current tables."""
         tables = {table.title: table for table in self.study.tables}
-        for start, end, title in reversed(self._sections(text)):
+
+        def section(match: re.Match[str]) -> str:
+            title = match["title"]
             if title == OVERVIEW:
                 lines = overview_lines(self.study, results)
             else:
                 write = rates_lines if title.startswith(_RATES) else table_lines
                 lines = write(tables[title.removeprefix(_RATES)], results)
-            text = text[:start] + "\n".join(["", "", *lines, "", ""]) + text[end:]
-        return text
+            return "\n".join([match["mark"], "", *lines, "", _END])
 
-    def _sections(self, text: str) -> list[tuple[int, int, str]]:
-        """Return the sections of the study's tables: start, end and title of each."""
-        sections = []
-        titles = [table.title for table in self.study.tables]
-        for mark, after in pairwise([*_MARK.finditer(text), None]):
-            if mark is None or mark["name"] != self.name:
-                continue
-            if after is None or after["name"]:
-                position, value = (after or mark), after[0] if after else "the end of the page"
-                raise self._mark_error(text, position, value, f"{_END!r} before it")
-            if mark["title"].removeprefix(_RATES) not in (*titles, OVERVIEW):
-                choices = [*titles, OVERVIEW]
-                raise self._mark_error(
-                    text, mark, mark["title"], f"a table of the study: one of {choices}"
-                )
-            sections.append((mark.end(), after.start(), mark["title"]))
-        if not sections:
-            raise ValueError(
-                f"--page {self.path}: found no place for study {self.name}, expected lines such as "
-                f"'<!-- study {self.name}: {titles[0]} -->' and, after it, '{_END}'; add them"
-            )
-        return sections
+        return self._sections.sub(section, text)
 
-    def _mark_error(self, text: str, mark: re.Match[str], value: str, expected: str) -> ValueError:
-        line = text.count("\n", 0, mark.start()) + 1
-        return ValueError(
-            f"--page {self.path}: line {line}: got {value!r}, expected {expected}; correct the page"
-        )
+    @property
+    def _sections(self) -> re.Pattern[str]:
+        mark = rf"^(?P<mark><!-- study {re.escape(self.name)}: (?P<title>[^\n]+) -->)$"
+        return re.compile(rf"{mark}.*?^{_END}$", re.MULTILINE | re.DOTALL)
+
+    def _titles(self, text: str) -> list[str]:
+        return [match["title"] for match in self._sections.finditer(text)]

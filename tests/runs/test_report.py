@@ -306,8 +306,8 @@ def test_runs_without_a_round_are_skipped_by_name(runs, tmp_path, capsys):
     (begun / "lock").write_text("process 1 on x")
     main(["report", str(unfinished), str(runs[0]), str(begun), "--output", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert f"skipped: {unfinished} has no finished round" in printed
-    assert f"skipped: {begun} has only begun" in printed
+    assert f"skipped: report: {unfinished} has no finished round" in printed
+    assert f"skipped: report: {begun} has no finished round" in printed
     assert read_page(tmp_path / "out" / "index.html").text.count("Settings") == 1
     for run_dirs, message in (
         ([unfinished, begun], "report: none of 2 runs has a finished round, expected at least one"),

@@ -13,15 +13,15 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import RateChoice, RungResult, Score
-from ravan_flwr.studies.tuning import adopt, check_validation_size, plan_tuning
+from ravan_flwr.studies.choosing import RateChoice, Score
+from ravan_flwr.studies.tuning import adopt, plan_tuning
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
 
 @pytest.fixture
 def forked_runs(python, monkeypatch):
-    """Start runs as forks, with two seeds in the last rung."""
+    """Start runs as forks, with two seeds for each rate."""
     monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)
     monkeypatch.setattr(sys, "executable", python.executable)
 
@@ -48,9 +48,7 @@ def tuning_with_best(settings, rate=1e-2):
         1e-3: Score("accuracy", [0.8] * 3, []),
     }
     tried = [1e-3, rate, 0.03]
-    return tuning, RateChoice(
-        tuning.grid, tried, [RungResult(tuning.grid.rungs[-1], tried, scores)], False
-    )
+    return tuning, RateChoice(tuning.grid, tried, scores, False)
 
 
 def read_rates(folder):
@@ -59,9 +57,7 @@ def read_rates(folder):
         return list(csv.DictReader(file))
 
 
-def test_a_tuning_halves_its_grid_extends_it_resumes_and_draws(
-    tmp_path, forked_runs, monkeypatch, capsys
-):
+def test_a_tuning_extends_its_grid_resumes_and_draws(tmp_path, forked_runs, monkeypatch, capsys):
     # With a wrong default the best rate is at the grid's edge, so the grid is extended.
     out = tmp_path / "out"
     words = ["tune", *SHORT, "--output", str(out), "--jobs", "2"]
@@ -70,14 +66,13 @@ def test_a_tuning_halves_its_grid_extends_it_resumes_and_draws(
     before = (conf_folder() / "digits-vit.yaml").read_text()
     main(words)
     output = capsys.readouterr().out
-    assert "3 rates, 1 round, seed 100" in output
-    assert "2 rates, 2 rounds, seed 100 101" in output
+    assert "6 runs of 2 rounds, seeds 100 101" in output
     assert "learning rate 0.0003: accuracy" in output
     assert "it is at the edge of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in output
     rates = read_rates(out)
     assert all(0 <= float(row["value"]) <= 1 for row in rates)
     assert {(row["row"], row["seed"]) for row in rates} == {
-        ("ravan, 1 round", "100"), ("ravan, 2 rounds", "100"), ("ravan, 2 rounds", "101"),
+        ("ravan", "100"), ("ravan", "101"),
     }  # fmt: skip
     assert {float(row["rate"]) for row in rates} == {1e-5, 3e-5, 1e-4, 3e-4}
     assert (out / "ravan-accuracy-by-rate.png").read_bytes().startswith(b"\x89PNG")
@@ -110,13 +105,11 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked_runs, capsys,
     assert sorted(values) == sorted(final["accuracy"] for final in finals)
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
     assert {config["evaluate-on"] for config in configs} == {"clients"}
-    # Two rates learn nothing; which of them is in the last rung depends on the CPU.
-    assert re.search(r"^  (1e-05|5): ", output, re.MULTILINE)
+    assert re.search(r"^  1e-05: .*\n  5: ", output, re.MULTILINE)
     # The preset has the rate and is otherwise unchanged; the next run uses it.
     assert output.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
     text = path.read_text()
-    assert text.startswith(PRESET + "learning-rate:\n  # tune of ravan: accuracy ")
-    assert text.endswith("\n  ravan: 1.0e-2\n")
+    assert text.startswith(PRESET + "learning-rate:\n  ravan: 1.0e-2  # tune: accuracy ")
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     # The runs still count as this preset's, whose labels come from the data.
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
@@ -128,7 +121,7 @@ def test_a_dry_run_runs_nothing(tmp_path, capsys):
     main(["tune", "method=fedit", "--dry-run", "--output", str(tmp_path / "out")])
     output = capsys.readouterr().out
     assert "learning rate of fedit in preset digits-vit, 20 clients" in output
-    assert "14 runs, 175 rounds in all" in output
+    assert "9 runs of 20 rounds, seeds 100 101 102" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -174,13 +167,11 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     message = adopt(*tuning_with_best({"preset": str(path), "batch-size": 8}))
     assert message == f"written: learning-rate of ravan is 1.0e-2 in {path}"
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
-    before, _, after = path.read_text().partition("  # tune of ravan: ")
-    assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
-    assert after.startswith(
-        "accuracy 0.9100 ± 0.0100 on the validation splits of 10 clients, seeds 100 101 102, 20 "
-        "rounds, with batch-size=8\n  # tune of ravan: tried 0.001 0.01 0.03; ravan-flwr "
+    before, _, after = path.read_text().partition("  ravan: 1.0e-2  # tune: ")
+    assert before == f"{PRESET}learning-rate:  # mine\n"
+    assert after == (
+        "accuracy 0.9100 ± 0.0100, with batch-size=8\n  fedit: 1.0e-3  # theirs\n# the end\n"
     )
-    assert after.endswith("\n  ravan: 1.0e-2\n# the end\n")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
@@ -233,15 +224,6 @@ def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path)
         assert message in adopt(*choice)
         assert text is None or path.read_text() == text
         path.touch()
-
-
-def test_small_validation_splits_give_an_error_or_a_warning(caplog):
-    assert check_validation_size(plan_tuning({"num-rounds": 1}, 20)) >= 0.2 * 1438
-    with pytest.raises(ValueError, match="a client has 1 of the 1,438 examples under seed 100"):
-        check_validation_size(plan_tuning({"partition": "iid"}, 1438))
-    check_validation_size(plan_tuning({"validation-share": 0.01}, 20))
-    assert "the validation splits have 20 examples in all" in caplog.text
-    assert "changes the metric by 5.0 %" in caplog.text
 
 
 def test_invalid_arguments_of_tune_are_errors(capsys):

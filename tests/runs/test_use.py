@@ -182,7 +182,7 @@ def test_without_a_prediction_no_file_is_written(texts, tmp_path, capsys):
     good, new = data / "sst2" / "validation.jsonl", tmp_path / "new.csv"
     for source, output, result in (
         (tmp_path / "bad.jsonl", new, "none of its 2 rows can be read, the first since row 1"),
-        (tmp_path / "empty.csv", new, "it has no rows"),
+        (tmp_path / "empty.csv", new, "none of its 0 rows can be read, expected some"),
         (good, tmp_path / "there.csv", "is there already"),
         (good, tmp_path / "new.txt", "expected a name that ends in"),
         (tmp_path / "absent.csv", new, "found nothing there"),

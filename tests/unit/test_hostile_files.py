@@ -31,7 +31,7 @@ from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.reports.prediction import new_table
-from ravan_flwr.reports.run_view import FollowedRun
+from ravan_flwr.reports.run_view import RunSnapshot, version_of
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec
@@ -371,14 +371,9 @@ def test_a_runs_files_must_be_regular_files(name, endless, run):
     from ravan_flwr.runs.history import RecordedRun
 
     endless(run / name)
-    followed = FollowedRun(run)
-    for use in (
-        followed.version,
-        followed.read,
-        lambda: RecordedRun.read(run),
-    ):
+    for use in (version_of, RunSnapshot.read, RecordedRun.read):
         with suppress(ValueError):
-            use()
+            use(run)
 
 
 def test_checkpoints_must_be_regular_files(endless, run):

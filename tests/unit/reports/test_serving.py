@@ -143,7 +143,7 @@ def test_a_port_in_use_is_reported(served, tmp_path, capsys):
         main(["report", "--live", str(tmp_path / "run"), "--port", port])
     assert end.value.code == 2
     output = capsys.readouterr().err
-    assert f"--port {port}: another program has it" in output
+    assert f"--port {port}: Address already in use" in output
     assert "--port 0 for any that is free" in output
 
 

@@ -44,7 +44,7 @@ def test_a_table_has_four_charts_with_every_row(tmp_path, rows):
         if len(rows) > 6 or name.endswith("rate"):
             assert [axes.get_title() for axes in shown] == list(rows)
         else:
-            legend = shown[0].get_legend().get_texts()
+            legend = chart.figure.legends[0].get_texts()
             assert [text.get_text() for text in legend] == list(rows)
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
 

@@ -1,4 +1,4 @@
-"""The tuning of learning rates: grid, rounds, and comparison."""
+"""The tuning of learning rates: grid, runs, and comparison."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ from scipy import stats
 
 from ravan_flwr.studies.choosing import (
     RateChoice,
-    RungResult,
     Score,
     grid_around,
     ranked,
@@ -19,19 +18,19 @@ from ravan_flwr.studies.tuning import plan_tuning
 @pytest.mark.parametrize(
     ("rate", "grid"),
     [
-        (1e-3, [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]),
-        (3e-3, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]),
-        (5e-5, [5e-6, 1.7e-5, 5e-5, 1.7e-4, 5e-4]),
-        (3.0, [0.3, 1.0, 3.0, 10.0]),  # the key accepts at most 10
+        (1e-3, [3e-4, 1e-3, 3e-3]),
+        (3e-3, [1e-3, 3e-3, 1e-2]),
+        (5e-5, [1.7e-5, 5e-5, 1.7e-4]),
+        (10.0, [3.0, 10.0]),  # the key accepts at most 10
     ],
 )
-def test_a_grid_spans_a_decade_on_each_side(rate, grid):
+def test_a_grid_spans_half_a_decade_on_each_side(rate, grid):
     assert grid_around(rate) == grid
 
 
 def test_the_grid_is_extended_in_its_own_steps():
     rates = grid_around(3e-3)
-    for _ in range(3):
+    for _ in range(4):
         wider = rate_beyond(rates[0], rates), *rates, rate_beyond(rates[-1], rates)
         rates = [rate for rate in wider if rate is not None]
     # 10 is the key's maximum; 30 would be above it.
@@ -40,27 +39,16 @@ def test_the_grid_is_extended_in_its_own_steps():
     assert rate_beyond(10.0, [3.0, 10.0]) is None
 
 
-@pytest.mark.parametrize(
-    ("rounds", "rungs"),
-    [
-        (20, [(5, 5, 1), (3, 10, 1), (2, 20, 3)]),
-        (3, [(5, 1, 1), (3, 2, 1), (2, 3, 3)]),
-        (2, [(5, 1, 1), (2, 2, 3)]),
-        (1, [(5, 1, 3)]),
-    ],
-)
-def test_half_of_the_rates_are_kept_after_each_rung(rounds, rungs):
+@pytest.mark.parametrize("rounds", [20, 1])
+def test_each_rate_is_measured_with_three_seeds_on_validation_splits(rounds):
     tuning = plan_tuning({"num-rounds": rounds})
-    grid, row = tuning.grid, tuning.row
-    assert [(rung.rates, rung.rounds, len(rung.seeds)) for rung in grid.rungs] == rungs
-    runs = [
-        run for rung in grid.rungs for rate in grid.values for run in row.candidates(rate, rung)
-    ]
+    runs = [run for rate in tuning.grid.values for run in tuning.row.candidates(rate)]
+    assert len(runs) == 9
     for run in runs:
         settings = dict(run.settings)
         assert settings["evaluate-on"] == "clients"
         assert settings["validation-share"] == 0.2
-        assert settings["eval-every"] == settings["num-rounds"]
+        assert settings["eval-every"] == settings["num-rounds"] == rounds
     assert {dict(run.settings)["seed"] for run in runs} == {100, 101, 102}
 
 
@@ -68,11 +56,10 @@ def test_given_settings_apply_to_every_run():
     tuning = plan_tuning({"seed": 7, "validation-share": 0.1, "heads": 2}, 5, [1e-3, 1e-2, 1e-3])
     assert tuning.grid.values == (1e-3, 1e-2)
     assert tuning.grid.extensions == 0
-    (rung,) = tuning.grid.rungs  # with two rates both are trained fully
-    (first, *others) = tuning.row.candidates(1e-2, rung)
+    (first, *others) = tuning.row.candidates(1e-2)
     assert dict(first.settings) == {
         "preset": "digits-vit", "method": "ravan", "evaluate-on": "clients", "heads": 2,
-        "validation-share": 0.1, "learning-rate": 1e-2, "num-rounds": 20, "eval-every": 20,
+        "validation-share": 0.1, "learning-rate": 1e-2, "eval-every": 20,
         "seed": 7,
     }  # fmt: skip
     assert first.num_clients == 5
@@ -134,21 +121,10 @@ def test_a_smaller_loss_is_better(metric):
     found = measured({1e-3: [2.0, 2.1], 1e-2: [1.0, 1.1]}, metric)
     assert ranked(found) == [1e-2, 1e-3]
     assert rates_as_good(found) == [1e-2]
-    grid = plan_tuning({}).grid
-    rung = RungResult(grid.rungs[-1], [1e-3, 1e-2], found)
-    choice = RateChoice(grid, [1e-3, 1e-2], [rung], False)
+    choice = RateChoice(plan_tuning({}).grid, [1e-3, 1e-2], found, False)
     assert choice.rate == 1e-2
     assert choice.at_the_edge
 
 
-def test_the_seeds_of_a_tuning_can_be_set():
-    tuning = plan_tuning({}, seeds=[9, 4, 7, 1])
-    assert [rung.seeds for rung in tuning.grid.rungs] == [(9,), (9,), (9, 4, 7, 1)]
-    for seeds, seed_words, message in (
-        ([3, 3], {}, "--seeds: got .*at least two different ones"),
-        ([3], {}, "at least two different ones"),
-        ([3, -4], {}, "seed = -4: expected a whole number at least 0"),
-        ([3, 4], {"seed": 1}, "--seeds: got seed=1 beside it"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plan_tuning(seed_words, seeds=seeds)
+def test_the_first_seed_of_a_tuning_can_be_set():
+    assert plan_tuning({"seed": 7}).grid.seeds == (7, 8, 9)
