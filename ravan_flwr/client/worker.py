@@ -2,9 +2,8 @@
 
 Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
 the node config that process hands its message to the worker, over a socket that only the
-SuperNode's user can open, and takes the answer back. Both are processes of one user and one app, so
-the objects travel as pickles. The worker is a child of such a process, so it has its user, its
-environment and its log. It answers one message at a time, and it ends
+SuperNode's user can open, and takes the answer back. The worker is a child of such a process, so it
+has its user, its environment and its log. It answers one message at a time, and it ends
 
 - with the process that starts Flower's client processes, and so with the SuperNode,
 - when the requesting process ends before the answer, as after `flwr stop`, even amid its work,
@@ -24,6 +23,7 @@ import threading
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, RecordDict
 
@@ -31,6 +31,7 @@ from ravan_flwr.client.on_device import adopt_task, folder_of_sockets, task_of_p
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.records import receive_records, send_records
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +55,30 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
         connection = _connect(path) or _start(path, owner)
     with connection:
         try:
-            connection.send((kind, content, context, task_of_process()))
-            answer, context.state = connection.recv()
+            send_records(
+                connection,
+                {
+                    "kind": kind,
+                    "node-id": context.node_id,
+                    "run-id": context.run_id,
+                    "node-config": dict(context.node_config),
+                    "run-config": dict(context.run_config),
+                    "task-id": task_of_process(),
+                },
+                [content, context.state],
+            )
+            header, records = receive_records(connection)
         except (EOFError, OSError):
             raise RuntimeError(
                 "the warm worker ended before it answered; memory that ran out is the usual "
                 "reason, and the SuperNode's log may have it. The next message starts another one"
             ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    reply: RecordDict = answer
+    if "error" in header:
+        if records:  # state written before the failure, as a separate process would keep it
+            (context.state,) = records
+        # The text includes the class of the error unless it is bad input.
+        raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
+    reply, context.state = records
     return reply
 
 
@@ -145,23 +160,23 @@ class Worker:
                     self._release()
 
     def _answer(self, connection: Connection) -> None:
-        kind, content, context, task = connection.recv()
+        header, (content, state) = receive_records(connection)
         with self._busy:
             self._requester = connection
-        answer: RecordDict | Exception
+        records = [state]  # with changes that an answer made before it failed
         try:
-            answer = _answer_of(kind, content, context, task, new=context.run_id != self._run)
-            self._run = context.run_id
-        except ValueError as error:
-            log.exception("the warm worker refused a message")
-            answer = ValueError(str(error))
+            records = _answer_of(header, content, state, new=header["run-id"] != self._run)
+            self._run = header["run-id"]
+            header = {}
         except Exception as error:
             log.exception("the warm worker could not answer")
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-            self._retire()
+            bad = isinstance(error, ValueError)
+            text = str(error) if bad else f"{type(error).__name__}: {error}"
+            header = {"error": text, "bad-input": bad}
+            if not bad:
+                self._retire()
         self._release()  # from here on the requester may end
-        # The state may have changed before a failure: a separate process would keep that, too.
-        connection.send((answer, context.state))
+        send_records(connection, header, records)
 
     def _retire(self) -> None:
         """Close the socket, so that the next message starts another worker."""
@@ -197,16 +212,19 @@ class Worker:
 
 
 def _answer_of(
-    kind: str, content: RecordDict, context: Context, task: int, *, new: bool
-) -> RecordDict:
-    """Return the client's reply; `new` is True for a run's first message."""
-    adopt_task(task)
+    header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
+) -> list[RecordDict]:
+    """Return the client's reply and its new state; `new` is True for a run's first message."""
+    settings = header["node-config"], state, header["run-config"]
+    context = Context(header["run-id"], header["node-id"], *settings)
+    adopt_task(header["task-id"])
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
     if new:
         answers.forget()
-    return answers.answer(kind, content, context)
+    reply = answers.answer(header["kind"], content, context)
+    return [reply, context.state]
 
 
 if __name__ == "__main__":

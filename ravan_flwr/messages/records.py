@@ -1,18 +1,62 @@
-"""Pack named bytes into a record, and read them.
+"""Send records over a connection to another process, and pack named bytes into a record.
 
 This module imports no torch: a device's process for a message of a secure round loads nothing
 heavy.
 """
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from ravan_flwr.messages.plain_text import shown
+
+_Record = ArrayRecord | ConfigRecord | MetricRecord
+Header = dict[str, Any]
 
 STYPE = "ravan-flwr.bytes/1"
 PIECES = "secure"  # the name of the pieces' record in a message
 DISTRUSTS = "distrusts"  # the only piece of a reply that names clients with unverified keys
+
+
+def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
+    """Send a JSON header and records."""
+    layouts = [[_layout(name, record) for name, record in content.items()] for content in records]
+    connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
+    for content in records:
+        for record in content.array_records.values():
+            for array in record.values():
+                connection.send_bytes(array.data)
+
+
+def receive_records(connection: Connection) -> tuple[Header, list[RecordDict]]:
+    """Return the header and the records that `send_records` sent."""
+    header = json.loads(connection.recv_bytes())
+    records = [
+        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
+        for layout in header.pop("records")
+    ]
+    return header, records
+
+
+def _layout(name: str, record: _Record) -> list[Any]:
+    if isinstance(record, ArrayRecord):
+        items = [[key, a.dtype, list(a.shape), a.stype] for key, a in record.items()]
+        return [name, "arrays", items]
+    return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
+
+
+def _record(kind: str, items: Any, connection: Connection) -> _Record:
+    if kind == "arrays":
+        return ArrayRecord(
+            {
+                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                for key, dtype, shape, stype in items
+            }
+        )
+    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
 
 
 def to_pieces(pieces: Mapping[str, bytes]) -> ArrayRecord:
