@@ -99,15 +99,27 @@ def free_port():
         return one.getsockname()[1]
 
 
-def test_a_certificate_of_another_authority_is_reported(tmp_path):
-    """Both authorities have the same name."""
+def test_a_key_of_another_certificate_is_reported(tmp_path):
     for name in ("keys", "other"):
         make_credentials(tmp_path / name, ["server.example.org"], 1)
     folder = tmp_path / "keys" / "superlink"
-    shutil.copy(tmp_path / "other" / "superlink" / "ca.crt", folder)
+    shutil.copy(tmp_path / "other" / "superlink" / "superlink.key", folder)
     check = doctor._check("keys", doctor._superlink_keys, folder)
     assert not check.ok
-    assert "superlink.crt is not signed by ca.crt, expected both of one folder" in check.result
+    assert "superlink.key is not the key of superlink.crt" in check.result
+
+
+def test_a_certificate_of_another_authority_is_reported(tmp_path, capsys, plenty):
+    """Both authorities have the same name."""
+    for name in ("keys", "other"):
+        make_credentials(tmp_path / name, ["127.0.0.1"], 1)
+    folder = tmp_path / "keys" / "superlink"
+    shutil.copy(tmp_path / "other" / "superlink" / "ca.crt", folder)
+    with Server(folder) as server:
+        checks, _ = checks_of(capsys, folder, "--superlink", f"127.0.0.1:{server.port}")
+    assert checks["keys"][0]
+    assert not checks["SuperLink"][0]
+    assert "copy ca.crt of the folder that the certificate was made in" in checks["SuperLink"][1]
 
 
 def test_an_unreadable_node_config_does_not_stop_other_checks(tmp_path, capsys):
