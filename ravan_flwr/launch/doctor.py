@@ -24,12 +24,9 @@ from typing import Any
 
 import httpx
 import psutil
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
-    load_pem_private_key,
     load_ssh_private_key,
 )
 
@@ -39,7 +36,6 @@ from ravan_flwr.launch.credentials import certificate_of, hosts_of
 MAX_AHEAD, MAX_BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
 RENEWAL = timedelta(days=30)  # before the end of a certificate
 DISK, MEMORY = 2e9, 2e9  # bytes that a run with a small model needs
-NO_CHECK_TIME = 0x200000  # OpenSSL's flag: expiry has a line of its own
 SUPERLINK_ADDRESS, PROXY_ADDRESS = "127.0.0.1:8001", "localhost:8000"  # as in docs/deploy.md
 OPERATOR_CALL = "/v1/control/list-runs"
 _TIMEOUT = 5.0
@@ -71,9 +67,9 @@ def checks(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("versions", _versions)
     yield from _server(folder, options) if server else _device(folder, options)
     for path in options.read:
-        yield _check("read", _readable, path, options.user)
+        yield _check("read", _access, path, options.user, "readable")
     for path in options.write:
-        yield _check("write", _writable, path, options.user)
+        yield _check("write", _access, path, options.user, "writable")
     yield _check("disk", _disk, options.write or [Path.home()])
     yield _check("memory", _memory)
 
@@ -97,7 +93,8 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     if address is None:
         yield Check("server", False, "its address is not known; give --superlink HOST:8000")
     else:
-        yield from _reached(address, folder / "ca.crt")
+        yield _check("server", _answers, address, folder / "ca.crt")
+        yield _check("clock", _clock, address, folder / "ca.crt")
     if text is None:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
@@ -107,18 +104,18 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     for name in ("data-path", "cache-dir"):
         if name in settings:
             path = Path(str(settings[name]))
-            yield _check(name, _readable, path, options.user)
+            yield _check(name, _access, path, options.user, "readable")
     if "result-path" in settings:
         parent = Path(str(settings["result-path"]))
         parent = parent if parent.exists() else parent.parent
-        yield _check("result-path", _writable, parent, options.user)
-    yield _check("GPU", _gpu, str(settings.get("device", "auto")))
+        yield _check("result-path", _access, parent, options.user, "writable")
 
 
 def _server(folder: Path, options: Namespace) -> Iterator[Check]:
     yield _check("keys", _superlink_keys, folder)
     address = options.superlink or SUPERLINK_ADDRESS
-    yield from _reached(address, folder / "ca.crt", "SuperLink")
+    yield _check("expiry", _not_expired, folder)
+    yield _check("SuperLink", _answers, address, folder / "ca.crt")
     yield _check("proxy", _proxy, folder / "ca.crt")
     yield _check("closed", _closed, address)
 
@@ -154,50 +151,37 @@ def _node_keys(folder: Path) -> str:
 
 
 def _superlink_keys(folder: Path) -> str:
-    certificate = certificate_of(folder / "superlink.crt")
+    """Raise ValueError unless key and certificate are a pair; a connection checks the authority."""
+    certificate, key = folder / "superlink.crt", folder / "superlink.key"
+    _private(key)
     try:
-        certificate.verify_directly_issued_by(certificate_of(folder / "ca.crt"))
-    except InvalidSignature:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
         raise ValueError(
-            f"{folder}: superlink.crt is not signed by ca.crt, expected both of one folder of "
-            "`ravan-flwr keys`; copy the folder again"
+            f"{folder}: superlink.key is not the key of superlink.crt ({error}); copy the folder "
+            "again"
         ) from None
-    key: Any = load_pem_private_key(_private(folder / "superlink.key"), None)
-    if key.public_key() != certificate.public_key():
-        raise ValueError(
-            f"{folder}: superlink.key is not the key of superlink.crt; copy the folder again"
-        )
-    return f"{folder}: key and certificate belong together; names {_names_and_end(certificate)}"
+    return f"{folder}: a pair for {', '.join(hosts_of(certificate_of(certificate)))}"
 
 
-def _reached(address: str, authority: Path, server: str = "server") -> Iterator[Check]:
-    """Yield checks of a server: connection, its certificate's chain, names and end, health, clock.
-
-    The chain has a check of its own, so the other checks need no trusted connection.
-    """
+def _request(
+    address: str, authority: Path, method: str = "GET", path: str = "/health"
+) -> httpx.Response:
+    """Return a server's response; ValueError if it is not reached, or not trusted."""
+    host, port = _parts(address)
     try:
-        host, port = _parts(address)
-        pem = ssl.get_server_certificate((host, port), timeout=_TIMEOUT)  # of any signer
-    except OSError as error:
-        yield Check(
-            server, False, f"{address}: {error}; expected TLS there: check the name and the port, "
-            "a firewall, and that the server's programs run",
+        return httpx.request(
+            method, httpx.URL(scheme="https", host=host, port=port, path=path),
+            verify=ssl.create_default_context(cafile=str(authority)), trust_env=False,
+            timeout=_TIMEOUT,
         )  # fmt: skip
-        return
-    except ValueError as error:
-        yield Check(server, False, str(error))
-        return
-    yield Check(server, True, f"{address} is reached")
-    try:
-        certificate = x509.load_pem_x509_certificate(pem.encode())
-    except ValueError as error:
-        yield Check("certificate", False, f"{address}: it cannot be read ({error}); make another")
-        return
-    yield _check("certificate", _trusted, host, port, authority)
-    yield _check("names", _named, host, certificate)
-    yield _check("expiry", _not_expired, certificate)
-    yield _check("health", _healthy, address)
-    yield _check("clock", _clock, address)
+    except (OSError, httpx.HTTPError) as error:
+        raise ValueError(
+            f"{address}: {error}; expected TLS there, with a certificate by {authority} for "
+            f"{host}: check the name and the port, a firewall, and that the server's programs run; "
+            "copy ca.crt of the folder that the certificate was made in, or renew the certificate "
+            "(docs/operating.md)"
+        ) from None
 
 
 def _parts(address: str) -> tuple[str, int]:
@@ -207,67 +191,26 @@ def _parts(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _trusted(host: str, port: int, authority: Path) -> str:
-    context = ssl.create_default_context(cafile=str(authority))
-    context.check_hostname = False
-    context.verify_flags |= NO_CHECK_TIME
-    try:
-        with socket.create_connection((host, port), timeout=_TIMEOUT) as plain:
-            context.wrap_socket(plain, server_hostname=host).close()
-    except ssl.SSLCertVerificationError as error:
-        raise ValueError(
-            f"{host}: {error.verify_message}, expected a certificate by {authority}; copy ca.crt "
-            "of the folder that the server's certificate was made in"
-        ) from None
-    return f"signed by {authority}"
-
-
-def _named(host: str, certificate: x509.Certificate) -> str:
-    names = hosts_of(certificate)
-    if host.lower() not in names:
-        raise ValueError(
-            f"the certificate is for {', '.join(names)}, not for {host}; use one of these names, "
-            f"or renew it with --host {host}"
-        )
-    return f"the certificate is for {host}"
-
-
-def _names_and_end(certificate: x509.Certificate) -> str:
-    return f"{', '.join(hosts_of(certificate))}, until {certificate.not_valid_after_utc:%Y-%m-%d}"
-
-
-def _not_expired(certificate: x509.Certificate) -> str:
-    end = certificate.not_valid_after_utc
+def _not_expired(folder: Path) -> str:
+    end = certificate_of(folder / "superlink.crt").not_valid_after_utc
     if end < datetime.now(UTC) + RENEWAL:
-        expired = "expired" if end < datetime.now(UTC) else "expires"
-        raise ValueError(
-            f"the certificate {expired} on {end:%Y-%m-%d}; renew it (docs/operating.md)"
-        )
+        raise ValueError(f"the certificate ends on {end:%Y-%m-%d}; renew it (docs/operating.md)")
     return f"the certificate is valid until {end:%Y-%m-%d}"
 
 
-def _request(address: str, method: str = "GET", path: str = "/health") -> httpx.Response:
-    """Return the response of an untrusted server: trust has a check of its own."""
-    host, port = _parts(address)
-    return httpx.request(
-        method, httpx.URL(scheme="https", host=host, port=port, path=path),
-        verify=False, trust_env=False, timeout=_TIMEOUT,  # noqa: S501
-    )  # fmt: skip
-
-
-def _healthy(address: str) -> str:
-    status = _request(address).status_code
+def _answers(address: str, authority: Path) -> str:
+    status = _request(address, authority).status_code
     if status != httpx.codes.OK:
         raise ValueError(
             f"{address} answers {status} in place of 200; start the SuperLink on the server, "
             "and read its log"
         )
-    return "the SuperLink answers"
+    return f"the SuperLink answers at {address}, with a certificate by {authority}"
 
 
-def _clock(address: str) -> str:
+def _clock(address: str, authority: Path) -> str:
     """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
-    date = _request(address).headers.get("Date")
+    date = _request(address, authority).headers.get("Date")
     if not date:
         raise ValueError(f"{address} sends no time; compare the clocks by hand")
     ahead = time.time() - parsedate_to_datetime(date).timestamp()
@@ -287,31 +230,16 @@ def _node_config(text: str) -> str:
     return f"partition {node.partition_id} of {node.num_partitions}"
 
 
-def _readable(path: Path, user: str | None) -> str:
-    """Raise ValueError if a folder has a file that the service's user cannot read."""
+def _access(path: Path, user: str | None, right: str) -> str:
+    """Raise ValueError if the service's user lacks a right: "readable" (all files), "writable"."""
     if not path.is_absolute() or not path.exists():
-        raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
-    output = _as_user(["find", "-L", str(path), "!", "-readable", "-print", "-quit"], user)
+        raise ValueError(f"{path}: it is not there, expected an absolute path; correct or make it")
+    depth = ["-maxdepth", "0"] if right == "writable" else []
+    output = _as_user(["find", "-L", str(path), *depth, "!", f"-{right}", "-print", "-quit"], user)
+    name = f"user {user}" if user else "this user"
     if output:
-        raise ValueError(
-            f"{output}: {_user_name(user)} cannot read it; change its owner or its mode"
-        )
-    return f"{path}: {_user_name(user)} can read it"
-
-
-def _writable(path: Path, user: str | None) -> str:
-    if not path.is_dir():
-        raise ValueError(f"{path}: there is no such folder; make it")
-    output = _as_user(["find", str(path), "-maxdepth", "0", "!", "-writable", "-print"], user)
-    if output:
-        raise ValueError(
-            f"{path}: {_user_name(user)} cannot write there; change its owner or its mode"
-        )
-    return f"{path}: {_user_name(user)} can write there"
-
-
-def _user_name(user: str | None) -> str:
-    return f"user {user}" if user else "this user"
+        raise ValueError(f"{output}: not {right} by {name}; change its owner or its mode")
+    return f"{path}: {right} by {name}"
 
 
 def _as_user(command: list[str], user: str | None) -> str:
@@ -325,25 +253,6 @@ def _as_user(command: list[str], user: str | None) -> str:
         raise ValueError(f"--user {user}: call this command as root (sudo)") from None
     lines = (result.stdout + result.stderr).strip().splitlines()
     return lines[0] if lines else ""
-
-
-def _gpu(device: str) -> str:
-    from ravan_flwr.training.machine import explain_unused_gpus, gpus_of_machine  # noqa: PLC0415
-
-    if device == "cpu":
-        return "not asked for: device is cpu"
-    if not gpus_of_machine():
-        if device != "auto":
-            raise ValueError(
-                f"device is {device!r}, but no driver lists a GPU; install the driver "
-                "(docs/gpu.md), or set device to cpu"
-            )
-        return "none: the CPU computes"
-    import torch  # noqa: PLC0415
-
-    if not torch.cuda.is_available():
-        raise ValueError(explain_unused_gpus())
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def _disk(folders: Sequence[Path]) -> str:
@@ -369,14 +278,7 @@ def _memory() -> str:
 
 def _proxy(authority: Path) -> str:
     """Raise ValueError unless the reverse proxy refuses an operator's call."""
-    host, port = _parts(PROXY_ADDRESS)
-    try:
-        _trusted(host, port, authority)
-        status = _request(PROXY_ADDRESS, "POST", OPERATOR_CALL).status_code
-    except (OSError, httpx.HTTPError) as error:
-        raise ValueError(
-            f"{PROXY_ADDRESS}: {error}; start nginx with deploy/reverse-proxy.conf"
-        ) from None
+    status = _request(PROXY_ADDRESS, authority, "POST", OPERATOR_CALL).status_code
     if status != httpx.codes.NOT_FOUND:
         raise ValueError(
             f"{PROXY_ADDRESS} answers an operator's call with {status}, expected 404: devices "

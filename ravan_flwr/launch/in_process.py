@@ -6,8 +6,9 @@ ServerApp and ClientApp are those of Flower's runtimes; only the grid differs (i
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from flwr.app import Context, RecordDict
 from ravan_flwr import server_app
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.launch.in_process_grid import InProcessGrid
-from ravan_flwr.launch.parallel_clients import ParallelClients
+from ravan_flwr.launch.parallel_clients import start_pool
 from ravan_flwr.launch.start import Start, read_start
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.machine import usable_cores
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def run(start: Start, callbacks: Iterable[object] = ()) -> Simulation:
         if config.secure_aggregation:
             keys = tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-")
             grid.give_keys(Path(stack.enter_context(keys)))
-        grid.clients = stack.enter_context(closing(ParallelClients(run_config, config, number)))
+        usable_cores()  # raises its errors here, before the run has a directory
+        grid.start_pool = partial(start_pool, run_config, config, number)
+        stack.callback(grid.close)
         server_app.run(grid, context, callbacks)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))

@@ -7,22 +7,23 @@ in worker processes (parallel_clients.py), with the same results.
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.client.client_request import read_personal, store_personal
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
-from ravan_flwr.launch.parallel_clients import ParallelClients
 from ravan_flwr.launch.worker_process import identify, reply_of
-from ravan_flwr.launch.workers import Job
+from ravan_flwr.launch.workers import Job, WorkerPool
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
+
+LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # the messages that workers answer
 
 
 class InProcessGrid(Grid):
@@ -35,7 +36,9 @@ class InProcessGrid(Grid):
         self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
         self._last: dict[tuple[int, str], str] = {}  # id of the waiting message by client and kind
-        self.clients: ParallelClients | None = None  # None: clients run one after the other
+        # Start workers, if any, before the first client computes.
+        self.start_pool: Callable[[], WorkerPool | None] = lambda: None
+        self._pool: WorkerPool | None = None  # None: clients run one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # deadline of the replies to the messages that were pushed last
         self._nodes: tuple[list[int], list[NodeInfo]] = [], []  # ids, and their NodeInfos
@@ -47,7 +50,12 @@ class InProcessGrid(Grid):
     @property
     def processes(self) -> int:
         """Return the number of processes in which clients compute."""
-        return 1 if self.clients is None else self.clients.processes
+        return 1 if self._pool is None else self._pool.processes
+
+    def close(self) -> None:
+        """End all processes of clients."""
+        if self._pool is not None:
+            self._pool.close()
 
     def give_keys(self, folder: Path) -> None:
         """Make all clients' signing keys in a folder, and name it in their node configs."""
@@ -103,8 +111,8 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue messages, and return their ids; clients run when their replies are pulled."""
-        if self.clients is not None:
-            self.clients.start_workers()
+        if self._pool is None:
+            self._pool, self.start_pool = self.start_pool(), lambda: None
         self._until = time.monotonic() + self._timeout
         return [self._push(message) for message in messages]
 
@@ -133,17 +141,17 @@ class InProcessGrid(Grid):
 
     def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
         """Let workers begin messages whose replies will be pulled; return the ids to pull."""
-        if self.clients is not None:
+        if self._pool is not None:
             waiting = filter(None, map(self._waiting.get, message_ids))
-            self.clients.expect(map(self._job, waiting))
+            self._pool.expect(map(self._job, filter(is_local_work, waiting)))
         return message_ids
 
     def _deliver(self, message: Message) -> Message:
         """Return a client's reply; TimeoutError if it comes too late."""
         job = self._job(message)
-        if self.clients is None:
+        if self._pool is None or not is_local_work(message):
             reply = reply_of(message, job.context)
-        elif (answer := self.clients.answer(job)) is None:
+        elif (answer := self._pool.answer(job)) is None:
             raise TimeoutError
         else:
             reply = answer
@@ -166,3 +174,8 @@ class InProcessGrid(Grid):
 def node_and_kind(message: Message) -> tuple[int, str]:
     """Return the id of a message's client, and the kind of the message."""
     return message.metadata.dst_node_id, message.metadata.message_type
+
+
+def is_local_work(message: Message) -> bool:
+    """Return whether workers answer a message of this kind."""
+    return message.metadata.message_type.partition(".")[0] in LOCAL_WORK

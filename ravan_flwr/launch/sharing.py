@@ -29,7 +29,6 @@ class Sharing:
 
     clients_per_gpu: int = 0
     gpus: Sequence[Gpu] = ()
-    reason: str = ""
 
     @property
     def share(self) -> float:
@@ -57,7 +56,7 @@ class Sharing:
         return (
             f"{count(len(self.gpus), 'GPU')} ({names}), "
             f"{count(self.clients_per_gpu, 'client')} at a time on "
-            f"{'each' if len(self.gpus) > 1 else 'it'}: {self.reason}\n"
+            f"{'each' if len(self.gpus) > 1 else 'it'}\n"
         )
 
 
@@ -95,39 +94,34 @@ def share_gpus(
                 f"{config.device!r}: expected auto or cuda, nvidia-smi to list a GPU, and "
                 f"{VISIBLE}, if set, to name it; leave --clients-per-gpu out"
             )
-        return Sharing(clients_per_gpu, gpus, "set by --clients-per-gpu")
+        return Sharing(clients_per_gpu, gpus)
     if not gpus:
         return Sharing()
     # The most clients at a time on a GPU.
     cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
     useful = -(-min(cpus, config.max_concurrent(num_clients)) // len(gpus))
-    return _by_memory(config, gpus, useful, runs_at_a_time)
+    fitting = _most_fitting(config, gpus, runs_at_a_time)
+    return Sharing(min(fitting, useful, MAX_CLIENTS_PER_GPU), gpus)
 
 
-def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
-    """Return as many clients as fit on the GPU with least room; the server is on the first GPU."""
+def _most_fitting(config: Config, gpus: Sequence[Gpu], runs: int) -> int:
+    """Return how many clients fit on the GPU with least room; the server is on the first GPU."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
     rooms = [USABLE * _free(gpu, runs) for gpu in gpus]
     rooms[0] -= needs.server
     fitting = [int(room // needs.client) for room in rooms]
-    client, server = (f"{size / 1e9:.1f} GB" for size in (needs.client, needs.server))
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]
         raise ValueError(
-            f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
-            f"the server {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
-            "GB free are less; lower batch-size, set gradient-checkpointing=true, "
-            f"backbone-dtype=4bit or device=cpu, name other GPUs in {VISIBLE}, or try "
-            "--clients-per-gpu 1"
+            f"GPU {worst.index} ({worst.name}) is too small: a client needs "
+            f"{needs.client / 1e9:.1f} GB and the server {needs.server / 1e9:.1f} GB, but 90 % of "
+            f"{_free(worst, runs) / 1e9:.1f} GB free are less; lower batch-size, set "
+            f"gradient-checkpointing=true, backbone-dtype=4bit or device=cpu, name other GPUs in "
+            f"{VISIBLE}, or try --clients-per-gpu 1"
         )
-    number = min(*fitting, useful, MAX_CLIENTS_PER_GPU)
-    reason = (
-        f"by the plan a client needs {client} and the server {server}; "
-        f"{min(fitting)} would fit, and there are CPUs and work for {useful}"
-    )
-    return Sharing(number, gpus, reason)
+    return min(fitting)
 
 
 def _free(gpu: Gpu, runs: int) -> int:

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import tomli_w
@@ -42,12 +42,10 @@ def submit(
     settings: str,
     environment: Mapping[str, str],
     *options: str,
-    on_line: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Call `flwr run --stream`, and return the run's final status.
 
-    `superlink` names a connection in Flower's configuration, "" the default. `on_line` is called
-    with each printed line.
+    `superlink` names a connection in Flower's configuration, "" the default.
     """
     named, run_id = [superlink] if superlink else [], None
     command = ["flwr", "run", str(app), *named, "--stream", *options]
@@ -59,7 +57,6 @@ def submit(
         try:
             for line in process.stdout:
                 write_stdout(line)
-                on_line(line)
                 if match := re.search(r"Successfully started run (\d+)", line):
                     run_id = match[1]
         except BaseException:

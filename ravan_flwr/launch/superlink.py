@@ -8,7 +8,6 @@ also ends with status 0 when the run failed; this module raises an error.
 
 import math
 import os
-import re
 import shlex
 import signal
 import socket
@@ -25,7 +24,7 @@ from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import write_stdout
-from ravan_flwr.runs.directory import check_writable, resume_advice
+from ravan_flwr.runs.directory import check_writable
 from ravan_flwr.specs import NODES_CHOSEN
 
 START_TIMEOUT = 300.0  # for a busy machine; a SuperLink that ends is noticed at once
@@ -60,7 +59,6 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         }
         self._port, self._control = port, control
         self._process: subprocess.Popen[bytes] | None = None
-        self.run_dir: Path | None = None  # of the run, once its output has it
 
     def __enter__(self) -> "LocalSuperLink":
         output_file = self.home / "superlink.log"
@@ -122,12 +120,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
     def run(self, app: Path, run_config: str, federation_config: str) -> str:
         """Call `flwr run --stream`, forward its output, and return the run's final status."""
         options = "--federation-config", federation_config
-        return submit(app, "", run_config, self.environment, *options, on_line=self._note_run_dir)
-
-    def _note_run_dir(self, line: str) -> None:
-        """Keep the run directory if a line of output has it."""
-        if match := re.search(r"run directory: (/.+)", line):
-            self.run_dir = Path(match[1].strip())
+        return submit(app, "", run_config, self.environment, *options)
 
 
 def run_in_flower(
@@ -158,12 +151,7 @@ def run_in_flower(
         "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"
     )
     with LocalSuperLink() as superlink:
-        try:
-            status = superlink.run(app, run_config, federation)
-        except KeyboardInterrupt:
-            if superlink.run_dir is not None:
-                write_stdout(f"stopped; {resume_advice(superlink.run_dir)}\n")
-            raise
+        status = superlink.run(app, run_config, federation)
     if status != COMPLETED:
         raise RuntimeError(f"the run ended as {status!r}, expected {COMPLETED!r}")
 

@@ -11,32 +11,36 @@ takes too long. Here a single worker ends and is replaced.
 Workers start as forks, where that is safe, or as new processes. A fork shares the model and the
 examples with the server's process until it writes to them, and starts in a tenth of a second. A new
 process imports for five seconds and loads its own model. But a fork has none of its parent's
-threads, and would wait for them forever. So forks are only used where clients compute with one
-thread on a CPU. They are not made from the server's process, but from a process that was forked
-before any client computed. That process only waits for requests to fork workers, at the start or
-in place of a worker that ended.
+threads, and would wait for them forever. So forks are only made where clients compute with one
+thread on a CPU, and before the server's process computes. A worker that ended is replaced by a new
+process.
 """
 
 import gc
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
+import psutil
 from flwr.app import Context, Error, Message, RecordDict
 
-from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
+from ravan_flwr.launch.worker_process import (
+    leave_signals_to_the_server,
+    prepare,
+    reply_of,
+    serve,
+)
 from ravan_flwr.specs import Scalar
 
 log = logging.getLogger(__name__)
@@ -46,10 +50,6 @@ WORKER_ENDED = (
     "the process that computed it ended before it answered; memory that ran out is the usual "
     "reason, and fewer processes at a time, processes=N, need less"
 )
-
-
-class NoWorkersLeftError(RuntimeError):
-    """The error when the last worker has ended and no other can be started."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +67,9 @@ class Job:
 
 
 class WorkerLink:
-    """The connection to a worker, and its process if that is a child of this one."""
+    """The connection to a worker, and its process; None if it is none of its own."""
 
-    def __init__(
-        self, connection: Connection, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
+    def __init__(self, connection: Connection, process: psutil.Process | None = None) -> None:
         self.connection, self._process = connection, process
 
     def ask(self, job: Job) -> None:
@@ -101,35 +99,30 @@ class WorkerLink:
             self._process.wait()
 
 
-class Starter(Protocol):
-    """Start workers."""
-
-    def start(self) -> WorkerLink:
-        """Start another worker; OSError if the system cannot."""
-
-    def close(self) -> None:
-        """Release what the starter itself holds."""
-
-
 class WorkerPool:
     """Workers that answer clients' messages, each in the next free worker."""
 
-    def __init__(self, starter: Starter, number: int) -> None:
-        """Start up to `number` workers; OSError if none can be started."""
-        self._starter = starter
+    def __init__(
+        self, number: int, start: Callable[[], WorkerLink], restart: Callable[[], WorkerLink]
+    ) -> None:
+        """Start up to `number` workers; OSError if none can be started.
+
+        `restart` starts another worker in place of one that ended; it may raise OSError as well.
+        """
+        self._restart = restart
         self._idle: list[WorkerLink] = []
         self._busy: dict[WorkerLink, Job] = {}
         self._ahead: OrderedDict[str, Job] = OrderedDict()  # expected jobs that are not begun
         self._ids: set[str] = set()  # of all expected jobs: waiting, begun or done
         # The reply or its error, and the client's new state; None if the job took too long.
         self._answers: dict[str, tuple[RecordDict | Error, RecordDict] | None] = {}
-        self._start_error: OSError | None = None  # why the last worker was not replaced
         for _ in range(number):
             try:
-                self._idle.append(starter.start())
+                self._idle.append(start())
             except OSError:
                 if not self._idle:
                     raise
+        self.processes = len(self)  # that were started
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._busy)
@@ -145,7 +138,7 @@ class WorkerPool:
     def answer(self, job: Job) -> Message | None:
         """Wait for a job's reply and return it; None if it did not come in time.
 
-        NoWorkersLeftError if no worker is left to compute it.
+        Without any worker left, the reply is computed in this process.
         """
         if job.id not in self._ids:
             self._ids.add(job.id)
@@ -154,10 +147,8 @@ class WorkerPool:
             self._ahead.move_to_end(job.id, last=False)
         while job.id not in self._answers:
             if not len(self):
-                raise NoWorkersLeftError(
-                    f"no process is left for the clients: {self._start_error}; free memory for "
-                    "more, or set processes=1"
-                )
+                late = time.monotonic() >= job.until
+                return None if late else reply_of(job.message, job.context)
             self._hand_out(job)
             self._collect()
         self._ids.discard(job.id)
@@ -208,117 +199,74 @@ class WorkerPool:
         """End a worker, and start another one in its place."""
         worker.end()
         try:
-            self._idle.append(self._starter.start())
+            self._idle.append(self._restart())
         except OSError as error:
-            self._start_error = error
-            log.warning("a process of clients ended, and no other can be started: %s", error)
+            log.warning(
+                "a process of clients ended, and no other can be started: %s; clients compute in "
+                "those that are left, of %d, or one after the other in the server's",
+                *(error, self.processes),
+            )
 
     def close(self) -> None:
         """End all workers."""
         for worker in (*self._idle, *self._busy):
             worker.end()
-        self._starter.close()
 
 
-class ForkStarter:
-    """Start workers as forks of a waiting process, which is forked when this is made."""
-
-    def __init__(self, run_config: Mapping[str, Scalar]) -> None:
-        # SOCK_SEQPACKET: each request, and each answer, arrives in one piece.
-        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with warnings.catch_warnings():
-            # Since 3.12 Python warns if a process with threads forks. Here these are threads of
-            # tqdm and of trackers, whose locks a worker does not use.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process = os.fork()
-        if not self._process:
-            self._socket.close()
-            _fork_on_request(child_socket, run_config)
-        child_socket.close()
-
-    def start(self) -> WorkerLink:
-        """Request another fork, and return its link."""
-        own_socket, child_socket = socket.socketpair()
-        answer = b""
-        with child_socket, suppress(ConnectionError):  # the forking process has ended
-            socket.send_fds(self._socket, [b"start"], [child_socket.fileno()])
-            answer = self._socket.recv(64)
-        if answer != b"started":
-            own_socket.close()
-            raise OSError(answer.decode() or "the process that forks workers has ended")
-        return WorkerLink(Connection(own_socket.detach()))
-
-    def close(self) -> None:
-        """End the forking process, and with it all workers."""
-        self._socket.close()
-        os.waitpid(self._process, 0)
+def fork_worker(run_config: Mapping[str, Scalar]) -> WorkerLink:
+    """Start a worker as a fork of this process."""
+    own_socket, child_socket = socket.socketpair()
+    with warnings.catch_warnings():
+        # Since 3.12 Python warns if a process with threads forks. Here these are threads of tqdm
+        # and of trackers, whose locks a worker does not use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        _serve_as_fork(child_socket, run_config)
+    child_socket.close()
+    return WorkerLink(Connection(own_socket.detach()), psutil.Process(child))
 
 
-def _fork_on_request(control: socket.socket, run_config: Mapping[str, Scalar]) -> NoReturn:
-    """Fork workers on request, until the server's process closes its end of `control`."""
+def _serve_as_fork(own_socket: socket.socket, run_config: Mapping[str, Scalar]) -> NoReturn:
     try:
-        os.setpgrp()  # so that killpg ends all workers, also a stopped one
         leave_signals_to_the_server()
         gc.freeze()  # keeps the pages of existing objects shared with all workers
-        _close_inherited_files(control.fileno())
+        _close_inherited_files(own_socket.fileno())
         prepare(run_config, 1)
-        while True:
-            request, descriptors, _, _ = socket.recv_fds(control, 64, 1)
-            if not request:
-                os.killpg(0, signal.SIGKILL)
-            try:
-                child = os.fork()
-            except OSError as error:
-                control.send((error.strerror or "fork failed").encode())
-            else:
-                if not child:
-                    control.close()
-                    serve(Connection(descriptors[0]))
-                control.send(b"started")
-            os.close(descriptors[0])
-            with suppress(ChildProcessError):  # reap ended workers
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+        serve(Connection(own_socket.detach()))
     finally:
         os._exit(0)
 
 
-def _close_inherited_files(*descriptors: int) -> None:
-    """Redirect the server's open files to /dev/null: above all the lock of the run.
+def _close_inherited_files(own: int) -> None:
+    """Redirect the server's open files to /dev/null: the run's lock, other workers' connections.
 
     The descriptors stay in use, so that a later close of one cannot close another file.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if number > 2 and number not in (nowhere, *descriptors):
+        if number > 2 and number not in (nowhere, own):
             with suppress(OSError):  # the descriptor of the folder itself is closed by now
                 os.fstat(number)
                 os.dup2(nowhere, number, inheritable=False)
 
 
-class SpawnStarter:
-    """Start workers as new processes, which import all packages and load the model."""
-
-    def __init__(self, run_config: Mapping[str, Scalar], threads: int | None) -> None:
-        self._first_message = dict(run_config), threads
-
-    def start(self) -> WorkerLink:
-        """Start another process, and return its link."""
-        package = str(Path(__file__).resolve().parents[2])
-        paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        own_socket, child_socket = socket.socketpair()
-        # -P: import nothing from the working directory, which may be another checkout.
-        program = [sys.executable, "-P", "-m", "ravan_flwr.launch.worker_process"]
-        with child_socket:
-            process = subprocess.Popen(
-                [*program, str(child_socket.fileno())],
-                env=os.environ | {"PYTHONPATH": paths},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[child_socket.fileno()],
-            )
-        worker = WorkerLink(Connection(own_socket.detach()), process)
-        worker.connection.send(self._first_message)
-        return worker
-
-    def close(self) -> None:
-        """Do nothing: the pool ends the workers, and the starter holds nothing else."""
+def spawn_worker(run_config: Mapping[str, Scalar], threads: int | None) -> WorkerLink:
+    """Start a worker as a new process, which imports all packages and loads the model."""
+    if sys.platform == "win32":
+        raise OSError("it takes sockets that Windows does not have")
+    package = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    own_socket, child_socket = socket.socketpair()
+    # -P: import nothing from the working directory, which may be another checkout.
+    program = [sys.executable, "-P", "-m", "ravan_flwr.launch.worker_process"]
+    with child_socket:
+        process = psutil.Popen(
+            [*program, str(child_socket.fileno())],
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[child_socket.fileno()],
+        )
+    worker = WorkerLink(Connection(own_socket.detach()), process)
+    worker.connection.send((dict(run_config), threads))
+    return worker

@@ -8,12 +8,12 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
-from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.plain_text import plain, read_fields, shown
 from ravan_flwr.methods.tensors import check_names, checksum, sum_of_squares
 from ravan_flwr.specs import RESULT_FOLDERS
 
@@ -35,7 +35,7 @@ class Parcel:
 
     def as_config(self) -> dict[str, str | int]:
         """Return the values of the message's ConfigRecord; `read_parcel` is the inverse."""
-        return {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+        return {name.replace("_", "-"): value for name, value in asdict(self).items()}
 
     @property
     def run_summary(self) -> dict[str, Any]:
@@ -62,14 +62,7 @@ def check_run_name(name: str) -> str:
 
 def read_parcel(config: Mapping[str, Any]) -> Parcel:
     """Return the parcel in an untrusted message; raise ValueError if it is malformed."""
-    values: dict[str, Any] = {}
-    for field in fields(Parcel):
-        key = field.name.replace("_", "-")
-        value = values[field.name] = config.get(key)
-        if type(value) is not field.type:
-            kind = cast(type, field.type).__name__
-            raise ValueError(f"{key} is {shown(value)}, expected {kind}")
-    parcel = Parcel(**values)
+    parcel = Parcel(**read_fields(Parcel, config))
     check_run_name(parcel.run)
     for key, digest in (("run-id", parcel.run_id), ("checksum", parcel.checksum)):
         if not _DIGEST.fullmatch(digest):

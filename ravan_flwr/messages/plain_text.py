@@ -1,11 +1,13 @@
-"""Sanitise texts from nodes: one line, no control characters, a limited length.
+"""Check what arrives: texts become one line, without control characters, of a limited length.
 
 Every text from a node is sanitised once, when it arrives. Records, log lines and reports then show
 it unchanged.
 """
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, cast, get_origin
 
 MOST_CHARACTERS = 500
 
@@ -34,3 +36,20 @@ def listed(reasons: Iterable[str], most: int = 3, between: str = "; ") -> str:
     different = list(dict.fromkeys(reasons))
     extra = len(different) - most
     return between.join(different[:most]) + (f"{between}and {extra} more" if extra > 0 else "")
+
+
+def read_fields(kind: type, values: Mapping[str, Any], *omitted: str) -> dict[str, Any]:
+    """Return the values of a dataclass's fields but the omitted ones, by name.
+
+    Fields have the same names with hyphens in an untrusted message; a tuple travels as a list.
+    Raise ValueError if a value is missing or of another type.
+    """
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name not in omitted:
+            key, declared = field.name.replace("_", "-"), get_origin(field.type) or field.type
+            expected = list if declared is tuple else cast(type, declared)
+            found[field.name] = value = values.get(key)
+            if type(value) is not expected:
+                raise ValueError(f"{key} is {shown(value)}, expected {expected.__name__}")
+    return found

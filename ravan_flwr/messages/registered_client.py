@@ -1,11 +1,11 @@
 """Describe a node to the server, and check the description when it arrives."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, cast, get_origin
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.plain_text import plain, read_fields, shown
 
 MOST_PARTITIONS = 1_000_000  # as many clients as a round can have
 MOST_EXAMPLES = 2**48
@@ -34,17 +34,9 @@ class RegisteredClient:
 
     def as_config(self) -> dict[str, Any]:
         """Return the values of the answer's ConfigRecord; `read_registered_client` inverts it."""
-        values = {key: getattr(self, name) for key, name, _ in _on_the_wire()}
+        values = {name.replace("_", "-"): value for name, value in asdict(self).items()}
+        del values["node-id"]
         return values | {"derived": list(self.derived)}
-
-
-def _on_the_wire() -> Iterator[tuple[str, str, type]]:
-    """Yield each field that travels as (key, name, type); a message has its sender's id anyway."""
-    for field in fields(RegisteredClient):
-        if field.name != "node_id":
-            kind = get_origin(field.type) or field.type
-            key = field.name.replace("_", "-")
-            yield key, field.name, list if kind is tuple else cast(type, kind)
 
 
 def read_registered_client(
@@ -54,40 +46,23 @@ def read_registered_client(
 
     `length` is the number of values that its fingerprint `derived` must have.
     """
-    for key, _, kind in _on_the_wire():
-        if type(answer.get(key)) is not kind:
-            raise ValueError(f"{key} is {shown(answer.get(key))}, expected {kind.__name__}")
-    _check_values(answer, length)
-    values = {name: answer[key] for key, name, _ in _on_the_wire()}
-    texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}
-    return RegisteredClient(
-        node_id=node_id, **values | texts | {"derived": tuple(values["derived"])}
-    )
-
-
-def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
-    """Raise ValueError for values of the right types that no honest node sends."""
-    derived = answer["derived"]
+    values = read_fields(RegisteredClient, answer, "node_id")
+    derived, parts = values["derived"], values["num_partitions"]
     if length not in (None, len(derived)):
         raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
     if not all(type(number) is float for number in derived):
         raise ValueError(f"derived is {shown(derived)}, expected float numbers")
-    parts = answer["num-partitions"]
-    if not 1 <= parts <= MOST_PARTITIONS:
-        raise ValueError(f"num-partitions is {parts}, expected 1 to {MOST_PARTITIONS}")
-    if not 0 <= answer["partition-id"] < parts:
-        raise ValueError(
-            f"partition-id is {answer['partition-id']}, expected 0 to {parts - 1} "
-            "(num-partitions - 1)"
-        )
-    if not 1 <= answer["examples"] <= MOST_EXAMPLES:
-        raise ValueError(
-            f"examples is {answer['examples']}, expected at least 1 and at most {MOST_EXAMPLES}"
-        )
-    if not 0 < answer["budget-fraction"] <= 1:
-        raise ValueError(
-            f"budget-fraction is {answer['budget-fraction']}, expected above 0 and at most 1"
-        )
+    for key, value, least, most in (
+        ("num-partitions", parts, 1, MOST_PARTITIONS),
+        ("partition-id", values["partition_id"], 0, parts - 1),
+        ("examples", values["examples"], 1, MOST_EXAMPLES),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"{key} is {value}, expected {least} to {most}")
+    if not 0 < (fraction := values["budget_fraction"]) <= 1:
+        raise ValueError(f"budget-fraction is {fraction}, expected above 0 and at most 1")
+    texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}
+    return RegisteredClient(node_id=node_id, **values | texts | {"derived": tuple(derived)})
 
 
 def check_same_app(

@@ -20,7 +20,7 @@ from ravan_flwr import simulate
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import masked as masked_round
-from ravan_flwr.launch import parallel_clients, worker_process
+from ravan_flwr.launch import in_process_grid, worker_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
@@ -79,7 +79,7 @@ def misbehave(monkeypatch, behave):
         partition = int(context.node_config["partition-id"])
         return behave(partition, number, kind, message, lambda: honest(message, context))
 
-    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "reply_of", reply)
 
 
 def fail_in(*faults):
@@ -303,7 +303,7 @@ def test_a_client_with_other_settings_sends_no_masked_numbers(tmp_path, monkeypa
             context = replace(context, run_config=dict(context.run_config) | changes)
         return honest(message, context)
 
-    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "reply_of", reply)
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
@@ -410,7 +410,7 @@ def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
         return honest(message, context)
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", MoreRounds)
-    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "reply_of", reply)
     run = simulate(QUICK | {"num-rounds": 2, "output-dir": str(tmp_path)}, 6)
     first, second = records_of(run)
     assert "refused" not in first
@@ -508,7 +508,7 @@ def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
             answer.content["arrays"] = to_pieces(pieces)
         return answer
 
-    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "reply_of", reply)
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
@@ -730,7 +730,7 @@ def set_node_configs(monkeypatch, config_by_partition):
             context.node_config.clear()
             context.node_config.update(original_config)
 
-    monkeypatch.setattr(parallel_clients, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "reply_of", reply)
 
 
 def test_a_device_that_requires_privacy_refuses_other_runs(tmp_path, monkeypatch, caplog):

@@ -13,7 +13,6 @@ import torch
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.launch import parallel_clients, workers
-from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
@@ -113,9 +112,9 @@ def spawned_run(preset, tmp_path_factory):
         return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **ONE_ROUND)
 
 
-@pytest.mark.parametrize("starter", [ForkStarter, SpawnStarter])
-def test_workers_read_a_preset_by_its_path(starter, preset, request, tmp_path):
-    if starter is SpawnStarter:
+@pytest.mark.parametrize("kind", ["forks", "new processes"])
+def test_workers_read_a_preset_by_its_path(kind, preset, request, tmp_path):
+    if kind == "new processes":
         double = request.getfixturevalue("spawned_run")
     else:
         double = run(tmp_path, 2, preset=preset, **ONE_ROUND)
@@ -187,27 +186,26 @@ def test_a_killed_worker_loses_only_its_clients_reply(tmp_path, monkeypatch):
 
 
 def test_without_workers_clients_are_computed_sequentially(tmp_path, monkeypatch, capsys):
-    """All other processes are killed: at most the replies in progress are lost."""
+    """All workers are killed: at most the replies in progress are lost."""
     train, server = answers._ANSWERS["train"], os.getpid()
 
     def trained(client):
         if os.getpid() != server:
-            parent = psutil.Process(os.getppid())
-            parent.suspend()  # so that it forks no replacement of a killed worker
-            for process in (*parent.children(), parent):
-                if process.pid != os.getpid():
-                    process.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return train(client)
 
+    def fail_to_start(*_):
+        raise OSError("no memory")
+
     monkeypatch.setitem(answers._ANSWERS, "train", trained)
+    monkeypatch.setattr(parallel_clients, "spawn_worker", fail_to_start)
     first, second = rejected(run(tmp_path, 2, **{"clients-per-round": 6}))
     assert len(first) <= 2
     assert all("ended before it answered" in reason for _, reason in first)
     assert second == []
     output = capsys.readouterr().out
-    assert "clients compute one after the other" in output
-    assert "the process that forks workers has ended" in output
+    assert "one after the other" in output
+    assert "no other can be started: no memory" in output
 
 
 def test_an_error_in_a_worker_is_reported_as_with_one_process(tmp_path, monkeypatch):
@@ -251,21 +249,22 @@ def test_workers_are_forks_unless_threads_or_an_accelerator_prevent_it(
 ):
     """A fork computes with one thread; the user's number of threads is kept."""
 
-    def fail_to_start(*_):
-        raise OSError
-
     started = []
-    for kind in (ForkStarter, SpawnStarter):
-        monkeypatch.setattr(kind, "__init__", lambda *arguments: started.append(arguments))
-        monkeypatch.setattr(kind, "close", lambda _: None)
-    monkeypatch.setattr(parallel_clients, "WorkerPool", fail_to_start)
+
+    def record_start(kind):
+        def fail_to_start(*arguments):
+            started.append((kind, *arguments[1:]))
+            raise OSError
+
+        return fail_to_start
+
+    for kind in ("fork_worker", "spawn_worker"):
+        monkeypatch.setattr(parallel_clients, kind, record_start(kind))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: not forks)
     run(tmp_path, 2, **{"num-rounds": 1})
-    ((starter, _, *arguments),) = started
-    forked = forks and threads == 1
-    assert isinstance(starter, ForkStarter if forked else SpawnStarter)
-    assert arguments == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
+    # OMP_NUM_THREADS is set: conftest.py
+    assert started == [("fork_worker",) if forks and threads == 1 else ("spawn_worker", None)]
 
 
 def test_spawned_workers_give_the_same_bits_and_end(spawned_run, preset, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
+from ravan_flwr.launch import workers
 from ravan_flwr.launch.worker_process import identify
 from ravan_flwr.launch.workers import Job, WorkerLink, WorkerPool
 
@@ -27,9 +28,6 @@ class Threads:
         connection = Connection(theirs.detach())
         threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
         return WorkerLink(Connection(ours.detach()))
-
-    def close(self):
-        pass
 
     def _serve(self, connection):
         with suppress(EOFError, OSError):
@@ -71,7 +69,7 @@ def node_of(message):
 
 def test_replies_come_in_the_order_they_are_asked_for(jobs):
     starter = Threads(lambda node_id: time.sleep(0.02 * (node_id % 3)))
-    pool = WorkerPool(starter, 3)
+    pool = WorkerPool(3, starter.start, starter.start)
     pool.expect(jobs)
     assert [node_of(pool.answer(job)) for job in jobs] == list(range(1, 21))
     assert sorted(starter.begun) == list(range(1, 21))
@@ -80,7 +78,7 @@ def test_replies_come_in_the_order_they_are_asked_for(jobs):
 
 def test_workers_compute_ahead_by_one_reply_each(jobs):
     starter = Threads()
-    pool = WorkerPool(starter, 2)
+    pool = WorkerPool(2, starter.start, starter.start)
     pool.expect(jobs)
     pool.answer(jobs[0])
     time.sleep(0.2)
@@ -94,7 +92,8 @@ def test_workers_compute_ahead_by_one_reply_each(jobs):
 
 def test_an_unused_reply_changes_no_state(jobs):
     """It is a reply in reserve, of a round that had enough."""
-    pool = WorkerPool(Threads(), 2)
+    starter = Threads()
+    pool = WorkerPool(2, starter.start, starter.start)
     pool.expect(jobs)
     pool.answer(jobs[0])
     time.sleep(0.1)
@@ -110,13 +109,15 @@ def test_an_unused_reply_changes_no_state(jobs):
 
 
 def test_an_unexpected_job_is_answered(jobs):
-    pool = WorkerPool(Threads(), 2)
+    starter = Threads()
+    pool = WorkerPool(2, starter.start, starter.start)
     assert node_of(pool.answer(jobs[3])) == 4
     pool.close()
 
 
 def test_arrays_in_a_clients_state_stay_the_same_objects(jobs):
-    pool = WorkerPool(Threads(), 1)
+    starter = Threads()
+    pool = WorkerPool(1, starter.start, starter.start)
     fixed = jobs[0].context.state["fixed"]
     for _ in range(2):
         pool.expect(jobs[:3])
@@ -129,7 +130,7 @@ def test_arrays_in_a_clients_state_stay_the_same_objects(jobs):
 
 def test_a_worker_that_ends_loses_one_reply_and_is_replaced(jobs):
     starter = Threads(lambda node_id: "die" if node_id == 2 else None)
-    pool = WorkerPool(starter, 2)
+    pool = WorkerPool(2, starter.start, starter.start)
     pool.expect(jobs)
     replies: list[Any] = [pool.answer(job) for job in jobs]
     assert [reply.has_error() for reply in replies] == [False, True] + 18 * [False]
@@ -148,7 +149,8 @@ def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, monkeypatch):
         elif node_id == 3:  # asked after 2 has answered
             now[0] = 2.0
 
-    pool = WorkerPool(Threads(hang_or_end_the_round), 2)
+    starter = Threads(hang_or_end_the_round)
+    pool = WorkerPool(2, starter.start, starter.start)
     jobs_with_deadline = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
     pool.expect(jobs_with_deadline)
     assert pool.answer(jobs_with_deadline[0]) is None
@@ -158,18 +160,20 @@ def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, monkeypatch):
     over.set()
 
 
-def test_without_any_worker_the_run_stops_with_advice(jobs, caplog):
+def test_without_any_worker_clients_compute_in_this_process(jobs, caplog, monkeypatch):
     class Once(Threads):
         def start(self):
             if self.started:
                 raise OSError("no memory")
             return super().start()
 
-    pool = WorkerPool(Once(lambda _: "die"), 3)
-    assert len(pool) == 1
+    monkeypatch.setattr(workers, "reply_of", lambda message, _: message)
+    starter = Once(lambda _: "die")
+    pool = WorkerPool(3, starter.start, starter.start)
+    assert (len(pool), pool.processes) == (1, 1)
     ended = pool.answer(jobs[0])
     assert ended is not None
     assert ended.has_error()
     assert "no other can be started: no memory" in caplog.text
-    with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
-        pool.answer(jobs[1])
+    assert pool.answer(jobs[1]) is jobs[1].message
+    assert pool.answer(Job(jobs[2].message, jobs[2].context, 0.0)) is None  # it is too late

@@ -349,7 +349,7 @@ def test_a_message_that_cannot_be_sent_is_recorded():
         ({"code": "x"}, "its ravan_flwr has fingerprint x, expected .* another checkout"),
         ({"backbone": "x"}, "its backbone has fingerprint x, expected b"),
         ({"derived": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
-        ({"examples": 0}, "examples is 0, expected at least 1"),
+        ({"examples": 0}, "examples is 0, expected 1 to"),
         ({"derived": ("a", "b")}, r"derived is \['a', 'b'\], expected float numbers"),
         ({"num_partitions": 5}, "num-partitions is 5, expected 4 as the others have"),
         ({"num_partitions": 5, "own_data": True}, None),
