@@ -91,17 +91,12 @@ def new_preset_path(name: str) -> Path:
     path = Path.cwd() / "conf" / f"{name}.yaml"
     app_path = conf_folder() / f"{name}.yaml"
     for file in (path, app_path):
-        refuse_existing(name, file)
+        if file.exists():
+            raise ValueError(
+                f"NAME {name!r}: there is {file} already, and nothing is overwritten; choose "
+                "another name, or move the file away"
+            )
     return path
-
-
-def refuse_existing(name: str, path: Path) -> None:
-    """Raise ValueError if the file exists."""
-    if path.exists():
-        raise ValueError(
-            f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
-            "name, or move the file away"
-        )
 
 
 def read_preset(name: str) -> "Preset":

@@ -28,7 +28,6 @@ from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.data.examples import device_examples, load_splits, other_examples
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
-from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.reports.prediction import new_table
 from ravan_flwr.reports.run_view import FollowedRun
@@ -283,7 +282,7 @@ def test_a_file_that_expands_too_much_is_not_unpacked(kind, make, tmp_path, monk
         lambda: load_splits(spec),
         lambda: other_examples(spec),
         lambda: other_examples(of_file),
-        lambda: summarise_data(str(folder), "", NamedColumns("", "", "", "")),
+        lambda: summarise_data(str(folder), "", {}),
     ):
         with pytest.raises(ValueError, match=message):
             read()

@@ -16,8 +16,6 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import idx
 from ravan_flwr.data.examples import label_numbers, load_splits, other_examples
 from ravan_flwr.data.idx import idx_splits, is_idx
-from ravan_flwr.preset_wizard.columns import NamedColumns
-from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import Predicts, task_with
 from ravan_flwr.tasks.vision import Vision
@@ -130,11 +128,6 @@ def test_an_evaluation_reads_the_test_files(folder):
     examples, split = other_examples(spec_of(folder))
     assert split == "test"
     assert len(examples) == 10
-
-
-def test_the_preset_wizard_refuses_idx_files(folder):
-    with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
-        summarise_data(str(folder), "", NamedColumns())
 
 
 IMAGES = digits(40)[0]
