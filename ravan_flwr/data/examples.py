@@ -2,7 +2,7 @@
 
 import glob
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,6 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     is_all = chosen == [*splits] and not {"train", spec.train}.isdisjoint(chosen)
     name = "all examples" if is_all else " and ".join(chosen)
     examples = _with_preset_names(datasets.DatasetDict({name: examples}), spec, data)[name]
-    feature = examples.features.get("label")
-    whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WHOLE_NUMBERS
-    if whole_numbers and not any(str(value) in spec.labels for value in examples["label"]):
-        log.warning(
-            "%s: its labels are numbers, taken as indices of classes: 0 is %r, 1 is %r",
-            data,
-            *spec.labels[:2],
-        )
     return examples, name
 
 
@@ -313,39 +305,33 @@ def with_labels(spec: DataSpec) -> DataSpec:
 def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
+    names: Sequence[str]
     if isinstance(feature, datasets.ClassLabel):
-        names = tuple(feature.names)
+        names = feature.names
     else:
-        names = _sorted_values(
-            (value for split in splits.values() for value in split["label"]), where
-        )
+        names = _sorted_values(splits, feature, where)
     if len(names) < 2:
         raise ValueError(
             f"{where}: got {len(names)} class{'es' * (len(names) != 1)} "
             f"({', '.join(names) or 'none'}), expected two at least; add examples of another one"
         )
-    return names
+    return tuple(names)
 
 
-def _sorted_values(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """Return the different values of a column: numbers in order of size, texts in text order."""
-    values = list(values)
-    kinds = {type(value) for value in values}
-    if None in values:
-        missing = sum(value is None for value in values)
+def _sorted_values(splits: datasets.DatasetDict, feature: Any, where: str) -> list[str]:
+    """Return the different values of the labels: numbers in order of size, texts in text order."""
+    kind = getattr(feature, "dtype", "list")
+    if kind not in ("string", "large_string", *_WHOLE_NUMBERS):
         raise ValueError(
-            f"{where}: {missing} examples have no label, expected one each; take them out"
+            f"{where}: the labels are of the type {kind}, expected texts, or whole numbers; "
+            "convert them"
         )
-    if len(kinds) > 1 or not kinds <= {str, int, bool}:
-        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(
-            f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
-            "convert them to one type"
-        )
-    classes = set(values)
+    classes = {value for split in splits.values() for value in split.unique("label")}
+    if None in classes:
+        raise ValueError(f"{where}: some examples have no label, expected one each; take them out")
     if len(classes) > MOST_CLASSES:
         raise ValueError(
             f"{where}: the label column has {len(classes):,} different values, expected classes, "
             f"{MOST_CLASSES:,} at most; name another column"
         )
-    return tuple(str(value) for value in sorted(classes))
+    return [str(value) for value in sorted(classes)]

@@ -192,11 +192,11 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
     ("rows", "message"),
     [
         ([{"text": "a", "label": "x"}] * 9, r"got 1 class (x), expected two at least"),
-        ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the types float"),
-        ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the types list"),
+        ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the type float64"),
+        ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the type list"),
         (
             [*ROWS[:2], {"text": "b", "label": None}, *ROWS, {"text": "c", "label": None}],
-            "2 examples have no label, expected one each",
+            "some examples have no label, expected one each",
         ),
         (
             [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
