@@ -51,12 +51,7 @@ def summarise_data(
             "rename the file or the folder that clients are to train on to train"
         )
     columns = find_columns(splits["train"], names, where)
-    if chat_template and not {"messages", "chosen"} & columns.keys():
-        raise ValueError(
-            f"--chat-template: {where} has no column of conversations, which it writes, expected "
-            "messages; leave it out"
-        )
-    test = _test_split(splits, columns.get("label"), where)
+    test = _test_split(splits, columns.get("label"))
     spec = DataSpec(
         "hub",
         name,
@@ -110,17 +105,11 @@ def find_columns(
     )
 
 
-def _test_split(splits: datasets.DatasetDict, label: str | None, where: str) -> str:
+def _test_split(splits: datasets.DatasetDict, label: str | None) -> str:
     """Return the server's test split, the first usual name with published labels; "" for none."""
-    for name in TESTS:
-        if name in splits and (label is None or _has_values(splits[name], label)):
-            return name
-    if "test" in splits:
-        raise ValueError(
-            f"{where}: the examples of its split test have no labels, and it has no split "
-            "validation, expected one with labels; remove test, and a part of train is the test"
-        )
-    return ""
+    names = [name for name in TESTS if name in splits]
+    labelled = [n for n in names if label is None or _has_values(splits[n], label)]
+    return next(iter([*labelled, *names]), "")
 
 
 def _has_values(examples: datasets.Dataset, column: str) -> bool:

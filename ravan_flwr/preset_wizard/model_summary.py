@@ -77,13 +77,7 @@ def _task_of(settings: dict[str, Any], data: DataSpec) -> str:
         return "vision"
     if not data.column("label"):
         return "preference" if data.column("rejected") else "causal"
-    writes = settings.get("model_type") in ("t5", "mt5")
-    if writes and data.column("text-pair"):
-        raise ValueError(
-            "pairs of texts are for models that classify, such as BERT or LLaMA; this one writes "
-            "its answer; choose another model, or one column with --text COLUMN"
-        )
-    return "text-to-label" if writes else "text"
+    return "text-to-label" if settings.get("model_type") in ("t5", "mt5") else "text"
 
 
 def _covering_length(task: Task, texts: int, data: DataSummary) -> int:

@@ -148,13 +148,13 @@ def test_mistakes_in_the_data_are_named(data, message, file):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{name: a/b, prompt: '{foo} {'}", "data.prompt = .*; expected braces around {text} alone"),
+        ("{name: a/b, prompt: '{foo} {'}", "data.prompt = .*, expected braces around {text} alone"),
         (
             "{name: a/b, prompt: '{text.x}'}",
-            "data.prompt = .*; expected braces around {text} alone",
+            "data.prompt = .*, expected braces around {text} alone",
         ),
-        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': it contains no column"),
-        ("{name: a/b, prompt: '{label}'}", "data.prompt = .*; expected braces around {text} alone"),
+        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': got no column"),
+        ("{name: a/b, prompt: '{label}'}", "data.prompt = .*, expected braces around {text} alone"),
         ("{name: a/b, target-length: 0}", "data.target-length = 0: expected a whole number at le"),
     ],
 )

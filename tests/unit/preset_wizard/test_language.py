@@ -100,7 +100,7 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
     with pytest.raises(SystemExit):
         main(["new", "other", *words])
-    assert "has no column of conversations, which it writes" in capsys.readouterr().err
+    assert "it writes the column messages, which data.columns has not" in capsys.readouterr().err
 
 
 def test_a_model_without_a_chat_template_is_refused_with_advice(tmp_path, monkeypatch):
