@@ -28,11 +28,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise _yaml_error(self.peek_event(), "it has an alias; write the value out")
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # not in the stubs
+            raise _yaml_error(event, "it has an alias; write the value out")
         return super().compose_node(parent, index)
 
 
-def _yaml_error(node: yaml.Node | yaml.Event, problem: str) -> yaml.MarkedYAMLError:
+def _yaml_error(node: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
