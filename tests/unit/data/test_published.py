@@ -139,7 +139,7 @@ def test_known_class_names_are_used_whatever_their_numbers(tmp_path, caplog):
     [(["bad", "so-so", "good"], "bad, so-so"), (["bad"], "bad"), (["positive", "bad"], "bad")],
 )
 def test_classes_other_than_the_presets_are_refused(names, unknown, tmp_path):
-    splits = load_splits(sst2(tmp_path, names, [0, len(names) > 1, 0, 0]))
+    splits = load_splits(sst2(tmp_path, names, [0, int(len(names) > 1), 0, 0]))
     with pytest.raises(ValueError, match=f"train: got unknown labels {unknown}; expected negative"):
         numbers_of(splits)
 
