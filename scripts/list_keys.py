@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from ravan_flwr.config.keys import KEYS, MOVED, TOPICS, as_typed
+from ravan_flwr.config.keys import KEYS, TOPICS, as_typed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PROJECT = ROOT / "docs" / "settings.md", ROOT / "pyproject.toml"
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- keys: made by scripts/list_keys.py -->\n", "<!-- end of keys 
 
 
 def tables() -> str:
-    """Write a table for each topic, and one of the keys of earlier versions."""
+    """Write a table for each topic."""
     lines: list[str] = []
     if unknown := {name for new in SINCE.values() for name in new} - set(KEYS):
         raise ValueError(f"SINCE has {sorted(unknown)}, expected keys; correct it")
@@ -39,14 +39,7 @@ def tables() -> str:
         default = f"`{as_typed(key.default)}`{preset}" if key.default != "" else ""
         since = "".join(f" (since {version})" for version, new in SINCE.items() if name in new)
         lines.append(f"| `{name}` | {default} | {key.allowed} | {key.help}{since} |")
-    lines += ["", "## Keys of earlier versions", "| key | now |", "| --- | --- |"]
-    return "\n".join(
-        [
-            *lines[1:],
-            *(f"| `{old}` | {f'`{new}`' if new else ''} |" for old, new in MOVED.items()),
-            "",
-        ]
-    )
+    return "\n".join([*lines[1:], ""])
 
 
 def defaults() -> str:

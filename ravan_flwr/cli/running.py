@@ -46,12 +46,12 @@ def add(commands: Commands) -> None:
         option("--model", required=True, metavar="FOLDER",
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
         option("--clients", type=int, metavar="N",
-            help="number of devices (default: as many simulated clients as the data feed)"),
+            help="number of devices (default: 10 simulated clients)"),
         *(option(name, default="", metavar=metavar, help=about) for name, metavar, about in (
-            ("--text", "COLUMN", "the column of texts, where the data leave it open"),
+            ("--text", "COLUMN", "the column of texts, if it is not called text"),
             ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),
-            ("--image", "COLUMN", "the column of images"),
-            ("--label", "COLUMN", "the column of classes"),
+            ("--image", "COLUMN", "the column of images, if it is not called image"),
+            ("--label", "COLUMN", "the column of classes, if it is not called label"),
             ("--subset", "NAME", "of a data set that has several"),
             ("--targets", "ENDS", "ends of names of the layers to adapt, with commas between them"),
             ("--chat-template", "FILE", "a Jinja template in place of the tokenizer's"))),
@@ -108,15 +108,17 @@ def _new(parsed: argparse.Namespace) -> None:
 
     report_loading()
     with importing():
-        from ravan_flwr.preset_wizard.columns import NamedColumns  # noqa: PLC0415
         from ravan_flwr.preset_wizard.create import new_preset  # noqa: PLC0415
 
-    names = NamedColumns(parsed.text, parsed.text_pair, parsed.image, parsed.label)
+    columns = {
+        role: getattr(parsed, role.replace("-", "_"))
+        for role in ("text", "text-pair", "image", "label")
+    }
     for line in new_preset(
         parsed.name,
         parsed.data,
         parsed.model,
-        names=names,
+        names={role: column for role, column in columns.items() if column},
         subset=parsed.subset,
         targets=parsed.targets,
         chat_template=chat_template,

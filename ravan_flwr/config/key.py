@@ -144,12 +144,9 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that begins or ends with the value, or is spelt like it, in any case."""
+    """Return the shortest choice that has the value's words, or one that is spelt like it."""
     plain = {choice.lower(): choice for choice in choices}
     word = str(value).lower().replace("_", "-")
-    if word in plain:
-        return plain[word]
-    longer = [choice for choice in plain if len(word) > 2 and choice.startswith(f"{word}-")]
-    suffixed = [choice for choice in plain if len(word) > 2 and choice.endswith(f"-{word}")]
-    near = longer or difflib.get_close_matches(word, list(plain), n=1) or sorted(suffixed, key=len)
+    longer = [choice for choice in plain if len(word) > 2 and f"-{word}-" in f"-{choice}-"]
+    near = sorted(longer, key=len) or difflib.get_close_matches(word, [*plain], n=1)
     return plain[near[0]] if near else None

@@ -394,40 +394,8 @@ TOPICS = {
     "round-timeout": "slow, unresponsive and faulty clients", "output-dir": "what a run writes",
 }  # fmt: skip
 
-# Other programs' names of keys, where the spelling is too different; dropout has no key.
-_ALIASES = {
-    "lr": "learning-rate", "lr-scheduler": "learning-rate-schedule", "wd": "weight-decay",
-    "bs": "batch-size", "epochs": "local-epochs", "num-epochs": "local-epochs",
-    "num-server-rounds": "num-rounds", "fraction-fit": "clients-per-round",
-    "fraction-train": "clients-per-round", "num-supernodes": "num-clients",
-    "clients": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
-    "lora-r": "lora-rank", "lora-alpha": "lora-scale", "target-modules": "targets",
-    "optimizer": "server-optimizer", "dtype": "precision", "dropout": "", "lora-dropout": "",
-}  # fmt: skip
-
-
-# Keys of earlier versions, and what replaces them; "": nothing.
-MOVED = {
-    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
-    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
-    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
-    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
-    "server-learning-rate": "server-optimizer=adam:0.01",
-    "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
-    "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
-    "max-examples": "limits=max-examples=1000", "packing": "batching=packed",
-    "quantize": "backbone-dtype=4bit",
-    "robust": "weighting=median", "calibration-steps": "init=data-aware:8", "init-scale": "",
-    "layer-form": "",
-}  # fmt: skip
-
-
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's type; raise ValueError for an unknown key or a wrong value."""
-    if name in MOVED:
-        moved = f"it is a part of another key, expected {MOVED[name]}, say; write that"
-        removed = "it is no key any more, since its value is fixed; leave it out"
-        raise ValueError(f"{name} = {value!r}: {moved if MOVED[name] else removed}")
     if name == "num-clients":
         raise ValueError(
             f"{name} = {value!r}: it is no key of the run config, since the federation sets the "
@@ -435,9 +403,8 @@ def check_key(name: str, value: Scalar) -> Scalar:
             'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
     if name not in KEYS:
-        names, meant = [*KEYS, "num-clients"], _ALIASES.get(name.lower().replace("_", "-"), name)
         raise ValueError(
-            f"unknown key {name!r}{did_you_mean(meant, names)} Expected one that "
+            f"unknown key {name!r}{did_you_mean(name, [*KEYS, 'num-clients'])} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
     value = KEYS[name].checked(name, value)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import AUTO, check_choice
-from ravan_flwr.config.keys import KEYS, MOVED, RUN, check_key
+from ravan_flwr.config.keys import KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
@@ -124,8 +124,6 @@ def _expanded(content: Any) -> Any:
 
 
 def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
-    for key in run.keys() & MOVED.keys() if isinstance(run, dict) else ():
-        check_key(key, run[key])  # raises ValueError with the new key
     run = check_fields("run.", run, set(), RUN.keys())
     settings = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | settings

@@ -170,16 +170,16 @@ def _prompt(data: Data, kind: TaskInfo) -> str:
 def _check_braces(prompt: str, roles: Sequence[str]) -> None:
     """Raise ValueError unless a prompt's braces hold columns only, and at least one."""
     try:
-        prompt.format(**dict.fromkeys(roles, ""))
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        # With a format or an attribute it is no name of a column.
+        fields = {f"{name}{form or ''}" for _, name, form, _ in Formatter().parse(prompt)
+                  if name is not None}  # fmt: skip
+    except ValueError as error:
+        fields = {str(error)}
+    if not fields or fields - set(roles):
         names = ", ".join(f"{{{role}}}" for role in roles)
         raise ValueError(
-            f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
-            f"{names} alone; write others twice"
-        ) from None
-    if not _in_braces(prompt) & set(roles):
-        raise ValueError(
-            f"data.prompt = {prompt!r}: it contains no column, expected {{{roles[0]}}} somewhere"
+            f"data.prompt = {prompt!r}: got {', '.join(sorted(fields)) or 'no column'}, expected "
+            f"braces around {names} alone, and around one at least; write others twice"
         )
 
 

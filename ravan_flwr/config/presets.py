@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravan_flwr.config.key import AUTO, did_you_mean, nearest
+from ravan_flwr.config.key import AUTO, did_you_mean
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
 
 if TYPE_CHECKING:
@@ -91,17 +91,12 @@ def new_preset_path(name: str) -> Path:
     path = Path.cwd() / "conf" / f"{name}.yaml"
     app_path = conf_folder() / f"{name}.yaml"
     for file in (path, app_path):
-        refuse_existing(name, file)
+        if file.exists():
+            raise ValueError(
+                f"NAME {name!r}: there is {file} already, and nothing is overwritten; choose "
+                "another name, or move the file away"
+            )
     return path
-
-
-def refuse_existing(name: str, path: Path) -> None:
-    """Raise ValueError if the file exists."""
-    if path.exists():
-        raise ValueError(
-            f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
-            "name, or move the file away"
-        )
 
 
 def read_preset(name: str) -> "Preset":
@@ -142,24 +137,10 @@ def chosen_model(
 ) -> ModelSpec:
     """Return the preset's model, another model of it, or any model, with the layers to adapt."""
     if name != AUTO:
-        spec = _preset_model(models or {}, name) or ModelSpec("hub", *parse_location("model", name))
+        spec = (models or {}).get(name) or ModelSpec("hub", *parse_location("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
-
-
-def _preset_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
-    """Return the preset's model with that name, hub id or folder; None if it has none."""
-    if name in models:
-        return models[name]
-    if "/" not in name and (near := nearest(name, models)) and not Path(name).is_dir():
-        raise ValueError(
-            f"model = {name!r}: did you mean {near!r}? Expected one of {', '.join(models)} of the "
-            "preset, an id of the hub such as org/name, or a folder; correct it"
-        )
-    places = {f"{model.name}@{model.revision}" if model.revision else model.name: model
-              for model in models.values()}  # fmt: skip
-    return places.get(name)
 
 
 def chosen_data(spec: DataSpec, location: str) -> DataSpec:

@@ -58,7 +58,6 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     _check_task(values, preset)
     if values["secure-aggregation"]:  # a sum of fewer clients is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
-    _check_texts(values, preset)
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
@@ -149,6 +148,11 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
                 f"{key} = {values[key]!r}: the task of {preset.path} is {name!r}, expected "
                 f"{tasks}; leave it out"
             )
+    if values["batching"] == "packed" and not TASKS[name].packs:
+        raise ValueError(
+            f"batching = 'packed': {preset.path} has task {name!r}, expected 'causal', whose texts "
+            "can share a row; leave it out"
+        )
     if TASKS[name].texts > 1 and values["privacy"] == "example":
         raise ValueError(
             f"privacy = 'example': got task {name!r}, whose examples are {TASKS[name].texts} texts "
@@ -163,21 +167,6 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
         raise ValueError(
             f"{key} = {values[key]!r}: it changes pretrained weights, but task {name!r} compares "
             f"with the pretrained network; expected {expected}; set that"
-        )
-
-
-def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
-    """Raise ValueError for a `batching` that the preset's task does not support."""
-    batching = str(values["batching"])
-    if batching != "random" and not preset.max_length:
-        raise ValueError(
-            f"batching = {batching!r}: {preset.path} has no texts, expected 'random', since all "
-            "its examples are of one size; leave it out"
-        )
-    if batching == "packed" and not TASKS[preset.task].packs:
-        raise ValueError(
-            f"batching = {batching!r}: {preset.path} has task {preset.task!r}, expected 'causal', "
-            "whose texts can share a row; leave it out"
         )
 
 

@@ -2,7 +2,7 @@
 
 import glob
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from ravan_flwr.data.hub import (
     CSV,
+    IMAGES,
     TABLES,
     as_files,
     cache_folder,
@@ -22,7 +23,7 @@ from ravan_flwr.data.hub import (
     no_bars,
     visible_files,
 )
-from ravan_flwr.data.rows import IMAGES, match_columns
+from ravan_flwr.data.rows import match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
     if not any(name in splits for name, _ in spec.tests):
         splits = _split_off_test(splits, spec, data)
-    return _with_preset_names(splits, spec, data)
+    return datasets.DatasetDict(
+        {name: by_role(split, spec, f"{data}, {name}") for name, split in splits.items()}
+    )
 
 
 def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
@@ -54,16 +57,7 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     check_encoding(examples, data)
     is_all = chosen == [*splits] and not {"train", spec.train}.isdisjoint(chosen)
     name = "all examples" if is_all else " and ".join(chosen)
-    examples = _with_preset_names(datasets.DatasetDict({name: examples}), spec, data)[name]
-    feature = examples.features.get("label")
-    whole_numbers = isinstance(feature, datasets.Value) and feature.dtype in _WHOLE_NUMBERS
-    if whole_numbers and not any(str(value) in spec.labels for value in examples["label"]):
-        log.warning(
-            "%s: its labels are numbers, taken as indices of classes: 0 is %r, 1 is %r",
-            data,
-            *spec.labels[:2],
-        )
-    return examples, name
+    return by_role(examples, spec, data), name
 
 
 def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
@@ -197,60 +191,6 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*selection]).rename_columns(renamed)
 
 
-def _with_preset_classes(
-    examples: datasets.Dataset, labels: Sequence[str], where: str
-) -> tuple[datasets.Dataset, Mapping[int, str]]:
-    """Give numbered classes the preset's names; return the examples, and the names that differed.
-
-    Nothing is renamed if the preset has all names, since labels are looked up by name. A name
-    that is in both the data and the preset must have the same number in both. `datasets` numbers
-    classes of folders in the order of their names, so these numbers carry no meaning:
-    `label_numbers` rejects unknown folder names later.
-    """
-    feature = examples.features.get("label") if labels else None
-    by_folder = examples.info.builder_name == "imagefolder"
-    if not isinstance(feature, datasets.ClassLabel) or by_folder or {*feature.names} <= {*labels}:
-        return examples, {}
-    names = dict(enumerate(feature.names))
-    if len(names) != len(labels):
-        raise ValueError(
-            f"{where}: got {len(names)} classes, {some_of(feature.names)}; expected the preset's "
-            f"{len(labels)}, {some_of(labels)}; take other data, or a preset with these labels"
-        )
-    different = {number: name for number, name in names.items() if name != labels[number]}
-    if renumbered := [name for name in different.values() if name in labels]:
-        raise ValueError(
-            f"{where}: got the classes {some_of(feature.names)}: some are unknown, and "
-            f"{some_of(renumbered)} have other numbers than in the preset; expected "
-            f"{some_of(labels)}, in this order; take other data, or a preset with these labels"
-        )
-    preset_classes = datasets.ClassLabel(names=list(labels))
-    return examples.cast_column("label", preset_classes), different
-
-
-def _with_preset_names(
-    splits: datasets.DatasetDict, spec: DataSpec, data: str
-) -> datasets.DatasetDict:
-    """Rename columns to roles, and numbered classes as in the preset; log names that differ."""
-    differing: dict[int, str] = {}
-    for name, split in splits.items():
-        where = f"{data}, {name}"
-        splits[name], different = _with_preset_classes(
-            by_role(split, spec, where), spec.labels, where
-        )
-        differing |= different
-    if differing:
-        pairs = [f"{number} {name!r}, {spec.labels[number]!r} here"
-                 for number, name in differing.items()]  # fmt: skip
-        log.warning(
-            "%s: classes are identified by their numbers, since some have other names than in the "
-            "preset: %s",
-            data,
-            some_of(pairs),
-        )
-    return splits
-
-
 def some_of(names: Sequence[object], most: int = 20) -> str:
     """Return the first `most` names or numbers as text."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
@@ -262,9 +202,8 @@ _WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
     """Return the index of each example's label in `labels`.
 
-    Texts and numbered classes are looked up by name: `load_splits` has given numbered classes the
-    preset's names. Whole numbers are looked up by name if one of them is a name in `labels`.
-    Otherwise they are the indices, and must be in range.
+    Texts and numbered classes are looked up by name, and so are whole numbers if one of them is a
+    name in `labels`. Otherwise they are the indices, and must be in range.
     """
     feature = examples.features["label"]
     if not isinstance(feature, datasets.Value | datasets.ClassLabel):
@@ -312,39 +251,33 @@ def with_labels(spec: DataSpec) -> DataSpec:
 def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
+    names: Sequence[str]
     if isinstance(feature, datasets.ClassLabel):
-        names = tuple(feature.names)
+        names = feature.names
     else:
-        names = _sorted_values(
-            (value for split in splits.values() for value in split["label"]), where
-        )
+        names = _sorted_values(splits, feature, where)
     if len(names) < 2:
         raise ValueError(
             f"{where}: got {len(names)} class{'es' * (len(names) != 1)} "
             f"({', '.join(names) or 'none'}), expected two at least; add examples of another one"
         )
-    return names
+    return tuple(names)
 
 
-def _sorted_values(values: Iterable[Any], where: str) -> tuple[str, ...]:
-    """Return the different values of a column: numbers in order of size, texts in text order."""
-    values = list(values)
-    kinds = {type(value) for value in values}
-    if None in values:
-        missing = sum(value is None for value in values)
+def _sorted_values(splits: datasets.DatasetDict, feature: Any, where: str) -> list[str]:
+    """Return the different values of the labels: numbers in order of size, texts in text order."""
+    kind = getattr(feature, "dtype", "list")
+    if kind not in ("string", "large_string", *_WHOLE_NUMBERS):
         raise ValueError(
-            f"{where}: {missing} examples have no label, expected one each; take them out"
+            f"{where}: the labels are of the type {kind}, expected texts, or whole numbers; "
+            "convert them"
         )
-    if len(kinds) > 1 or not kinds <= {str, int, bool}:
-        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(
-            f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
-            "convert them to one type"
-        )
-    classes = set(values)
+    classes = {value for split in splits.values() for value in split.unique("label")}
+    if None in classes:
+        raise ValueError(f"{where}: some examples have no label, expected one each; take them out")
     if len(classes) > MOST_CLASSES:
         raise ValueError(
             f"{where}: the label column has {len(classes):,} different values, expected classes, "
             f"{MOST_CLASSES:,} at most; name another column"
         )
-    return tuple(str(value) for value in sorted(classes))
+    return [str(value) for value in sorted(classes)]

@@ -22,7 +22,6 @@ from datasets.features.features import _visit
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -32,37 +31,24 @@ from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
-from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
 # Only an empty field of CSV counts as missing: a class may be called None, and a text NA.
 CSV = {"keep_default_na": False, "na_values": [""]}
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
 class NotAvailableError(ValueError):
     """A model or data set that is neither in the cache nor downloadable, with advice."""
 
-    def __init__(self, problem: str, advice: str) -> None:
-        self.problem = problem
-        super().__init__(f"{problem}; {advice}")
 
-
-_UNREACHABLE = (
+_REFUSED = (RepositoryNotFoundError, RevisionNotFoundError)  # the former also for gated ones
+_UNAVAILABLE = (
     LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError, httpx.HTTPError,
+    DatasetsError, FileNotFoundError, ValueError,
 )  # fmt: skip
-
-
-# The first matching class counts: GatedRepoError is a subclass of RepositoryNotFoundError.
-_REFUSALS: dict[type[Exception], str] = {
-    GatedRepoError: "the hub gives it only to those who accepted its terms; accept them on its "
-    "page, then log in with `hf auth login` or set HF_TOKEN",
-    RevisionNotFoundError: "the hub has no such revision any more; name another one, "
-    "{kind}={name}@REVISION",
-    RepositoryNotFoundError: "the hub has no such {kind}, or it is private; correct the id, or log "
-    "in with `hf auth login`",
-}
 
 
 @contextmanager
@@ -75,56 +61,40 @@ def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Ite
     try:
         with no_bars():
             yield
-    except tuple(_REFUSALS) as error:  # the hub responds, but refuses the files
-        problem = next(text for cls, text in _REFUSALS.items() if isinstance(error, cls))
+    except _REFUSED as error:
         raise ValueError(
-            f"{where}: {problem.format(kind=kind, name=name)} ({_short(error)})"
-        ) from None
-    except _UNREACHABLE as error:
-        raise NotAvailableError(
-            f"{where}: it is not in the cache, and the hub cannot be reached ({_short(error)})",
-            _advice(kind, name, revision),
+            f"{where}: the hub refuses it ({_short(error)}), expected one that is there; correct "
+            "the id or the revision, or accept its terms on its page, and log in with `hf auth "
+            "login` or set HF_TOKEN"
         ) from None
     except StopIteration:  # `datasets` raises it for JSON lines without a line
         raise ValueError(
             f"{where}: a file of it is empty, expected examples in each; fill it, or take it out"
         ) from None
-    except (DatasetsError, FileNotFoundError, ValueError) as error:
+    except _UNAVAILABLE as error:
         if "corresponds to no data" in str(error):
             raise ValueError(f"{where}: got no example, expected some; fill it") from None
-        cause = error.__cause__ or error
         if Path(name).exists():
             raise ValueError(
-                f"{where}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
-                "parquet or images, with the same columns and types in each; correct the files"
+                f"{where}: its files cannot be read ({_short(error.__cause__ or error)}), expected "
+                "CSV, JSON lines, parquet or images, with the same columns and types in each; "
+                "correct the files"
             ) from None
         if type(error) is ValueError:  # `datasets` lists what exists, such as subsets
             raise
+        options = "" if kind == "model" else " --repo-type dataset --local-dir /path"
+        at = f" --revision {revision}" if revision else ""
         raise NotAvailableError(
-            f"{where}: {_short(error)}",
-            f"{_advice(kind, name, revision)}; or correct the id or the revision, or accept its "
-            "terms, if it has any, and log in with `hf auth login`",
+            f"{where}: it is not in the cache, and cannot be downloaded ({_short(error)}); run "
+            f"`hf download {name}{options}{at}` where there is a connection, name a folder that is "
+            "here, such as /path, or correct the id or the revision"
         ) from None
 
 
-def _advice(kind: str, name: str, revision: str) -> str:
-    """Return the command that downloads a model into the cache, or data into a folder."""
-    options = "" if kind == "model" else " --repo-type dataset --local-dir /path"
-    at = f" --revision {revision}" if revision else ""
-    return (
-        f"run `hf download {name}{options}{at}` where there is a connection, or name a folder that "
-        "is here, such as /path"
-    )
-
-
-def _short(error: BaseException, most: int = 300) -> str:
-    """Return an error's type and first line, cut after a sentence if longer than `most`."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
-    if len(text) <= most:
-        return text.rstrip(".")
-    end = max(text.rfind(". ", 0, most), text.rfind("! ", 0, most))
-    return text[:end] if end > 0 else textwrap.shorten(text, most, placeholder=" ...")
+def _short(error: BaseException) -> str:
+    """Return an error's type and first line, shortened."""
+    line = next(iter(str(error).strip().splitlines()), "no reason given")
+    return textwrap.shorten(f"{type(error).__name__}: {line.rstrip('.')}", 300, placeholder=" ...")
 
 
 @contextmanager

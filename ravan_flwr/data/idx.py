@@ -27,34 +27,23 @@ _GZIPPED = b"\x1f\x8b"
 
 def is_idx(folder: Path) -> bool:
     """Return whether a folder has any of the files."""
-    return any(_file_of(folder, split, kind) for split in SPLITS for kind in DIMENSIONS)
+    return any(_file(folder, split, kind).is_file() for split in SPLITS for kind in DIMENSIONS)
 
 
 def idx_splits(folder: Path) -> datasets.DatasetDict:
     """Read `train` and `test` with the columns `image` and `label`."""
-    # A missing file is reported before any file is read.
-    files = {(split, kind): _file(folder, split, kind) for split in SPLITS for kind in DIMENSIONS}
     return datasets.DatasetDict(
-        {split: _examples(files[split, "images"], files[split, "labels"]) for split in SPLITS}
+        {
+            split: _examples(_file(folder, split, "images"), _file(folder, split, "labels"))
+            for split in SPLITS
+        }
     )
 
 
 def _file(folder: Path, split: str, kind: str) -> Path:
-    if path := _file_of(folder, split, kind):
-        return path
-    name = f"{SPLITS[split]}-{kind}-idx{DIMENSIONS[kind]}-ubyte"
-    raise ValueError(
-        f"data {folder}: it has IDX files, but neither {name} nor {name}.gz, expected images and "
-        "labels of train and t10k; add it (those of Fashion-MNIST: `apt-get install "
-        "dataset-fashion-mnist`, then data=/usr/share/datasets/fashion-mnist)"
-    )
-
-
-def _file_of(folder: Path, split: str, kind: str) -> Path | None:
-    """Find a file by its usual names, plain before gzipped; None if there is none."""
-    begin, end = f"{SPLITS[split]}-{kind}", f"idx{DIMENSIONS[kind]}-ubyte"
-    names = [f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    """Return a file's path, plain before gzipped."""
+    plain = folder / f"{SPLITS[split]}-{kind}-idx{DIMENSIONS[kind]}-ubyte"
+    return plain if plain.is_file() else plain.with_name(f"{plain.name}.gz")
 
 
 def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:
@@ -92,7 +81,7 @@ def _read(path: Path, kind: str) -> np.ndarray:
     except (OSError, EOFError, zlib.error, struct.error) as error:  # a disk error, or too short
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
-            "file, plain or gzipped; restore it"
+            "file, plain or gzipped; restore it (docs/models.md says where Fashion-MNIST is)"
         ) from None
 
 

@@ -26,6 +26,7 @@ MOST_BYTES = 2**28  # of any file other than weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 PROCESSOR = "preprocessor_config.json"  # of images
+_HOW_TO_MAKE = "save it with save_pretrained of transformers 5, or as docs/models.md says"
 
 
 def pretrained_folder(name: str) -> Path:
@@ -39,7 +40,7 @@ def model_folder(spec: ModelSpec) -> Path:
     if missing := missing_file(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
-            f"safetensors; {_how_to_make(folder)}, or choose another model"
+            f"safetensors; {_HOW_TO_MAKE}, or choose another model"
         )
     if (folder / _ADAPTER).exists():
         raise ValueError(
@@ -52,16 +53,6 @@ def model_folder(spec: ModelSpec) -> Path:
                 check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
     settings_in(folder, spec.name)
     return folder
-
-
-def _how_to_make(folder: Path) -> str:
-    if folder != pretrained_folder(folder.name):
-        return "save it with save_pretrained of transformers 5"
-    script = f"pretrain_{folder.name.replace('-', '_')}"
-    return (
-        f"make it with `python -m scripts.{script}` in a checkout of ravan-flwr, or copy the "
-        "folder from a machine that has it, as each device needs the same"
-    )
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
@@ -146,8 +137,8 @@ def _folder_of(spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path]
     if folder.is_absolute():
         raise ValueError(
             f"model {folder}: found no such folder, expected config.json and weights as "
-            f"safetensors there; {_how_to_make(folder)}, or name another one, model=/path, for a "
-            "run that has ended as model.name in its config.json"
+            f"safetensors there; {_HOW_TO_MAKE}, or name another one, model=/path, for a run that "
+            "has ended as model.name in its config.json"
         )
     options: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
     with suppress(LocalEntryNotFoundError):

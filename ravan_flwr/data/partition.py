@@ -16,13 +16,11 @@ Devices with their own examples are not partitioned.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import datasets
 import numpy as np
 
-from ravan_flwr.data.examples import SOURCES
 from ravan_flwr.seeding import derive
 from ravan_flwr.specs import DataSpec
 
@@ -43,33 +41,13 @@ def column_of(spec: DataSpec) -> str:
     return by if by in roles.values() else roles.get(by, by)
 
 
-def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
-    """Raise ValueError that lists the usable columns if the one to partition by is missing."""
-    column = column_of(spec)
-    if column in examples.column_names:
-        return
-    train = SOURCES[spec.source](spec)["train"]  # with all columns: `examples` has only used ones
-    lacks = "the task has no label" if column == "label" else "the data has no such column"
-    names = []
-    for name in train.column_names:
-        with suppress(ValueError):
-            names += [repr(name)] if values_of(train, name) else []
-    usable = ", ".join(names)
-    has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
-    raise ValueError(
-        f"partition: got the column {spec.partition_by!r}: {lacks}, expected a column of "
-        f"the data {has}; name one, as partition=dirichlet:0.3:COLUMN, or choose a partition that "
-        "reads none, such as iid"
-    )
-
-
 def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
     """Return the column's value of each example; ValueError for a missing value or a wrong type."""
     if column not in examples.column_names:
         raise ValueError(
             f"partition: got the column {column!r}: the examples have "
-            f"{examples.column_names}, expected one of them, or another column of the "
-            "data set; correct it"
+            f"{examples.column_names}, expected one of them, or another column of the data; name "
+            "one, as partition=dirichlet:0.3:COLUMN, or choose a partition that reads none: iid"
         )
     feature = examples.features[column]
     plain = isinstance(feature, datasets.Value) and not feature.dtype.endswith("binary")

@@ -10,11 +10,11 @@ import pandas as pd
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import BY_COLUMN, numbered, partition_rows, values_of
+from ravan_flwr.data.partition import BY_COLUMN, column_of, numbered, partition_rows, values_of
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import column_for, partition_of, settle, validation_size
+from ravan_flwr.training.model_and_data import partition_of, settle, validation_size
 
 ROWS = 40  # clients with a line, at most
 CLASSES = 20  # classes with a column, at most
@@ -70,7 +70,7 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     number = number_of_clients(config, num_clients)
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
-    column = column_for(config, train)
+    column = column_of(config.data)
     parts = partition_rows(train, partition_of(config, number), column)
     natural = config.partition_scheme == "natural"
     classes = _class_column(config, train, column)

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, image_of, rows_of
+from ravan_flwr.data.hub import IMAGES
+from ravan_flwr.data.rows import Row, UnreadableError, image_of, rows_of
 from ravan_flwr.files import flush
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.tasks.base import Columns

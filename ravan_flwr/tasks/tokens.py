@@ -7,6 +7,7 @@ a model that gets the prompt alone must continue with the answer.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,7 +18,6 @@ from ravan_flwr.tasks.forms import AnnotatedText
 
 log = logging.getLogger(__name__)
 
-_MOST_EXAMPLES = 5  # that are listed per problem
 _MOST_PROBLEMS = 10  # that are listed
 
 
@@ -116,19 +116,12 @@ def shortened(tokens: Tokens, most: int, overlong: str, *, learn_all: bool = Fal
 
 def report_skipped_examples(problems: Sequence[str]) -> None:
     """Log how many examples are left out, by problem; "" means none. ValueError if all are."""
-    by_kind: dict[str, list[int]] = {}
-    for number, problem in enumerate(problems, start=1):
-        if problem:
-            by_kind.setdefault(problem, []).append(number)
-    most_first = sorted(by_kind.items(), key=lambda kind: -len(kind[1]))
-    listed = []
-    for problem, numbers in most_first[:_MOST_PROBLEMS]:
-        shown = ", ".join(map(str, numbers[:_MOST_EXAMPLES])) + (
-            ", ..." if len(numbers) > _MOST_EXAMPLES else ""
-        )
-        listed.append(f"{len(numbers)}: {problem} (example {shown})")
-    reasons = "; ".join(listed) + ("; ..." if len(most_first) > _MOST_PROBLEMS else "")
-    number = sum(map(len, by_kind.values()))
+    counts = Counter(filter(None, problems))
+    reasons = "; ".join(
+        f"{count}: {problem} (example {problems.index(problem) + 1})"
+        for problem, count in counts.most_common(_MOST_PROBLEMS)
+    )
+    number = counts.total()
     if number == len(problems):
         raise ValueError(
             f"examples: none of {number} can be learned: {reasons or 'there are none'}; expected "

@@ -13,14 +13,12 @@ def number_of_clients(config: Config, num_clients: int | None = None) -> int:
     if config.partition_scheme == "natural":
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
         from ravan_flwr.data.partition import (  # noqa: PLC0415
-            check_column,
             check_natural,
             column_of,
             values_of,
         )
 
         train, column = load_splits(config.data)["train"], column_of(config.data)
-        check_column(config.data, train)
         num_values = len(set(values_of(train, column)))
         check_natural(num_values, num_values if number is None else number, column)
         number = num_values

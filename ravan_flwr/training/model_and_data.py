@@ -21,9 +21,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.examples import device_examples, load_splits, some_of, with_labels
 from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.partition import (
-    BY_COLUMN,
     Partition,
-    check_column,
     column_of,
     partition_rows,
     values_of,
@@ -93,13 +91,6 @@ def partition_of(config: Config, number: int) -> Partition:
     parts = config.parts("partition")
     amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
     return Partition(config.partition_scheme, amount, number, config.seed)
-
-
-def column_for(config: Config, train: datasets.Dataset) -> str:
-    """Return the column by which clients differ; ValueError if the data lacks a needed one."""
-    if config.partition_scheme in BY_COLUMN:
-        check_column(config.data, train)
-    return column_of(config.data)
 
 
 def validation_size(config: Config, number: int) -> int:
@@ -195,7 +186,7 @@ class ModelAndData:
         """Return the rows of each of `number` clients."""
         config = self.config
         if len(self._rows) != number:
-            column = column_for(config, self._train)
+            column = column_of(config.data)
             if config.partition_scheme == "natural":
                 self._check_users(column)
             self._rows = partition_rows(self._train, partition_of(config, number), column)

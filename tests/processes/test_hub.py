@@ -149,9 +149,9 @@ def simulate_words(folder, model):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("org/gated", "the hub gives it only to those who accepted its terms; accept them on its"),
-        ("org/nobody", "the hub has no such model, or it is private; correct the id, or log in"),
-        ("org/gone@abc", "model org/gone at revision abc: the hub has no such revision any more"),
+        ("org/gated", "model org/gated: the hub refuses it (GatedRepoError"),
+        ("org/nobody", "or accept its terms on its page, and log in with `hf auth login`"),
+        ("org/gone@abc", "model org/gone at revision abc: the hub refuses it (RevisionNotFound"),
     ],
 )
 def test_the_hubs_error_is_reported(run, hub, model, expected, tmp_path):
@@ -169,10 +169,8 @@ def test_without_a_connection_a_model_outside_the_cache_is_an_error(run, offline
         None, tmp_path / "home", *simulate_words(tmp_path / "data", "org/bert"), offline=offline
     )
     assert ended.returncode == 2
-    assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
-    assert (
-        "run `hf download org/bert` where there is a connection, or name a folder" in ended.stderr
-    )
+    assert "model org/bert: it is not in the cache, and cannot be downloaded" in ended.stderr
+    assert "run `hf download org/bert` where there is a connection, name a folder" in ended.stderr
 
 
 def test_a_downloaded_model_needs_no_connection(run, hub, tmp_path):
@@ -314,12 +312,7 @@ def test_every_connection_error_gives_the_same_message(error):
         raise error
 
 
-def test_long_reasons_are_cut_at_a_sentence_or_a_word():
-    sentence = "The library explains itself at length, and one more time, to be sure of it. "
-    with pytest.raises(NotAvailableError) as caught, hub_errors("data", "org/x"):
-        raise FileNotFoundError(sentence * 9)
-    assert "FileNotFoundError: The library explains itself" in str(caught.value)
-    assert "to be sure of it; run `hf download org/x --repo-type dataset" in str(caught.value)
+def test_long_reasons_are_cut_at_a_word():
     with pytest.raises(NotAvailableError) as caught, hub_errors("data", "org/x"):
         raise FileNotFoundError("word " * 900)
-    assert "word ...; run `hf download org/x --repo-type dataset" in str(caught.value)
+    assert "word ...); run `hf download org/x --repo-type dataset" in str(caught.value)

@@ -28,7 +28,6 @@ from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.data.examples import device_examples, load_splits, other_examples
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
-from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.reports.prediction import new_table
 from ravan_flwr.reports.run_view import RunSnapshot, version_of
@@ -195,13 +194,13 @@ SIXTIES = "a: 1" + ":30" * 130_000  # 400 kB: 6 s; the time is the square of its
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ALIASES, "line .*: its aliases make it larger than 1,048,576 characters"),
-        (MERGES, "line .*: its aliases make it larger than"),
-        ("a: &a [*a]", "its aliases make it larger than"),
-        (f"a: &a {'x' * 600_000}\nb: [*a, *a]", "its aliases make it larger than"),
-        (SIXTIES, "line 1, column 4: a number of 390,001 characters"),
-        ("a: !!float " + SIXTIES[3:], "a number of 390,001 characters"),
-        ("a: 1" + "0" * 5000, "a number of 5,001 characters"),
+        (ALIASES, "line .*: it has an alias; write the value out"),
+        (MERGES, "line .*: it has an alias"),
+        ("a: &a [*a]", "it has an alias"),
+        (f"a: &a {'x' * 600_000}\nb: [*a, *a]", "it has an alias"),
+        (SIXTIES, "line 1, column 4: '1:30:.*' is no int"),
+        ("a: !!float " + SIXTIES[3:], "is no float"),
+        ("a: 1" + "0" * 5000, "is no int"),
         ("a: 'x" + "x" * 2**20, "has 1,048,581 bytes, expected 1,048,576 at most"),
     ],
 )
@@ -212,13 +211,6 @@ def test_a_yaml_file_that_expands_is_refused(text, message, tmp_path):
     with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         read_yaml(path)
     assert time.process_time() - start < 3
-
-
-def test_yaml_with_a_few_aliases_is_read(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: &a {x: 1:30, y: &y [1.5, z]}\nb: {<<: *a, v: *y}\nc: [*a, *a]")
-    mapping = {"x": 90, "y": [1.5, "z"]}
-    assert read_yaml(path) == {"a": mapping, "b": mapping | {"v": [1.5, "z"]}, "c": [mapping] * 2}
 
 
 UNPACKED = 17  # MiB, in these tests one more than a small file may unpack to
@@ -283,7 +275,7 @@ def test_a_file_that_expands_too_much_is_not_unpacked(kind, make, tmp_path, monk
         lambda: load_splits(spec),
         lambda: other_examples(spec),
         lambda: other_examples(of_file),
-        lambda: summarise_data(str(folder), "", NamedColumns("", "", "", "")),
+        lambda: summarise_data(str(folder), "", {}),
     ):
         with pytest.raises(ValueError, match=message):
             read()
@@ -314,15 +306,14 @@ def test_a_file_that_unpacks_to_a_few_times_its_size_is_read(tmp_path):
         check_unpacked(tmp_path, LARGE // 50, LARGE + 1)
 
 
-def test_an_endless_line_is_not_read_completely(tmp_path):
+def test_an_endless_line_is_not_read(tmp_path):
     """A sparse file uses no disk space, and would fill the memory."""
     for name, begin in (("a.csv", b"text\n"), ("a.jsonl", b"{}\n")):
         with (tmp_path / name).open("wb") as file:
             file.write(begin)
             file.truncate(2**40)
-        rows = rows_of(tmp_path / name, {"text": "text"})
-        with pytest.raises(ValueError, match=f"{name}.*a line of 16,777,216 characters or more"):
-            list(rows)
+        with pytest.raises(ValueError, match=f"{name}.*expected 68,719,476,736 at most"):
+            rows_of(tmp_path / name, {"text": "text"})
 
 
 @pytest.fixture(params=["pipe", "zero"])

@@ -113,13 +113,13 @@ def home(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_without_the_folder_the_error_has_the_command(has_folder):
+def test_without_the_folder_the_error_names_the_page(has_folder):
     config = read_config({"preset": "fashion-vit"})
     assert config.model.name == str(pretrained_folder("fashion-vit"))
-    message = "found no such folder.*python -m scripts.pretrain_fashion_vit`.*copy the folder"
+    message = "found no such folder.*as docs/models.md says"
     if has_folder:  # an interrupted training
         pretrained_folder("fashion-vit").mkdir(parents=True)
-        message = "has no config.json.*python -m scripts.pretrain_fashion_vit`"
+        message = "has no config.json.*as docs/models.md says"
     with pytest.raises(ValueError, match=message):
         model_folder(config.model)
 

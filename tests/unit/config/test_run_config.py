@@ -13,7 +13,6 @@ from ravan_flwr.config.keys import (
     FREE_ON_RESUME,
     KEYS,
     LIMITS,
-    MOVED,
     NOT_OF_RESULT,
     RUN,
     read_settings,
@@ -61,7 +60,7 @@ def test_a_key_may_be_given_once_on_a_command_line():
 def test_the_reference_lists_all_current_keys():
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert list_keys.tables() in page, "python -m scripts.list_keys --write"
-    assert all(f"| `{key}` | " in page for key in [*KEYS, *MOVED])
+    assert all(f"| `{key}` | " in page for key in KEYS)
 
 
 def test_pyproject_has_the_keys_and_the_defaults():
@@ -372,19 +371,6 @@ def test_a_setting_with_several_parts_is_parsed(setting, read):
 def test_a_wrong_part_is_named(setting, message):
     with pytest.raises(ValueError, match=message):
         read_config(setting)
-
-
-@pytest.mark.parametrize("key", MOVED)
-def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
-    message = "it is a part of another key, expected " if MOVED[key] else "it is no key any more"
-    with pytest.raises(ValueError, match=f"{key} = 1: {message}"):
-        read_config({key: 1})
-    assert key not in KEYS
-    if MOVED[key]:
-        old_settings, _ = read_settings(
-            ["preset=code", "learning-rate=0.1", "clients-per-round=3", MOVED[key]]
-        )
-        assert read_config(old_settings)
 
 
 def test_keys_of_several_parts_have_the_expected_fields():

@@ -84,28 +84,16 @@ def test_a_typing_error_is_reported_once(words, message, capsys):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lr", "learning-rate"),
-        ("LR", "learning-rate"),
         ("rate", "learning-rate"),
         ("learning_rate", "learning-rate"),
-        ("num_epochs", "local-epochs"),
         ("rounds", "num-rounds"),
         ("steps", "local-steps"),
-        ("alpha", "partition"),
-        ("clients", "num-clients"),
-        ("target_modules", "targets"),
     ],
 )
-def test_names_of_other_programs_suggest_the_key(typed, meant, capsys):
+def test_a_part_of_a_name_suggests_the_key(typed, meant, capsys):
     with pytest.raises(SystemExit):
         main(["simulate", f"{typed}=1"])
     assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
-
-
-def test_an_unsupported_key_has_no_suggestion(capsys):
-    with pytest.raises(SystemExit):
-        main(["simulate", "lora-dropout=0.05"])
-    assert "unknown key 'lora-dropout'. Expected one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine", ["process", "flower"])

@@ -16,8 +16,6 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import idx
 from ravan_flwr.data.examples import label_numbers, load_splits, other_examples
 from ravan_flwr.data.idx import idx_splits, is_idx
-from ravan_flwr.preset_wizard.columns import NamedColumns
-from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import Predicts, task_with
 from ravan_flwr.tasks.vision import Vision
@@ -92,8 +90,8 @@ def test_plain_and_gzipped_files_are_read_under_any_extension(folder):
     subprocess.run(["gzip", *folder.iterdir()], check=True)
     assert {path.suffix for path in folder.iterdir()} == {".gz"}
     same(encoded(load_splits(spec_of(folder))), images, labels)
-    for path in folder.iterdir():  # names that some tools give them
-        path.rename(path.with_name(path.name.removesuffix(".gz").replace("-idx", ".idx")))
+    for path in folder.iterdir():  # some tools leave the name of an unpacked file
+        path.rename(path.with_suffix(""))
     same(encoded(load_splits(spec_of(folder))), images, labels)
 
 
@@ -130,11 +128,6 @@ def test_an_evaluation_reads_the_test_files(folder):
     examples, split = other_examples(spec_of(folder))
     assert split == "test"
     assert len(examples) == 10
-
-
-def test_the_preset_wizard_refuses_idx_files(folder):
-    with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
-        summarise_data(str(folder), "", NamedColumns())
 
 
 IMAGES = digits(40)[0]
@@ -193,9 +186,9 @@ def test_a_header_that_declares_too_much_is_refused_before_reading(folder, monke
 
 
 @pytest.mark.parametrize("name", [TRAIN, LABELS, "t10k-images-idx3-ubyte"])
-def test_a_missing_file_is_reported_with_the_package_to_install(name, folder):
+def test_a_missing_file_is_reported(name, folder):
     (folder / name).unlink()
-    error = f"data {folder}: .* neither {name} nor {name}.gz.*apt-get install dataset-fashion-mnist"
+    error = rf"data {folder}/{name}.gz: it cannot be read \(FileNotFoundError"
     with pytest.raises(ValueError, match=error):
         load_splits(spec_of(folder))
 

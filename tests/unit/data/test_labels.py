@@ -126,8 +126,11 @@ def test_an_existing_test_split_is_used(folder):
     [
         ([("a", "x")] * 9, r"got 1 class \(x\), expected two at least"),
         ([("a", "x"), ("b", "y")], "of its 2 examples none can be taken for it"),
-        ([("a", "x")] * 9 + [("b", None)] * 9, "9 examples have no label"),
-        ([("a", 0.5)] * 9 + [("b", 1.5)] * 9, "labels are of the types float, expected texts"),
+        ([("a", "x")] * 9 + [("b", None)] * 9, "some examples have no label"),
+        (
+            [("a", 0.5)] * 9 + [("b", 1.5)] * 9,
+            "labels are of the type float64, expected texts",
+        ),
         ([(f"{n}", f"{n % 10_001}") for n in range(30_003)], "10,001 different values, expected"),
     ],
 )

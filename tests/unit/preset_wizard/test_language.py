@@ -1,6 +1,7 @@
 """The preset wizard for language models: columns, prompts, chat templates, and errors."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.preset_wizard.columns import ALPACA, NamedColumns, find_columns
 from ravan_flwr.preset_wizard.create import new_preset
+from ravan_flwr.preset_wizard.data_summary import find_columns
 from ravan_flwr.training.model_and_data import get_model_and_data
 from testing.tiny import save_speaker, texts
 
@@ -22,67 +23,31 @@ TEXTS = ["kane lora", "mivi tuso"]
     ("columns", "expected"),
     [
         (MESSAGES, {"messages": "messages"}),
-        ({"id": [1, 2], "chat": [TALK, TALK]}, {"messages": "chat"}),
         ({"prompt": TEXTS, "completion": TEXTS}, {"prompt": "prompt", "completion": "completion"}),
-        ({"question": TEXTS, "answer": TEXTS}, {"prompt": "question", "completion": "answer"}),
-        (
-            {"instruction": TEXTS, "input": TEXTS, "output": TEXTS, "text": TEXTS},
-            {"instruction": "instruction", "input": "input", "completion": "output"},
-        ),
-        (
-            {"instruction": TEXTS, "response": TEXTS},
-            {"instruction": "instruction", "completion": "response"},
-        ),
         (
             {"prompt": TEXTS, "chosen": TEXTS, "rejected": TEXTS, "score": [1.0, 2.0]},
             {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
         ),
         (
-            {"question": [TALK[:1]] * 2, "chosen": [TALK[1:]] * 2, "rejected": [TALK[1:]] * 2},
-            {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+            {"prompt": [TALK[:1]] * 2, "chosen": [TALK[1:]] * 2, "rejected": [TALK[1:]] * 2},
+            {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
         ),
         (  # as in UltraFeedback
-            {"prompt": TEXTS, "chosen": [TALK] * 2, "rejected": [TALK] * 2, **MESSAGES},
+            {"prompt": TEXTS, "chosen": [TALK] * 2, "rejected": [TALK] * 2},
             {"chosen": "chosen", "rejected": "rejected"},
         ),
     ],
 )
 def test_columns_of_language_models_are_recognised(columns, expected):
-    assert find_columns(datasets.Dataset.from_dict(columns), NamedColumns(), "here") == expected
+    assert find_columns(datasets.Dataset.from_dict(columns), {}, "here") == expected
 
 
-def test_conversations_with_other_keys_are_reported():
-    """Keys as in ShareGPT."""
-    talks = [[{"from": "human", "value": "ka"}, {"from": "gpt", "value": "ne"}]] * 2
-    with pytest.raises(ValueError, match="'conversations' has conversations of `from` and `value`"):
-        find_columns(datasets.Dataset.from_dict({"conversations": talks}), NamedColumns(), "here")
-
-
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        (TALK[0], "another content, at least in some row"),  # one message instead of a list
-        (["ka", "ne"], "another content, at least in some row"),
-        (json.dumps(TALK), "JSON in quotes"),
-    ],
-)
-def test_a_column_without_conversations_is_reported(value, got):
-    examples = datasets.Dataset.from_dict({"messages": [value] * 2})
-    with pytest.raises(ValueError, match=f"'messages' has {got}.*expected a list of messages"):
-        find_columns(examples, NamedColumns(), "here")
-
-
-def test_columns_of_classification_are_still_recognised():
+def test_columns_of_classification_are_recognised():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
-    found = find_columns(datasets.Dataset.from_dict(pairs), NamedColumns(text="question"), "here")
+    found = find_columns(datasets.Dataset.from_dict(pairs), {"text": "question"}, "here")
     assert found == {"text": "question", "label": "label"}
     few = {"text": texts(20), "label": ["a", "b"] * 10}
-    assert find_columns(datasets.Dataset.from_dict(few), NamedColumns(), "here")["label"] == "label"
-    spoken = {"dialogue": texts(20), "label": ["a", "b"] * 10}
-    assert (
-        find_columns(datasets.Dataset.from_dict(spoken), NamedColumns(), "here")["text"]
-        == "dialogue"
-    )
+    assert find_columns(datasets.Dataset.from_dict(few), {}, "here")["label"] == "label"
 
 
 def preset_from(tmp_path, monkeypatch, rows):
@@ -118,12 +83,6 @@ def test_preferences_give_a_preset(tmp_path, monkeypatch):
     assert longest <= config.max_length < longest + 8
 
 
-def test_preferences_without_a_prompt_are_reported():
-    columns = datasets.Dataset.from_dict({"chosen": TEXTS, "rejected": TEXTS})
-    with pytest.raises(ValueError, match="have only answers, and there is no column prompt"):
-        find_columns(columns, NamedColumns(), "here")
-
-
 def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     """The file is the test's own; the examples are written by it."""
     template = "{% for one in messages %}<{{ one.role }}> {{ one.content }}\n{% endfor %}"
@@ -141,15 +100,7 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
     with pytest.raises(SystemExit):
         main(["new", "other", *words])
-    assert "has no column of conversations, which it writes" in capsys.readouterr().err
-
-
-def test_alpaca_gives_a_preset_with_both_prompts(tmp_path, monkeypatch):
-    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
-    rows = [{"instruction": "ka", "input": "", "output": text} for text in texts(60)]
-    _, config = preset_from(tmp_path, monkeypatch, rows)
-    assert config.data.prompts == ALPACA
-    assert config.data.column("completion") == "output"
+    assert "it writes the column messages, which data.columns has not" in capsys.readouterr().err
 
 
 def test_a_model_without_a_chat_template_is_refused_with_advice(tmp_path, monkeypatch):
@@ -167,18 +118,16 @@ def test_a_model_without_a_chat_template_is_refused_with_advice(tmp_path, monkey
 )
 def test_a_template_without_a_trainable_answer_is_refused(tmp_path, monkeypatch, template, why):
     save_speaker("qwen2", tmp_path / "model", texts(9), template=template)
-    with pytest.raises(ValueError, match=rf"none of the \d+ examples .* can be learned: .*{why}"):
+    with pytest.raises(ValueError, match=rf"none of \d+ can be learned: .*{why}"):
         preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
     assert not (tmp_path / "conf").exists()
 
 
-def test_examples_without_a_trainable_answer_are_counted(tmp_path, monkeypatch):
+def test_examples_without_a_trainable_answer_are_counted(tmp_path, monkeypatch, caplog):
     save_speaker("qwen2", tmp_path / "model", texts(9))
     rows = [{"messages": TALK}] * 40 + [{"messages": TALK[:1]}] * 20
-    output, _ = preset_from(tmp_path, monkeypatch, rows)
-    assert (
-        "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in output
-    )
+    preset_from(tmp_path, monkeypatch, rows)
+    assert re.search(r"16 of 48 are left out: 16: its conversation has no", caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -193,11 +142,3 @@ def test_files_without_texts_are_reported(content, message, tmp_path):
     (tmp_path / "train.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}.*{message}"):
         list(new_preset("mine", str(tmp_path), str(tmp_path / "model")))
-
-
-def test_a_missing_folder_is_reported_without_advice_to_download(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"an existing folder.*correct --data no/such") as message:
-        list(new_preset("mine", "no/such", "no/model"))
-    assert "hf download" not in str(message.value)
