@@ -9,11 +9,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
@@ -27,7 +28,7 @@ from ravan_flwr.runs.directory import (
     write_error_message,
 )
 from ravan_flwr.runs.lock import locked
-from ravan_flwr.runs.record import Metrics, Summary
+from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
@@ -194,7 +195,13 @@ def _run_rounds(
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(user_callbacks)
         strategy.callbacks.on_run_begin()
-        strategy.start(grid, _evaluation_of(loaded, config, directory, recorder))
+        strategy.start(
+            grid,
+            to_record(start.state),
+            config.num_rounds,
+            config.round_timeout,
+            evaluate_fn=_evaluation_of(loaded, config, directory, recorder),
+        )
     recorder.drop_later_rounds()  # not done yet if no further round was run
     summary = summary_of(loaded, config, strategy.records, len(strategy.registry.clients))
     if strategy.privacy is not None:
@@ -209,14 +216,14 @@ def _run_rounds(
 
 def _evaluation_of(
     loaded: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
-) -> Callable[[int, Tensors], Metrics] | None:
+) -> Callable[[int, ArrayRecord], MetricRecord] | None:
     """Return a function that evaluates a state on the server; None if clients evaluate."""
     if config.evaluate_on != "server":
         return None
 
-    def evaluate_state(number: int, state: Tensors) -> Metrics:
+    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if loaded.task.classifies else None
-        with loaded.model.holding(state):
+        with loaded.model.holding(from_record(arrays)):
             measured = loaded.evaluate(tally)
         for name, value in measured.items():
             if not math.isfinite(value):
@@ -228,7 +235,7 @@ def _evaluation_of(
         recorder.tally = tally
         if tally is not None:
             write_classes(directory, number, tally, loaded.task.data.labels)
-        return dict(measured)
+        return MetricRecord(dict(measured))
 
     return evaluate_state
 

@@ -162,8 +162,14 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings)
     config = read_config(settings_from(settings))
     strategy = strategy_of(nodes, config, callbacks=[notes])
     strategy.registry.owners.update(owners or {})
-    strategy.start(nodes, evaluate_fn)
+    strategy.start(
+        nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
+    )
     return notes, strategy, strategy.state.tensors
+
+
+def initial(nodes):
+    return to_record(nodes.method.initial_state(nodes.adapters))
 
 
 @pytest.fixture(autouse=True)

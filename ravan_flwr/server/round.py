@@ -55,18 +55,29 @@ class Round:
         self._broadcasts: dict[float, ArrayRecord] = {}
         self.kind = kind(self)
 
-    def train(self, grid: Grid) -> None:
-        """Draw clients, accumulate their updates, and compute the next state.
-
-        Ask further clients if too few replies are valid: a node's failure loses its reply, but not
-        the run while other clients can be asked. Raise RuntimeError if too few are valid then. If
-        the new state is refused, the old one stays and the reason is logged.
-        """
+    def messages(self, grid: Grid) -> list[Message]:
+        """Draw the clients that train, and return a message for each."""
         self.grid = grid
-        messages = self.write(self.kind.prepare(self.kind.draw(grid)))
-        self._take(self.kind.replies(messages))
+        return self.write(self.kind.prepare(self.kind.draw(grid)))
+
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
+        """Send the messages and yield the replies; ask further clients if too few are valid.
+
+        A node's failure loses its reply, but not the run while other clients can be asked.
+        """
+        yield from self.kind.replies(messages)
         while extra := self._more_messages():
-            self._take(self.send(extra, training=True))
+            yield from self.send(extra, training=True)
+
+    def take(self, replies: Iterable[Message]) -> None:
+        """Check the replies to training, and accumulate the updates."""
+        self.collector.take(replies, self.kind.check, self.kind.accumulate)
+
+    def close(self) -> None:
+        """Compute the next state; raise RuntimeError if too few replies are valid.
+
+        If the new state is refused, the old one stays and the reason is logged.
+        """
         if not self.kind.has_enough:
             raise RuntimeError(self.round_log.too_few_replies_message(self.least))
         try:
@@ -79,10 +90,6 @@ class Round:
                 "round %d has no effect, the state stays as it was: %s; the record lists clients",
                 self.number, error,
             )  # fmt: skip
-
-    def _take(self, replies: Iterable[Message]) -> None:
-        """Check the replies to training, and accumulate the updates."""
-        self.collector.take(replies, self.kind.check, self.kind.accumulate)
 
     def _more_messages(self) -> list[Message]:
         """Return messages to further clients if too few replied; none if all clients were asked.
@@ -135,23 +142,28 @@ class Round:
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def evaluate(self) -> Metrics | None:
-        """Return the mean metrics of all clients that are not skipped; None without valid replies.
-
-        The mean is weighted by the clients' numbers of examples or other units.
-        """
-        run, kind, measures = self.run, MessageType.EVALUATE, self.run.loaded.task.measures
-        arrays, answers = self._encoded(run.state.tensors), dict[int, Evaluated]()
-        clients = run.registry.without_skipped(run.registry.present(self.grid), kind, self.number)
-        messages = [
+    def evaluation_messages(self, grid: Grid) -> list[Message]:
+        """Return a message to evaluate the state for each client that is not skipped."""
+        run, kind = self.run, MessageType.EVALUATE
+        arrays = self._encoded(run.state.tensors)
+        clients = run.registry.without_skipped(run.registry.present(grid), kind, self.number)
+        return [
             run.message_builder.message(client, kind, self.number, arrays, {}) for client in clients
         ]
+
+    def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
+        """Return the clients' mean metrics, weighted by their numbers of examples or other units.
+
+        Return None if no reply is valid.
+        """
+        run, measures = self.run, self.run.loaded.task.measures
+        answers: dict[int, Evaluated] = {}
 
         def check(message: Message, client: RegisteredClient) -> tuple[int, Evaluated]:
             most = most_validation_size(run.registry.examples(client), run.config.validation_share)
             return client.partition_id, read_evaluated(message, self.number, measures, most)
 
-        self.collector.take(self.send(messages), check, lambda answer: answers.update([answer]))
+        self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]

@@ -1,17 +1,20 @@
 """Run rounds of federated tuning: sample clients, send messages, sum updates, evaluate, record.
 
-This is no `Strategy` of Flower, whose loop is fixed, buffers all replies and has no checkpoints.
-Here replies are processed as they arrive (round.py). The method defines what differs between
-methods. A round with fewer valid replies than `min-replies` stops the run.
+Flower's `Strategy.start` has a fixed loop, buffers all replies and has no checkpoints, so `start`
+is overridden. Replies are processed as they arrive (round.py). The method defines what differs
+between methods. A round with fewer valid replies than `min-replies` stops the run.
 """
 
 from collections.abc import Callable, Iterable
 from logging import getLogger
+from typing import cast
 
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import from_record
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.runs.callback import Callbacks
@@ -36,7 +39,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 log = getLogger(__name__)
 
 
-class FederatedTuning:
+class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
     Args:
@@ -82,25 +85,37 @@ class FederatedTuning:
         return self.config.local_steps or self.config.steps_of(self.registry.examples(client))
 
     def start(
-        self, grid: Grid, evaluate: Callable[[int, Tensors], Metrics | None] | None = None
-    ) -> None:
-        """Run the rounds. `evaluate` evaluates a state on the server; without it clients do."""
-        num_rounds = self.config.num_rounds
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds; the result has the arrays of the last one.
+
+        `num_rounds` and `timeout` come from the configuration. `evaluate_fn` evaluates a state on
+        the server. Without it clients evaluate.
+        """
         if not in_process(grid):
             install_object_check()
-            retry_failed_calls(grid, self.config.round_timeout)
+            retry_failed_calls(grid, timeout)
         self.clock = clock_of(grid)
         self._began = self.clock.now - self._resume_point.time
+        result, arrays = Result(), initial_arrays
+        self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.status.begin("recruiting", self._resume_point.first - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
         self.registry.restore(self._resume_point.memory)
-        self._log_summary()
+        self.summary()
         if self.privacy is not None:
             self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method has a calibration and the run is new. This is round 0.
         if self.method.calibration is not None and self.message_builder.fixed is None:
-            self._train(0, grid)
+            arrays, _ = self._train(0, arrays, grid)
             assert self.message_builder.fixed is not None  # set by the round
             self.state.derived = self.loaded.model.load_fixed(
                 from_record(self.message_builder.fixed)
@@ -113,25 +128,28 @@ class FederatedTuning:
             last = number == num_rounds or exceeds_max_bytes(self.config, self.records, 2)
             last = last or (self.privacy is not None and self.privacy.is_last)
             # 3. Choose clients, send messages, take the replies, close: the next state.
-            self._train(number, grid)
+            arrays, train_metrics = self._train(number, arrays, grid)
+            result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
             last = last or 0 < self.config.until_time <= self.time
             # 4. Evaluate, every few rounds and at the end.
-            metrics: Metrics | None = None
+            metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
                 with self.round.round_log.timed("evaluate"):
-                    if evaluate is None:
-                        metrics = self.round.evaluate()
+                    if evaluate_fn is None:
+                        messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
+                        metrics = self.aggregate_evaluate(number, self.round.send(messages))
                     else:
                         self.status.begin("evaluating", number)
-                        metrics = evaluate(number, self.state.tensors)
+                        metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
             self._record(metrics)
             # 6. Recruit nodes that have connected meanwhile, for the next round.
             if number < num_rounds:
                 self.registry.gather(grid)
+        return result
 
-    def _log_summary(self) -> None:
+    def summary(self) -> None:
         """Log the method, its number of trained parameters, and the clients of a round."""
         steps = sorted(map(self.steps, self.registry.clients.values())) or [0]
         low, high = steps[0], steps[-1]
@@ -155,20 +173,55 @@ class FederatedTuning:
                 self.config.secure_minimum,
             )
 
-    def _train(self, number: int, grid: Grid) -> None:
+    def _train(
+        self, number: int, arrays: ArrayRecord, grid: Grid
+    ) -> tuple[ArrayRecord, MetricRecord]:
         """Run a round as soon as enough clients are connected."""
         self.round = self.open_round(number)
         self.sampler.wait(grid, self.round.round_log)
         with self.round.round_log.timed("train"):
-            self.round.train(grid)
+            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
+            return self.aggregate_train(number, self.round.replies(messages))
 
-    def _record(self, metrics: Metrics | None = None) -> None:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients that train; return a message with the broadcast for each."""
+        return self.round.messages(grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Accumulate the updates, head by head if there are heads; return state and mean loss.
+
+        Raise RuntimeError if too few replies are valid.
+        """
+        self.round.take(replies)
+        self.round.close()
+        loss = self.round.round_log.train_loss
+        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Return a message for each client that asks it to evaluate the state."""
+        return self.round.evaluation_messages(grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean over the clients' validation splits; None if no reply is valid."""
+        means = self.round.evaluated(replies)
+        return None if means is None else MetricRecord(dict(means))
+
+    def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""
         if not simulating(self.round.grid):
             nodes = self.registry.clients.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
-        record = self.round.round_log.record(metrics or {}, self.time)
+        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
         if reached(self.config, self.loaded.task.metric, [record]):
             record["reached"] = self.config.until_metric
         self.records.append(record)

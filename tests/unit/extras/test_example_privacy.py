@@ -11,6 +11,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import example_privacy
 from ravan_flwr.extras.example_privacy import ExampleBudget
+from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
@@ -21,6 +22,7 @@ from tests.hand_made import (
     Nodes,
     Notes,
     fake_clock,
+    initial,
     settings_from,
     strategy_of,
 )
@@ -84,8 +86,10 @@ def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
 
     budget = ExampleBudget(config, write or note, before)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
-    strategy.start(nodes, lambda *_: None)
-    return notes, budget, files, strategy.state.tensors
+    result = strategy.start(
+        nodes, initial(nodes), num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None
+    )
+    return notes, budget, files, from_record(result.arrays)
 
 
 def epsilon(examples, rounds, z=2.0):

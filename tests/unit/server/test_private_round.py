@@ -10,6 +10,7 @@ import torch
 from flwr.app import Error, Message
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of
@@ -17,7 +18,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
-from tests.hand_made import ROUND, Nodes, Notes, Unresponsive, fake_clock, strategy_of
+from tests.hand_made import ROUND, Nodes, Notes, Unresponsive, fake_clock, initial, strategy_of
 from tests.methods import build
 
 __all__ = ["fake_clock"]
@@ -35,10 +36,12 @@ def run_rounds(nodes, rounds=2, memory=None, before=None, timeout=5.0, **setting
         config, lambda account: files.append((len(notes.states), account)), before
     )
     strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
-    strategy.start(nodes, lambda *_: None)
-    assert all("train-loss" not in record for record in notes.records)
+    result = strategy.start(
+        nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
+    )
+    assert all(dict(account) == {} for account in result.train_metrics_clientapp.values())
     notes.memory = strategy.memory
-    return notes, budget, files, strategy.state.tensors
+    return notes, budget, files, from_record(result.arrays)
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_the_account_is_on_disk_before_each_release():
 
 def test_an_account_that_cannot_be_written_releases_nothing():
     nodes = Nodes()
-    config = read_config({"privacy": "client", "noise-multiplier": 1.0, "num-rounds": 1})
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
 
     def full(_):
         raise OSError(28, "no space")
@@ -73,7 +76,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     budget = ClientBudget(config, full)
     strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
     with pytest.raises(OSError, match="no space"):
-        strategy.start(nodes)
+        strategy.start(nodes, initial(nodes), num_rounds=1)
     assert not notes.states
     assert not strategy.state.tensors["H"].any()
 
