@@ -12,6 +12,7 @@ from typing import Any, cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -53,7 +54,6 @@ from ravan_flwr.server.user_messages import (
     check_simulation,
     report_default_learning_rate,
     report_result,
-    report_settings_without_effect,
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
 from ravan_flwr.specs import RESULT_FOLDERS
@@ -134,7 +134,8 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
-        report_settings_without_effect(context.run_config, config, grid)
+        for message in without_effect(context.run_config):
+            log.warning("%s", message)
         with _recording_failure(directory):
             directory.write_settings(context.run_config)
             directory.write_config(config)
