@@ -23,7 +23,6 @@ from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import Kind
@@ -74,8 +73,7 @@ class ExampleBudget(PrivacyBudget):
         least, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.ends_after(0) and not self.counts:
-            where = f"at {self.config.min_replies} clients"
-            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)), where)
+            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)))
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
@@ -143,13 +141,6 @@ class ExampleBudget(PrivacyBudget):
         if not clients or (rounds and self.config.clients_per_round < len(clients)):
             return False
         return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
-
-    def stop_reason(self, number: int) -> str:
-        needed = count(self.config.min_replies, "client")
-        return (
-            f"epsilon: round {number} needs {needed} with room for it, and fewer have any; the run "
-            "ends here"
-        )
 
     def _after(self, client: RegisteredClient, further: int) -> TimesAsked:
         before = self.counts.get(client.partition_id, NEVER)

@@ -137,10 +137,6 @@ class PrivacyBudget(ABC):
     def ends_after(self, rounds: int) -> bool:
         """Return whether no round is within the limit after `rounds` further rounds."""
 
-    @abstractmethod
-    def stop_reason(self, number: int) -> str:
-        """Return why the run stops before a round of that number."""
-
     def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (`ExampleBudget` needs none)
         """Restore values from a resumed run's checkpoint."""
 
@@ -177,11 +173,11 @@ class PrivacyBudget(ABC):
                 *(self.delta, subject, 1 / number),
             )
 
-    def epsilon_too_small(self, takes: float, where: str) -> ValueError:
+    def epsilon_too_small(self, takes: float) -> ValueError:
         """Return the error of a run in which even one round exceeds epsilon."""
         return ValueError(
             f"epsilon = {self._limit:g}: one round takes {takes:.4g} with noise-multiplier = "
-            f"{self.multiplier:g}, expected room for one {where}; raise epsilon or noise-multiplier"
+            f"{self.multiplier:g}, expected room for one; raise epsilon or noise-multiplier"
         )
 
 
@@ -222,7 +218,7 @@ class ClientBudget(PrivacyBudget):
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
         if self.ends_after(0) and not self.releases:
-            raise self.epsilon_too_small(self._epsilon(1), "at least")
+            raise self.epsilon_too_small(self._epsilon(1))
         to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
@@ -244,9 +240,6 @@ class ClientBudget(PrivacyBudget):
 
     def ends_after(self, rounds: int) -> bool:
         return self.exceeds(self._epsilon(self.releases + rounds + 1))
-
-    def stop_reason(self, number: int) -> str:
-        return f"epsilon: no room for round {number}; the run ends here"
 
     def noise(self, clients: int) -> Noise:
         """Return the noise of a round that draws from so many clients."""

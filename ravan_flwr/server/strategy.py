@@ -231,7 +231,7 @@ class FederatedTuning(Strategy):
         """Return why the run stops before a round of that number; "" if it continues."""
         reason = stop_reason(self.config, self.loaded.task.metric, self.records, number)
         if not reason and self.privacy is not None and self.privacy.ends_after(0):
-            reason = self.privacy.stop_reason(number)
+            reason = f"epsilon: no room for round {number}; the run ends here"
         return reason
 
     def open_round(self, number: int) -> Round:
