@@ -25,6 +25,7 @@ from ravan_flwr.runs.console import Progress, log_to_stdout, log_without_traceba
 from ravan_flwr.runs.directory import (
     RunDirectory,
     is_write_error,
+    parse_resume,
     resume_advice,
     write_error_message,
 )
@@ -40,7 +41,6 @@ from ravan_flwr.server.resume import (
     ResumePoint,
     is_to_be_delivered,
     load_resume_point,
-    open_resumed_run,
     output_folder,
     report_if_finished,
 )
@@ -97,7 +97,8 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
     """Read the config, load the model, open or create the run directory, run the rounds."""
     config = read_config(context.run_config)
     check_devices(grid, config)
-    earlier, from_round = open_resumed_run(config)
+    path, from_round = parse_resume(config.resume) if config.resume else (None, None)
+    earlier = None if path is None else RunDirectory.open(path)
     # These checks raise before anything is loaded.
     parent = output_folder(config) if earlier is None else earlier.path.parent
     check_tracking(config.tracking)

@@ -27,7 +27,7 @@ from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
-from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
+from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 
@@ -137,18 +137,15 @@ class DeliverAtEnd(Callback):
             if client.keeps_result
         ]
 
-        def deadline(clients: int) -> RoundDeadline:
-            """Return a round's deadline, with straggler timeout and round timeout."""
-            grace = math.inf if in_process(self.grid) else config.straggler_grace
-            return RoundDeadline(config.round_timeout, clients, config.min_replies, grace)
-
         def check(reply: Message, client: RegisteredClient) -> Delivered:
             with as_value_error():
                 folder = read_answer(content_of(reply).config_records["kept"], parcel)
                 return {"partition-id": client.partition_id, "folder": folder}
 
         have: list[Delivered] = []
-        collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
+        grace = math.inf if in_process(self.grid) else config.straggler_grace
+        limits = (config.round_timeout, config.min_replies, grace)
+        collector.take(collector.replies(self.grid, messages, *limits), check, have.append)
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {
             f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result

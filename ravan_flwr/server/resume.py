@@ -9,7 +9,7 @@ from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
-from ravan_flwr.runs.directory import RunDirectory, check_writable, parse_resume
+from ravan_flwr.runs.directory import RunDirectory, check_writable
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -64,14 +64,6 @@ def output_folder(config: Config) -> Path:
         )
     check_writable(path)
     return path
-
-
-def open_resumed_run(config: Config) -> tuple[RunDirectory | None, int | None]:
-    """Return the run directory to resume, and the round to go back to; None for what is not set."""
-    if not config.resume:
-        return None, None
-    path, from_round = parse_resume(config.resume)
-    return RunDirectory.open(path), from_round
 
 
 def load_resume_point(
