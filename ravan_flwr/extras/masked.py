@@ -7,7 +7,6 @@ the clients, or if the sum cannot be unmasked, the round has no effect. The reas
 the run continues.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from itertools import compress
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from pydantic import StrictInt, TypeAdapter
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
@@ -255,7 +255,4 @@ def _partitions(data: bytes) -> set[int]:
             f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
         )
     with as_value_error():
-        named = json.loads(data)
-    if not isinstance(named, list) or not all(type(number) is int for number in named):
-        raise ValueError("its list of clients cannot be read, expected partitions")
-    return set(named)
+        return TypeAdapter(set[StrictInt]).validate_json(data)
