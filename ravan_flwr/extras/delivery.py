@@ -102,18 +102,17 @@ class DeliverAtEnd(Callback):
         except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
             log.warning("the result was not delivered: %s. %s", error, LATER)
             missed = {ALL: plain(str(error))}
-        failures = {name for name, reason in missed.items() if reason != NOT_CONNECTED}
-        before = {
-            f"partition {entry['partition-id']}": entry for entry in summary.get("delivered", ())
-        }
-        have = {name: entry for name, entry in before.items() if name not in failures} | have
-        earlier = {entry["client"]: entry["reason"] for entry in summary.get("not-delivered", ())}
-        missed = {name: why for name, why in (earlier | missed).items() if name not in have}
-        if ALL not in failures:
-            missed.pop(ALL, None)
+        for entry in summary.get("delivered", ()):
+            name = f"partition {entry['partition-id']}"
+            if missed.get(name, NOT_CONNECTED) == NOT_CONNECTED:
+                have.setdefault(name, entry)
+        for rejection in summary.get("not-delivered", ()):
+            if rejection["client"] != ALL:
+                missed.setdefault(rejection["client"], rejection["reason"])
         summary["delivered"] = sorted(have.values(), key=lambda entry: entry["partition-id"])
         summary["not-delivered"] = [
-            {"client": name, "reason": missed[name]} for name in sorted(missed, key=_by_number)
+            {"client": name, "reason": missed[name]}
+            for name in sorted(missed.keys() - have.keys(), key=_by_number)
         ]
         try:
             self.directory.write_json("summary.json", summary)
