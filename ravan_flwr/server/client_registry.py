@@ -215,12 +215,9 @@ class ClientRegistry:
         """
         self.gather(grid, wait=wait)
         if not self.clients:
-            why, number = "none is connected", len(self.refused)
-            if number:
-                all_were = "the one that is connected was" if number == 1 else f"all {number} were"
-                why = f"{all_were} refused: {listed(self.refused.values())}"
-            else:
-                why += ". Expected at least one that can train; start SuperNodes"
+            why = "none is connected. Expected at least one that can train; start SuperNodes"
+            if number := len(self.refused):
+                why = f"all {number} were refused: {listed(self.refused.values())}"
             raise RuntimeError(f"no node to train on: {why}")
         if wait:
             self._log_clients()

@@ -110,16 +110,12 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
 
 def report_if_finished(last_round: int, num_rounds: int, run: Path) -> None:
     """Log a warning if a resumed run has no further round."""
-    if last_round < num_rounds:
-        return
-    back = f", or go back with resume={run}@{num_rounds}" if last_round > num_rounds else ""
-    log.warning(
-        "num-rounds = %d: %s already done, so that nothing is trained; ask for more than %d%s",
-        num_rounds,
-        "1 round is" if last_round == 1 else f"{last_round} rounds are",
-        last_round,
-        back,
-    )
+    if last_round >= num_rounds:
+        log.warning(
+            "num-rounds = %d: the run has %d already, so that nothing is trained; ask for more, or "
+            "go back with resume=%s@ROUND",
+            *(num_rounds, last_round, run),
+        )
 
 
 def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoint) -> bool:

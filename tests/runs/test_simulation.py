@@ -483,10 +483,8 @@ def test_a_run_without_training_examples_is_refused(tmp_path, monkeypatch, metho
 @pytest.mark.parametrize(
     ("num_rounds", "message"),
     [
-        (1, "num-rounds = 1: 2 rounds are already done, so that nothing is trained; ask for more "
-            "than 2, or go back with resume="),
-        (2, "num-rounds = 2: 2 rounds are already done, so that nothing is trained; ask for more "
-            "than 2"),
+        (1, "num-rounds = 1: the run has 2 already, so that nothing is trained"),
+        (2, "num-rounds = 2: the run has 2 already, so that nothing is trained"),
         (3, ""),
     ],
 )  # fmt: skip
@@ -495,7 +493,7 @@ def test_resuming_a_finished_run_gives_a_warning(tmp_path, caplog, num_rounds, m
     caplog.clear()
     resumed = run(tmp_path, num_rounds=num_rounds, resume=str(first.run_dir))
     assert resumed.summary["rounds"] == max(2, num_rounds)
-    assert ("already done" in caplog.text) == bool(message)
+    assert ("nothing is trained" in caplog.text) == bool(message)
     assert message in caplog.text
 
 
