@@ -12,6 +12,7 @@ from typing import Any, cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -24,6 +25,7 @@ from ravan_flwr.runs.console import Progress, log_to_stdout, log_without_traceba
 from ravan_flwr.runs.directory import (
     RunDirectory,
     is_write_error,
+    parse_resume,
     resume_advice,
     write_error_message,
 )
@@ -39,7 +41,6 @@ from ravan_flwr.server.resume import (
     ResumePoint,
     is_to_be_delivered,
     load_resume_point,
-    open_resumed_run,
     output_folder,
     report_if_finished,
 )
@@ -53,7 +54,6 @@ from ravan_flwr.server.user_messages import (
     check_simulation,
     report_default_learning_rate,
     report_result,
-    report_settings_without_effect,
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
 from ravan_flwr.specs import RESULT_FOLDERS
@@ -97,7 +97,8 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
     """Read the config, load the model, open or create the run directory, run the rounds."""
     config = read_config(context.run_config)
     check_devices(grid, config)
-    earlier, from_round = open_resumed_run(config)
+    path, from_round = parse_resume(config.resume) if config.resume else (None, None)
+    earlier = None if path is None else RunDirectory.open(path)
     # These checks raise before anything is loaded.
     parent = output_folder(config) if earlier is None else earlier.path.parent
     check_tracking(config.tracking)
@@ -134,7 +135,8 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
-        report_settings_without_effect(context.run_config, config, grid)
+        for message in without_effect(context.run_config):
+            log.warning("%s", message)
         with _recording_failure(directory):
             directory.write_settings(context.run_config)
             directory.write_config(config)

@@ -5,8 +5,6 @@ from typing import Literal, TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
-# An environment variable: the user has set the number of nodes, so the server gives no advice.
-NODES_CHOSEN = "RAVAN_FLWR_NODES_CHOSEN"
 # Environment variables for a process's number of compute threads.
 THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -27,7 +27,7 @@ from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
-from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
+from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 
@@ -102,18 +102,17 @@ class DeliverAtEnd(Callback):
         except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
             log.warning("the result was not delivered: %s. %s", error, LATER)
             missed = {ALL: plain(str(error))}
-        failures = {name for name, reason in missed.items() if reason != NOT_CONNECTED}
-        before = {
-            f"partition {entry['partition-id']}": entry for entry in summary.get("delivered", ())
-        }
-        have = {name: entry for name, entry in before.items() if name not in failures} | have
-        earlier = {entry["client"]: entry["reason"] for entry in summary.get("not-delivered", ())}
-        missed = {name: why for name, why in (earlier | missed).items() if name not in have}
-        if ALL not in failures:
-            missed.pop(ALL, None)
+        for entry in summary.get("delivered", ()):
+            name = f"partition {entry['partition-id']}"
+            if missed.get(name, NOT_CONNECTED) == NOT_CONNECTED:
+                have.setdefault(name, entry)
+        for rejection in summary.get("not-delivered", ()):
+            if rejection["client"] != ALL:
+                missed.setdefault(rejection["client"], rejection["reason"])
         summary["delivered"] = sorted(have.values(), key=lambda entry: entry["partition-id"])
         summary["not-delivered"] = [
-            {"client": name, "reason": missed[name]} for name in sorted(missed, key=_by_number)
+            {"client": name, "reason": missed[name]}
+            for name in sorted(missed.keys() - have.keys(), key=_by_number)
         ]
         try:
             self.directory.write_json("summary.json", summary)
@@ -128,7 +127,7 @@ class DeliverAtEnd(Callback):
         config, registry, number = self.config, self.registry, parcel.last_round
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
-        notes = _Notes(number, registry.partitions)
+        notes = RoundLog(number, registry.partitions)
         collector = ReplyCollector(self.message_builder, notes, self.status)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
@@ -137,18 +136,15 @@ class DeliverAtEnd(Callback):
             if client.keeps_result
         ]
 
-        def deadline(clients: int) -> RoundDeadline:
-            """Return a round's deadline, with straggler timeout and round timeout."""
-            grace = math.inf if in_process(self.grid) else config.straggler_grace
-            return RoundDeadline(config.round_timeout, clients, config.min_replies, grace)
-
         def check(reply: Message, client: RegisteredClient) -> Delivered:
             with as_value_error():
                 folder = read_answer(content_of(reply).config_records["kept"], parcel)
                 return {"partition-id": client.partition_id, "folder": folder}
 
         have: list[Delivered] = []
-        collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
+        grace = math.inf if in_process(self.grid) else config.straggler_grace
+        limits = (config.round_timeout, config.min_replies, grace)
+        collector.take(collector.replies(self.grid, messages, *limits), check, have.append)
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {
             f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result
@@ -161,14 +157,6 @@ class DeliverAtEnd(Callback):
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
         return {f"partition {entry['partition-id']}": entry for entry in have}, missed
-
-
-class _Notes(RoundLog):
-    """Note the clients that could not keep the result, with reasons; log no line for each."""
-
-    def reject(self, client: RegisteredClient, reason: object) -> None:
-        name = f"partition {client.partition_id}"
-        self.rejected.append({"client": name, "reason": plain(str(reason))})
 
 
 def _log_delivery(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:

@@ -11,29 +11,22 @@ All clients use the same noise. Without `noise-multiplier` it is the least noise
 client with the fewest examples within epsilon, if that client trains in every round.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from pydantic import NonNegativeInt
 
-from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import PrivacyRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import Kind
-from ravan_flwr.server.privacy_budget import (
-    CLOSE,
-    MOST_RELEASES,
-    PrivacyBudget,
-    Records,
-)
+from ravan_flwr.server.privacy_budget import Account, PrivacyBudget, Rate, Rounds
 from ravan_flwr.server.replies import Update, refusal_in, within
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -48,17 +41,24 @@ log = getLogger(__name__)
 class TimesAsked(NamedTuple):
     """The number of rounds in which a client was asked to train."""
 
-    rate: float  # the largest sampling rate of its examples in these rounds
-    rounds: int
+    rate: Rate  # the largest sampling rate of its examples in these rounds
+    rounds: Rounds
 
 
 NEVER = TimesAsked(0.0, 0)
 
 
+class ExampleAccount(Account):
+    """The account of `privacy=example`, with the times that each partition was asked."""
+
+    unit: Literal["example"]
+    asked: dict[NonNegativeInt, TimesAsked]
+
+
 class ExampleBudget(PrivacyBudget):
     """The account of `privacy=example`: count how often each client was asked to train."""
 
-    privacy, spends = "example", "the counted rounds spend"
+    privacy, account = "example", ExampleAccount
 
     def _open(self, before: Mapping[str, Any]) -> None:
         self.steps = self.config.local_steps or 0
@@ -72,9 +72,8 @@ class ExampleBudget(PrivacyBudget):
         clients = list(registry.clients.values())
         least, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
-        if self.is_exhausted and not self.counts:
-            where = f"at {self.config.min_replies} clients"
-            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)), where)
+        if self.ends_after(0) and not self.counts:
+            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)))
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
@@ -143,46 +142,12 @@ class ExampleBudget(PrivacyBudget):
             return False
         return len(self.with_room(clients, rounds + 1)) < self.config.min_replies
 
-    def stop_reason(self, number: int) -> str:
-        needed = count(self.config.min_replies, "client")
-        return (
-            f"epsilon: round {number} needs {needed} with room for it, and fewer have any; the run "
-            "ends here"
-        )
-
     def _after(self, client: RegisteredClient, further: int) -> TimesAsked:
         before = self.counts.get(client.partition_id, NEVER)
         return TimesAsked(max(before.rate, self.rate(client)), before.rounds + further)
 
     def _epsilon(self, times: TimesAsked) -> float:
         return epsilon_of(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
-
-    @classmethod
-    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-        if before.get("unit") != "example":
-            yield f"unit = {before.get('unit')!r}"
-        entries = before.get("asked")
-        if not isinstance(entries, dict):
-            yield f"asked = {entries!r}"
-            return
-        for partition, entry in entries.items():
-            if not (partition.isdecimal() and _is_entry(entry)):
-                yield f"asked has {entry!r} of partition {partition!r}"
-        used = [client for record in records for client in record["clients"]]
-        times = Counter(client["partition-id"] for client in used)
-        for client in used:
-            of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
-            counted = TimesAsked(*entries.get(str(of), NEVER))
-            if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:
-                expected = [rate, times[of]]
-                yield f"asked has {[*counted]} of partition {of}, and the records {expected}"
-
-
-def _is_entry(value: object) -> bool:
-    """Return whether a value is a pair of sampling rate and number of rounds."""
-    if not isinstance(value, list) or len(value) != 2 or type(value[1]) is not int:
-        return False
-    return isinstance(value[0], int | float) and 0 < value[0] <= 1 <= value[1] <= MOST_RELEASES
 
 
 class Counted(Kind):

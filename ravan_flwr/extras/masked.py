@@ -7,7 +7,6 @@ the clients, or if the sum cannot be unmasked, the round has no effect. The reas
 the run continues.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from itertools import compress
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from pydantic import StrictInt, TypeAdapter
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
@@ -33,7 +33,6 @@ from ravan_flwr.secure.server import (
     read_announcement,
 )
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.kind import Kind
 from ravan_flwr.server.replies import Update, as_value_error, read_masked, read_phase
 from ravan_flwr.server.round import Round
@@ -73,9 +72,9 @@ class Masked(Kind):
     def cohort(config: Config, partitions: int) -> int:
         return max(config.min_replies, least_cohort(config, partitions))
 
-    def quorum(self, clients: int) -> int:
-        """Return the number of replies that the phase needs: the straggler timeout begins then."""
-        return min(clients, self._needed)
+    @property
+    def quorum(self) -> int:
+        return self._needed
 
     # Before training: keys and shares.
 
@@ -122,19 +121,13 @@ class Masked(Kind):
         run, number = self.round.grid.run.run_id, self.round.number
         check_cohort(config, len(clients), self.run.registry.partitions)
 
-        def client_rows(client: RegisteredClient) -> Bits:
+        rows: dict[int, Bits] = {}
+        for client in clients:
             random = generator(config.seed, "heads", number, client.partition_id)
-            return selected_rows(method, state, client.budget_fraction, random)
-
+            rows[client.partition_id] = selected_rows(method, state, client.budget_fraction, random)
         steps = config.learning_rate * max(map(self.run.steps, clients), default=0)
-        rows = {client.partition_id: client_rows(client) for client in clients}
-        parts = parts_of(method, state, steps)
-        return make_schedule(run, number, config.secure_minimum, parts, rows, self._common_hash())
-
-    def _common_hash(self) -> str:
-        """Return the hash of settings and state, which are the same for all clients."""
-        sent = outgoing(self.round.method, self.run.state.tensors, 1.0)
-        return round_digest(self.run.config, sent)
+        parts, digest = parts_of(method, state, steps), round_digest(config, self.broadcast(1.0))
+        return make_schedule(run, number, config.secure_minimum, parts, rows, digest)
 
     def _skip(self, partition: int) -> None:
         """Skip a client for many rounds, which it would make fail as well."""
@@ -262,7 +255,4 @@ def _partitions(data: bytes) -> set[int]:
             f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
         )
     with as_value_error():
-        named = json.loads(data)
-    if not isinstance(named, list) or not all(type(number) is int for number in named):
-        raise ValueError("its list of clients cannot be read, expected partitions")
-    return set(named)
+        return TypeAdapter(set[StrictInt]).validate_json(data)

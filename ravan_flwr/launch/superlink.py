@@ -25,7 +25,6 @@ from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import write_stdout
 from ravan_flwr.runs.directory import check_writable
-from ravan_flwr.specs import NODES_CHOSEN
 
 START_TIMEOUT = 300.0  # for a busy machine; a SuperLink that ends is noticed at once
 END_TIMEOUT = 5.0  # for the processes that the SuperLink started, after its end
@@ -48,7 +47,6 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             "FLWR_LOCAL_CONTROL_API_PORT": str(control),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            NODES_CHOSEN: "1",
             # Scripts of this environment first: the SuperLink starts its scripts by name.
             "PATH": search_path(),
             # Ray must not hide the GPUs from a process that asks for no share of one. The variable

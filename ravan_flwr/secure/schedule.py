@@ -8,7 +8,6 @@ group is unmasked whole or not at all. Rows that keep enough trainers even if as
 as the threshold allows are one group. Each set of trainers of other rows is a group of its own.
 """
 
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,17 +40,25 @@ class Part(NamedTuple):
     bound: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """The schedule of a round; `trained` is (clients, rows), with all parts' rows in order."""
+class Schedule(BaseModel):
+    """The schedule of a round, with the types and ranges that a client requires of it."""
 
-    run: int
-    round: int
-    minimum: int
-    parts: tuple[Part, ...]
-    partitions: tuple[int, ...]  # the clients, ascending
-    trained: Bits
-    given: str = ""  # hash of the settings and the state with which all of them train
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    run: Annotated[int, Field(ge=0, le=2**64)]
+    round: Annotated[int, Field(ge=0, le=2**53)]
+    minimum: Annotated[int, Field(ge=LEAST, le=MOST_CLIENTS)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_PARTS)]
+    partitions: Annotated[  # the clients, ascending
+        tuple[Annotated[int, Field(ge=0, le=2**53)], ...], Field(max_length=MOST_CLIENTS)
+    ]
+    packed: tuple[str, ...]  # which rows each client trains, as `pack` has them, in hexadecimal
+    given: Annotated[str, Field(max_length=GIVEN)] = ""  # hash of what all of them are given
+
+    @cached_property
+    def trained(self) -> Bits:
+        """Return which client trains which row, (clients, rows), with all parts' rows in order."""
+        rows = sum(part.rows for part in self.parts)
+        return np.array([unpack(bytes.fromhex(row), rows) for row in self.packed])
 
     @property
     def threshold(self) -> int:
@@ -118,27 +125,7 @@ class Schedule:
 
     def to_bytes(self) -> bytes:
         """Return the schedule as JSON; `read_schedule` is the inverse."""
-        content = {
-            "run": self.run, "round": self.round, "minimum": self.minimum,
-            "parts": self.parts, "partitions": list(self.partitions),
-            "trained": [pack(row).hex() for row in self.trained], "given": self.given,
-        }  # fmt: skip
-        return json.dumps(content, separators=(",", ":")).encode()
-
-
-class _SentSchedule(BaseModel):
-    """Check the types and ranges of a schedule that was sent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    run: Annotated[int, Field(ge=0, le=2**64)]
-    round: Annotated[int, Field(ge=0, le=2**53)]
-    minimum: Annotated[int, Field(ge=LEAST, le=MOST_CLIENTS)]
-    parts: Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS)]
-    partitions: Annotated[
-        list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=MOST_CLIENTS)
-    ]
-    trained: list[str]
-    given: Annotated[str, Field(max_length=GIVEN)]
+        return self.model_dump_json().encode()
 
 
 def threshold_of(clients: int) -> int:
@@ -159,13 +146,16 @@ def make_schedule(
     partitions = tuple(sorted(rows))
     trained = np.stack([rows[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
-    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
+    return Schedule(
+        run=run, round=round_, minimum=minimum, parts=tuple(parts), partitions=partitions,
+        packed=tuple(pack(row).hex() for row in trained), given=given,
+    )  # fmt: skip
 
 
 def read_schedule(data: bytes) -> Schedule:
     """Return a schedule from untrusted bytes; ValueError if it is not valid."""
     try:
-        sent = _SentSchedule.model_validate_json(data)
+        sent = Schedule.model_validate_json(data)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         location = ".".join(map(str, wrong["loc"]))
@@ -173,21 +163,19 @@ def read_schedule(data: bytes) -> Schedule:
             f"got a schedule of which {location or 'all'} is wrong: {wrong['msg']}"
         ) from None
     rows, number = sum(part.rows for part in sent.parts), len(sent.partitions)
-    if rows > MOST_ROWS or len(sent.trained) != number:
+    if rows > MOST_ROWS or len(sent.packed) != number:
         raise ValueError("got a schedule whose parts do not fit each other, expected one")
-    if sent.partitions != sorted(set(sent.partitions)):
+    if list(sent.partitions) != sorted(set(sent.partitions)):
         raise ValueError("got clients twice or out of order, expected each once")
     if number < sent.minimum:
         raise ValueError(f"got a round of {number} clients, expected {sent.minimum} at least")
-    trained = np.array([unpack(bytes.fromhex(row), rows) for row in sent.trained])
-    counts = trained.sum(0)
+    counts = sent.trained.sum(0)
     few = counts[(counts > 0) & (counts < sent.minimum)]
     if few.size:
         raise ValueError(
             f"got a part that {few[0]} clients train, expected {sent.minimum} at least or none"
         )
-    parts, partitions = tuple(sent.parts), tuple(sent.partitions)
-    return Schedule(sent.run, sent.round, sent.minimum, parts, partitions, trained, sent.given)
+    return sent
 
 
 def pack(bits: Bits) -> bytes:

@@ -67,7 +67,7 @@ def read_announcement(run: int, round_: int, partition: int, parts: Parts) -> Ke
 
     Keys because of which other clients would refuse the whole round are refused here.
     """
-    entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", KEY)
+    entry, node = cut(parts["keys"] + parts["node"], [ENTRY, KEY])
     text = agreement.signed_keys(run, round_, partition, entry[:-SIGNATURE])
     if not is_signed(node, entry[-SIGNATURE:], text):
         raise ValueError("its keys of the round are not signed by the key that it names")
@@ -166,7 +166,7 @@ class SecureServer:
 
     def take_signature(self, partition: int, parts: Parts) -> None:
         """Accept a client's signature of that list; ValueError if it is not valid."""
-        signature = _of_length(parts, "signature", SIGNATURE)
+        (signature,) = cut(parts["signature"], [SIGNATURE])
         text = agreement.signed_list(self.statement, pack(self.dealers), pack(self.alive))
         if not is_signed(self.announcements[partition].node, signature, text):
             raise ValueError("its signature is not of the list of clients that have sent numbers")
@@ -280,9 +280,3 @@ class SecureServer:
                 f"{number} of {self.number} clients {action}, expected at least "
                 f"{self.schedule.threshold}, two thirds"
             )
-
-
-def _of_length(parts: Parts, name: str, length: int) -> bytes:
-    if len(parts[name]) != length:
-        raise ValueError(f"{name} has {len(parts[name])} bytes, expected {length}")
-    return parts[name]

@@ -5,6 +5,7 @@ coefficients are drawn from the system's entropy. The client at position i gets 
 Numbers are modulo the first prime above 2^256, so any 32 bytes are a secret.
 """
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -56,10 +57,7 @@ def _factors(points: tuple[int, ...]) -> tuple[int, ...]:
     """Return the factors of the values at these points whose sum is the value at 0 (Lagrange)."""
     factors = []
     for point in points:
-        above = below = 1
-        for other in points:
-            if other != point:
-                above = above * other % PRIME
-                below = below * (other - point) % PRIME
-        factors.append(above * pow(below, -1, PRIME) % PRIME)
+        others = [other for other in points if other != point]
+        below = math.prod(other - point for other in others)
+        factors.append(math.prod(others) * pow(below, -1, PRIME) % PRIME)
     return tuple(factors)

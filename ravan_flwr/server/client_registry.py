@@ -7,7 +7,6 @@ Clients must be consistent: each has the server's app, and a partition that no o
 (partitions.py).
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,12 +32,10 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
-from ravan_flwr.specs import NODES_CHOSEN
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
 
-FLOWERS_NODES = 2  # Flower's default number of simulated nodes
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 REGISTRY_TIMEOUT = 20.0  # seconds to wait for further nodes, from the last answer
 AT_ONCE = 64  # open queries in Flower's simulation, which polls all open messages often
@@ -218,16 +215,12 @@ class ClientRegistry:
         """
         self.gather(grid, wait=wait)
         if not self.clients:
-            why, number = "none is connected", len(self.refused)
-            if number:
-                all_were = "the one that is connected was" if number == 1 else f"all {number} were"
-                why = f"{all_were} refused: {listed(self.refused.values())}"
-            else:
-                why += ". Expected at least one that can train; start SuperNodes"
+            why = "none is connected. Expected at least one that can train; start SuperNodes"
+            if number := len(self.refused):
+                why = f"all {number} were refused: {listed(self.refused.values())}"
             raise RuntimeError(f"no node to train on: {why}")
         if wait:
-            chosen = in_process(grid) or NODES_CHOSEN in os.environ
-            self._log_clients(advise=simulating(grid) and not chosen)
+            self._log_clients()
             self._partitions.check(self.clients.values(), self.least)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
@@ -373,11 +366,8 @@ class ClientRegistry:
         for name in ("clients", "_by_partition", "_most_examples"):
             vars(self).pop(name, None)
 
-    def _log_clients(self, *, advise: bool) -> None:
-        """Log the clients, and how many partitions have no node.
-
-        With `advise`, log how to simulate as many clients as the preset is made for.
-        """
+    def _log_clients(self) -> None:
+        """Log the clients, and how many partitions have no node."""
         clients = self.clients.values()
         fractions = sorted({m.budget_fraction for m in clients})
         log.info(
@@ -388,11 +378,3 @@ class ClientRegistry:
         )  # fmt: skip
         if (missing := self.partitions - len(clients)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))
-        shared = [client for client in clients if not client.own_data]
-        meant = self.config.num_clients or 0
-        if advise and len(shared) == len(self.clients) == FLOWERS_NODES < meant:
-            log.info(
-                "the preset is made for %d clients; to simulate as many: flwr run . --stream "
-                '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',
-                meant, meant,
-            )  # fmt: skip

@@ -106,7 +106,8 @@ class Kind:
         """Return whether as many replies were used as the round needs."""
         return len(self.round.round_log.clients) >= self.round.least
 
-    def quorum(self, clients: int) -> int:  # noqa: ARG002 (`Masked` uses it)
+    @property
+    def quorum(self) -> int:
         """Return the number of valid replies after which the straggler timeout begins."""
         return self.round.least
 
@@ -149,7 +150,11 @@ class Kind:
         device = run.clock.device_of(client.partition_id)
         self.round.round_log.use(update, heads, sent.size, span, device)
         if update.anew and client.partition_id in run.trained:
-            self.round.round_log.note_lost_parameters(client)
+            self.round.round_log.began_anew.append(client.partition_id)
+            log.warning(
+                "partition %d has lost its personal parameters, as a restarted node does",
+                client.partition_id,
+            )
         run.trained.add(client.partition_id)
 
     # Sums, of kinds that read updates one by one.

@@ -11,16 +11,19 @@ extras/example_privacy.py.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from logging import getLogger
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.config.yaml_file import KEBAB
+from ravan_flwr.files import first_error
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
@@ -35,9 +38,17 @@ NAME = "privacy.json"
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
 LEAST_NORM, MOST_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
 CLOSE = 1e-6  # relative difference of two accounts of the same releases, on different machines
-MOST_RELEASES = KEYS["num-rounds"].high
+Rounds = Annotated[int, Field(ge=1, le=KEYS["num-rounds"].high)]
+Rate = Annotated[float, Field(gt=0, le=1)]
 
-Records = Sequence[RoundRecord]
+
+class Account(BaseModel):
+    """The content of `privacy.json`, of which each budget has further fields."""
+
+    model_config: ClassVar = KEBAB | {"strict": False}  # JSON has no tuples, and no whole keys
+    epsilon: float
+    delta: float
+    noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class PrivacyBudget(ABC):
@@ -47,7 +58,7 @@ class PrivacyBudget(ABC):
     """
 
     privacy: ClassVar[str]  # the value of the key `privacy`
-    spends: ClassVar[str]  # subject and verb of an error about the spent epsilon
+    account: ClassVar[type[Account]]  # the content of its file
 
     def __init__(
         self,
@@ -76,45 +87,42 @@ class PrivacyBudget(ABC):
         write = partial(directory.write_json, NAME)
         if start.last_round is None:
             return cls(config, write)
-        wrong, before = "it is missing", {}
+        wrong, content = "it is missing", {}
         if (directory.path / NAME).is_file():
-            before, records = directory.read_json(NAME), directory.read_rounds()
-            wrong = next(cls._all_problems(before, records, config), "")
+            try:
+                account = cls.account.model_validate(directory.read_json(NAME))
+                content = account.model_dump(by_alias=True)
+                wrong = next(cls._problems(content, directory.read_rounds(), config), "")
+            except ValidationError as error:
+                wrong = first_error(error)
         if wrong:
             raise ValueError(
                 f"{directory.path / NAME}: {wrong}, expected the account of the run; "
                 "restore the file, since without it what was spent is unknown"
             )
-        return cls(config, write, before)
+        return cls(config, write, content)
 
     @classmethod
-    def _all_problems(
-        cls, before: Mapping[str, Any], records: Records, config: Config
+    def _problems(
+        cls, content: Mapping[str, Any], records: list[RoundRecord], config: Config
     ) -> Iterator[str]:
-        """Yield the problems of a file: first its own values, then conflicts with the records.
+        """Yield conflicts of a file with the settings, with its own counts, and with the records.
 
-        The spent epsilon follows from the other values, which settings and records have as well.
+        The spent epsilon follows from the other values, and no round has spent more.
         """
-        yield from positive(before, "noise-multiplier")
-        for key, set_ in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
-            if set_ not in (None, before.get(key)):
-                yield f"{key} = {before.get(key)!r}, and the run has {set_!r}"
-        yield from cls.problems(before, records, config)
-        spent = cls(config, lambda _: None, before).epsilon
-        if not agree(before.get("epsilon"), spent):
-            yield f"epsilon = {before.get('epsilon')!r}, and {cls.spends} {spent!r}"
+        multiplier = content["noise-multiplier"]
+        for key, of_run in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
+            if of_run not in (None, content[key]):
+                yield f"{key} = {content[key]!r}, and the run has {of_run!r}"
+        spent = cls(config, lambda _: None, content).epsilon
+        if not math.isclose(content["epsilon"], spent, rel_tol=CLOSE):
+            yield f"epsilon = {content['epsilon']!r}, and its counts spend {spent!r}"
         for record in records:
             privacy: Mapping[str, Any] = record.get("privacy", {})
-            for key in ("noise-multiplier", "epsilon"):
-                expected, value = before[key], privacy.get(key)
-                less = isinstance(value, int | float) and value < expected
-                if not (agree(value, expected) or (less and key != "noise-multiplier")):
-                    yield f"{key} = {expected!r}, and round {record['round']} has {value!r}"
-
-    @classmethod
-    @abstractmethod
-    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-        """Yield the invalid values; first those that later checks use."""
+            if not math.isclose(privacy.get("noise-multiplier", 0.0), multiplier, rel_tol=CLOSE):
+                yield f"noise-multiplier = {multiplier!r}, and round {record['round']} has another"
+            if privacy.get("epsilon", math.inf) > spent * (1 + CLOSE):
+                yield f"epsilon = {spent!r}, and round {record['round']} has more"
 
     @abstractmethod
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
@@ -128,20 +136,6 @@ class PrivacyBudget(ABC):
     @abstractmethod
     def ends_after(self, rounds: int) -> bool:
         """Return whether no round is within the limit after `rounds` further rounds."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Return whether no further round is within the limit."""
-        return self.ends_after(0)
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether the next round is the last within the limit."""
-        return self.ends_after(1)
-
-    @abstractmethod
-    def stop_reason(self, number: int) -> str:
-        """Return why the run stops before a round of that number."""
 
     def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (`ExampleBudget` needs none)
         """Restore values from a resumed run's checkpoint."""
@@ -179,30 +173,25 @@ class PrivacyBudget(ABC):
                 *(self.delta, subject, 1 / number),
             )
 
-    def epsilon_too_small(self, takes: float, where: str) -> ValueError:
+    def epsilon_too_small(self, takes: float) -> ValueError:
         """Return the error of a run in which even one round exceeds epsilon."""
         return ValueError(
             f"epsilon = {self._limit:g}: one round takes {takes:.4g} with noise-multiplier = "
-            f"{self.multiplier:g}, expected room for one {where}; raise epsilon or noise-multiplier"
+            f"{self.multiplier:g}, expected room for one; raise epsilon or noise-multiplier"
         )
 
 
-def positive(before: Mapping[str, Any], key: str) -> Iterator[str]:
-    """Yield a problem if the value of that key is not a finite number above 0."""
-    value = before.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        yield f"{key} = {value!r}"
+class ClientAccount(Account):
+    """The account of `privacy=client`."""
 
-
-def agree(value: object, expected: float) -> bool:
-    """Return whether a file's number equals a computed one, up to rounding on other machines."""
-    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=CLOSE)
+    releases: Rounds
+    sampling_rate: Rate
 
 
 class ClientBudget(PrivacyBudget):
     """The account of `privacy=client`: count releases, and keep the clip norm, which may adapt."""
 
-    privacy, spends = "client", "its releases spend"
+    privacy, account = "client", ClientAccount
 
     def _open(self, before: Mapping[str, Any]) -> None:
         self.releases = int(before.get("releases", 0))
@@ -228,8 +217,8 @@ class ClientBudget(PrivacyBudget):
         clients = max(registry.partitions, len(registry.clients))
         self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
         self.calibrate(self.rate, rounds)
-        if self.is_exhausted and not self.releases:
-            raise self.epsilon_too_small(self._epsilon(1), "at least")
+        if self.ends_after(0) and not self.releases:
+            raise self.epsilon_too_small(self._epsilon(1))
         to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
@@ -252,9 +241,6 @@ class ClientBudget(PrivacyBudget):
     def ends_after(self, rounds: int) -> bool:
         return self.exceeds(self._epsilon(self.releases + rounds + 1))
 
-    def stop_reason(self, number: int) -> str:
-        return f"epsilon: no room for round {number}; the run ends here"
-
     def noise(self, clients: int) -> Noise:
         """Return the noise of a round that draws from so many clients."""
         adaptive, cohort = self.config.clip_norm is None, self.config.noise_cohort
@@ -267,20 +253,3 @@ class ClientBudget(PrivacyBudget):
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
-
-    @classmethod
-    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-        yield from positive(before, "sampling-rate")
-        z, rate = (float(before[key]) for key in ("noise-multiplier", "sampling-rate"))
-        if rate > 1:
-            yield f"sampling-rate = {rate}"
-        releases = before.get("releases")
-        if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
-            yield f"releases = {releases!r} after {len(records)} rounds"
-        first = epsilon_of(z, rate, config.delta, 1)
-        epsilon = records[0].get("privacy", {}).get("epsilon") if records else first
-        if not agree(epsilon, first):
-            yield (
-                f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends "
-                f"{first!r}, and it has {epsilon!r}"
-            )

@@ -50,14 +50,6 @@ class Update:
     steps: int = 0  # local steps, from the client's examples and the settings
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The checked content of a reply to an evaluation."""
-
-    units: float
-    metrics: Metrics  # means over the units
-
-
 def read_trained(
     reply: Message,
     client: RegisteredClient,
@@ -123,8 +115,13 @@ def read_masked(
         return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds
 
 
-def read_evaluated(reply: Message, round_number: int, measures: Measures, most: float) -> Evaluated:
-    """Return the metrics in an evaluation reply of that round, over at most `most` examples."""
+def read_evaluated(
+    reply: Message, round_number: int, measures: Measures, most: float
+) -> tuple[float, Metrics]:
+    """Return the units of an evaluation reply of that round, `most` at most, and means over them.
+
+    Units are examples, or what else the measures count.
+    """
     with as_value_error():
         metrics, _ = _opened(reply, round_number)
         number = above_zero(metrics, "num-examples", most)
@@ -134,7 +131,7 @@ def read_evaluated(reply: Message, round_number: int, measures: Measures, most: 
             name: (0, 1) if name in IN_UNIT_RANGE else (-MOST_LOSS, MOST_LOSS)
             for name in measures.names
         }
-        return Evaluated(number, {name: within(metrics, name, *limits[name]) for name in limits})
+        return number, {name: within(metrics, name, *limits[name]) for name in limits}
 
 
 @contextmanager

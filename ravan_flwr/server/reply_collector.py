@@ -4,6 +4,7 @@ A reply is accepted until its round closes. A later reply is fetched in a follow
 and recorded there, so that no round waits for it and the log is complete.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,12 +92,12 @@ class ReplyCollector:
         self.deadline = RoundDeadline(0, 0)
 
     def replies(
-        self, grid: Grid, messages: list[Message], deadline: Callable[[int], RoundDeadline]
-    ) -> Iterator[Message]:
-        """Send the messages, then yield replies as they arrive, until the deadline.
+        self, grid: Grid, messages: list[Message], timeout: float, least: int,
+        grace: float | None = math.inf, enough: float = math.inf,
+    ) -> Iterator[Message]:  # fmt: skip
+        """Send the messages, then yield replies as they arrive, until the `RoundDeadline`.
 
-        `deadline` returns the deadline for a number of messages. Nodes that have not replied by
-        then are asked less often from now on.
+        Nodes that have not replied by then are asked less often from now on.
         """
         self.outstanding = {}
         if not messages:
@@ -109,7 +110,7 @@ class ReplyCollector:
         training = "training" if number else "calibrating"
         doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
         self._status.begin(doing.get(self._kind, "delivering"), number, clients=clients)
-        self.deadline = deadline(len(self.outstanding))
+        self.deadline = RoundDeadline(timeout, len(clients), least, grace, enough, clock_of(grid))
         failed = failures_of(grid).count
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}
         for reply in pull_replies(

@@ -9,7 +9,7 @@ from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_personal_states
-from ravan_flwr.runs.directory import RunDirectory, check_writable, parse_resume
+from ravan_flwr.runs.directory import RunDirectory, check_writable
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -66,14 +66,6 @@ def output_folder(config: Config) -> Path:
     return path
 
 
-def open_resumed_run(config: Config) -> tuple[RunDirectory | None, int | None]:
-    """Return the run directory to resume, and the round to go back to; None for what is not set."""
-    if not config.resume:
-        return None, None
-    path, from_round = parse_resume(config.resume)
-    return RunDirectory.open(path), from_round
-
-
 def load_resume_point(
     directory: RunDirectory, from_round: int | None, config: Config, loaded: ModelAndData
 ) -> ResumePoint:
@@ -118,16 +110,12 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
 
 def report_if_finished(last_round: int, num_rounds: int, run: Path) -> None:
     """Log a warning if a resumed run has no further round."""
-    if last_round < num_rounds:
-        return
-    back = f", or go back with resume={run}@{num_rounds}" if last_round > num_rounds else ""
-    log.warning(
-        "num-rounds = %d: %s already done, so that nothing is trained; ask for more than %d%s",
-        num_rounds,
-        "1 round is" if last_round == 1 else f"{last_round} rounds are",
-        last_round,
-        back,
-    )
+    if last_round >= num_rounds:
+        log.warning(
+            "num-rounds = %d: the run has %d already, so that nothing is trained; ask for more, or "
+            "go back with resume=%s@ROUND",
+            *(num_rounds, last_round, run),
+        )
 
 
 def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoint) -> bool:

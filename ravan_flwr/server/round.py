@@ -27,9 +27,9 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, per_client_statistics
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.kind import Kind
-from ravan_flwr.server.replies import Evaluated, most_validation_size, read_evaluated
+from ravan_flwr.server.replies import most_validation_size, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
-from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
+from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog, mean_of
 from ravan_flwr.simulated_time.clock import REAL
 
@@ -131,16 +131,12 @@ class Round:
 
     def send(self, messages: list[Message], *, training: bool = False) -> Iterator[Message]:
         """Send the messages and yield the replies; stop early in training if enough were used."""
-        kind, clock, timeout = self.kind, self.run.clock, self.run.config.round_timeout
+        kind, timeout = self.kind, self.run.config.round_timeout
         enough = kind.enough if training else math.inf
         # Clients in one process share this machine: none is slower than the others.
-        waits = kind.gives_grace and not (in_process(self.grid) and clock is REAL)
+        waits = kind.gives_grace and not (in_process(self.grid) and self.run.clock is REAL)
         grace = self.run.config.straggler_grace if waits else math.inf
-
-        def deadline(clients: int) -> RoundDeadline:
-            return RoundDeadline(timeout, clients, kind.quorum(clients), grace, enough, clock)
-
-        return self.collector.replies(self.grid, messages, deadline)
+        return self.collector.replies(self.grid, messages, timeout, kind.quorum, grace, enough)
 
     def evaluation_messages(self, grid: Grid) -> list[Message]:
         """Return a message to evaluate the state for each client that is not skipped."""
@@ -157,25 +153,19 @@ class Round:
         Return None if no reply is valid.
         """
         run, measures = self.run, self.run.loaded.task.measures
-        answers: dict[int, Evaluated] = {}
+        answers: dict[int, tuple[float, Metrics]] = {}
 
-        def check(message: Message, client: RegisteredClient) -> tuple[int, Evaluated]:
+        def check(message: Message, client: RegisteredClient) -> tuple[int, tuple[float, Metrics]]:
             most = most_validation_size(run.registry.examples(client), run.config.validation_share)
             return client.partition_id, read_evaluated(message, self.number, measures, most)
 
         self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None
-        ordered = [answers[partition] for partition in sorted(answers)]
-        numbers = [answer.units for answer in ordered]
-        self.round_log.per_client = per_client_statistics(
-            [measures.completed(answer.metrics) for answer in ordered]
-        )
+        units, means = zip(*(answers[partition] for partition in sorted(answers)), strict=True)
+        self.round_log.per_client = per_client_statistics(list(map(measures.completed, means)))
         return measures.completed(
-            {
-                name: mean_of([answer.metrics[name] for answer in ordered], numbers)
-                for name in measures.names
-            }
+            {name: mean_of([mean[name] for mean in means], units) for name in measures.names}
         )
 
     def _encoded(self, tensors: Tensors) -> ArrayRecord:

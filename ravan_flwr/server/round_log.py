@@ -126,15 +126,6 @@ class RoundLog:
         values = {key: value for key, value in optional.items() if value is not None}
         self.clients.append(cast(ClientRecord, record | values))
 
-    def note_lost_parameters(self, client: RegisteredClient) -> None:
-        """Log that a client had lost its personal parameters, and began with new ones."""
-        self.began_anew.append(client.partition_id)
-        log.warning(
-            "partition %d has lost its personal parameters, as a restarted node does, and began "
-            "with new ones",
-            client.partition_id,
-        )
-
     def reject(self, client: RegisteredClient, reason: object) -> None:
         """Log a reply that was rejected or is missing, with the reason."""
         text = plain(str(reason))

@@ -67,11 +67,7 @@ class Sampler:
     def eligible(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """Return the connected clients whose budget fraction allows to train; log the others."""
         clients = self.registry.present(grid)
-        eligible = {
-            fraction
-            for fraction in {m.budget_fraction for m in clients}
-            if self.method.can_train(fraction)
-        }
+        eligible = set(filter(self.method.can_train, {m.budget_fraction for m in clients}))
         round_log.not_eligible = [
             m.partition_id for m in clients if m.budget_fraction not in eligible
         ]
@@ -84,9 +80,7 @@ class Sampler:
             )  # fmt: skip
         candidates = () if eligible else self.registry.clients.values()
         fractions = sorted({client.budget_fraction for client in candidates})
-        if fractions and not any(
-            map(self.method.can_train, fractions)
-        ):  # no client, connected or not
+        if fractions and not any(map(self.method.can_train, fractions)):  # no client at all
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {', '.join(f'{f:g}' for f in fractions)}, "

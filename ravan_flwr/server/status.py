@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from heapq import nlargest
+from itertools import chain, islice
 from pathlib import Path
 
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -73,14 +73,8 @@ class Status:
         self._not_before = ended + (ended - began) / MOST_TIME_FRACTION
 
     def _described(self, clients: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
-        """Return at most `DESCRIBED` clients: those of this step, then the last that replied."""
-        if len(clients) <= DESCRIBED:
-            return clients
-        chosen = {client.node_id: client for client in self._asked[:DESCRIBED]}
-        pool = (client for client in clients if client.node_id not in chosen)
-        nodes = self._registry.nodes
-        last = nlargest(DESCRIBED - len(chosen), pool, lambda client: nodes[client.node_id].heard)
-        return [*chosen.values(), *last]
+        """Return at most `DESCRIBED` clients, those of this step first."""
+        return islice(dict.fromkeys(chain(self._asked, clients)), DESCRIBED)
 
     def _now(self) -> RunStatus:
         clients = self._registry.clients

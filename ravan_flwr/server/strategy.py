@@ -126,7 +126,7 @@ class FederatedTuning(Strategy):
                 log.info(reason)
                 break
             last = number == num_rounds or exceeds_max_bytes(self.config, self.records, 2)
-            last = last or (self.privacy is not None and self.privacy.is_last)
+            last = last or (self.privacy is not None and self.privacy.ends_after(1))
             # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)
             result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
@@ -230,8 +230,8 @@ class FederatedTuning(Strategy):
     def _stop_reason(self, number: int) -> str:
         """Return why the run stops before a round of that number; "" if it continues."""
         reason = stop_reason(self.config, self.loaded.task.metric, self.records, number)
-        if not reason and self.privacy is not None and self.privacy.is_exhausted:
-            reason = self.privacy.stop_reason(number)
+        if not reason and self.privacy is not None and self.privacy.ends_after(0):
+            reason = f"epsilon: no room for round {number}; the run ends here"
         return reason
 
     def open_round(self, number: int) -> Round:

@@ -44,22 +44,12 @@ _BLOCK = 2**17
 
 @dataclass(frozen=True)
 class Change:
-    """A reply's change of one tensor, and the tensor before it, as sums of squares."""
+    """A reply's change of one tensor, and the tensor before it, as root mean squares."""
 
-    squares: float
-    squares_before: float
+    size: float
+    before: float
     numbers: int
-    rounding: float = 0.0  # root mean square of the wire's rounding
-
-    @property
-    def size(self) -> float:
-        """Return the root mean square of the change."""
-        return math.sqrt(self.squares / max(1, self.numbers))
-
-    @property
-    def before(self) -> float:
-        """Return the root mean square of what was sent."""
-        return math.sqrt(self.squares_before / max(1, self.numbers))
+    rounding: float = 0.0  # of the wire
 
 
 Changes = dict[str, Change]
@@ -79,7 +69,9 @@ def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
     for new, old in zip(*parts, strict=True):
         squares += sum_of_squares(new - old, name)
         before += sum_of_squares(old, name)
-    return Change(squares, before, tensor.numel(), rounding_error(start, wire))
+    number = max(1, tensor.numel())
+    size, before = math.sqrt(squares / number), math.sqrt(before / number)
+    return Change(size, before, tensor.numel(), rounding_error(start, wire))
 
 
 class UpdateNormCheck:
@@ -98,7 +90,7 @@ class UpdateNormCheck:
     def check(self, changes: Changes, step: float = 0.0) -> None:
         """Raise ValueError if an honest client with that step cannot have made these changes."""
         if self.norm is not None:
-            norm = math.sqrt(sum(change.squares for change in changes.values()))
+            norm = math.sqrt(sum(change.size**2 * change.numbers for change in changes.values()))
             if norm > self.norm:
                 raise ValueError(
                     f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; "

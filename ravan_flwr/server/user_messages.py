@@ -1,4 +1,4 @@
-"""Messages for the user: settings that fail or have no effect, and the result of a run."""
+"""Messages for the user: settings that fail, the default learning rate, a run's result."""
 
 from collections.abc import Mapping
 from logging import getLogger
@@ -6,8 +6,6 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.checks import without_effect
-from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
@@ -29,29 +27,6 @@ def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Confi
             "learning rate %g: the default of %s, since the preset names none; `ravan-flwr tune "
             "preset=%s method=%s` chooses a better one",
             *(config.learning_rate, config.method, preset, config.method),
-        )
-
-
-def report_settings_without_effect(
-    run_config: Mapping[str, Scalar], config: Config, grid: Grid
-) -> None:
-    """Log the settings that have no effect."""
-    for message in without_effect(run_config):
-        log.warning("%s", message)
-    if config.processes is not None and not in_process(grid):
-        log.warning(
-            "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "
-            "and `ravan-flwr simulate` has them in its own",
-            config.processes,
-        )
-    is_set = run_config.get("clients-per-round", AUTO) != AUTO
-    is_set = is_set and not METHODS[config.method].all_clients
-    number = len(list(grid.get_nodes())) if simulating(grid) else 0
-    if is_set and 0 < number < config.clients_per_round:
-        log.warning(
-            "clients-per-round=%d: there %s, and every round asks all of them",
-            config.clients_per_round,
-            "is 1 client" if number == 1 else f"are {number} clients",
         )
 
 
@@ -113,17 +88,6 @@ def report_result(
     ):
         if numbers:
             log.warning("%s in rounds %s", problem, ", ".join(map(str, numbers)))
-    if METHODS[summary["method"]].mixes:
-        log.info(
-            "each client has a personal model: after a run in one process, ravan-flwr evaluate RUN "
-            "--client N measures it"
-        )
-    elif METHODS[summary["method"]].personalised:
-        log.info(
-            "each client has a personal model, and no folder here holds them: deliver=true gives "
-            "devices theirs; after a run in one process: ravan-flwr export RUN FOLDER --as merged "
-            "--client N"
-        )
     if page is not None:
         log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

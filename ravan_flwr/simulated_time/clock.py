@@ -4,7 +4,6 @@ A client's reply arrives after bytes down / downlink + operations / speed + byte
 the time in which its device is online counts. A device answers messages one by one.
 """
 
-import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -55,10 +54,7 @@ class SimulatedClock(Clock):
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices, self._now = devices, 0.0
         self.busy_until = [0.0] * len(devices)  # when each finishes its work
-        self._arrivals: list[tuple[float, int, str]] = []  # a heap; ties in the order of sending
-        self._sent = 0
-        self._replies: dict[str, None] = {}  # answered messages, in order
-        self.times: dict[str, float] = {}  # by message: when the reply arrives
+        self.times: dict[str, float] = {}  # by message, in order: when its reply arrives
 
     @property
     def now(self) -> float:
@@ -73,49 +69,31 @@ class SimulatedClock(Clock):
         self.busy_until[client] = finish(
             max(self.now, self.busy_until[client]), seconds, device.online
         )
-        self.expect(message_id, self.busy_until[client])
+        self.times[message_id] = self.busy_until[client]
         return self.busy_until[client]
-
-    def expect(self, message_id: str, arrives: float) -> None:
-        """Record when a reply arrives."""
-        heapq.heappush(self._arrivals, (arrives, self._sent, message_id))
-        self.times[message_id] = arrives
-        self._sent += 1
 
     def arrived(self, message_ids: Collection[str]) -> list[str]:
         """List those of these messages whose replies have arrived, in order of arrival."""
-        self._settle()
-        return [message_id for message_id in self._replies if message_id in message_ids]
+        here = [key for key, time in self.times.items() if time <= self.now and key in message_ids]
+        return sorted(here, key=self.times.__getitem__)
 
     def has(self, message_id: str) -> bool:
         """Return whether the reply to a message has arrived, or takes no time."""
-        return message_id in self._replies or message_id not in self.times
+        return self.times.get(message_id, self.now) <= self.now
 
     def forget(self, message_id: str) -> None:
         """Remove a message whose reply was read or is no longer awaited."""
-        self._replies.pop(message_id, None)
         self.times.pop(message_id, None)
 
     def restore(self, arrivals: Mapping[str, float], busy_until: list[float]) -> None:
         """Restore the arrivals and the busy devices of a run that was stopped."""
-        for message_id, arrives in arrivals.items():
-            self.expect(message_id, arrives)
+        self.times |= arrivals
         self.busy_until = busy_until
 
     def wait(self, seconds: float) -> None:
         """Advance time by that many seconds, or to the next arrival if that is earlier."""
-        self._settle()
-        until = self.now + seconds
-        if self._arrivals:
-            until = min(until, self._arrivals[0][0])
-        self._now = max(self._now, until)
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._arrivals and self._arrivals[0][0] <= self.now:
-            arrives, _, message_id = heapq.heappop(self._arrivals)
-            if self.times.get(message_id) == arrives:  # neither forgotten nor moved
-                self._replies[message_id] = None
+        coming = (time for time in self.times.values() if time > self.now)
+        self._now = min([self.now + seconds, *coming])
 
     def online(self, client: int) -> bool:
         """Return whether a client's device is online now."""

@@ -29,6 +29,7 @@ from ravan_flwr.reports.run_view import RunSnapshot, view_of
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import signed_keys
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.secure.schedule import Schedule, pack
 from ravan_flwr.secure.server import DealerError
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation
@@ -44,6 +45,12 @@ QUICK: dict[str, Scalar] = {
     "secure-aggregation": True,
 }  # fmt: skip
 PHASES = ["keys", "shares", "masked", "agree", "unmask"]
+
+
+def changed(schedule, **changes):
+    """Return a schedule with other values of some fields."""
+    fields = {name: getattr(schedule, name) for name in Schedule.model_fields}
+    return Schedule(**(fields | changes))
 
 
 def records_of(run):
@@ -317,7 +324,7 @@ def test_clients_refuse_a_minimum_below_the_runs(tmp_path, monkeypatch):
         """A server that makes schedules with a lower minimum than the settings."""
 
         def _schedule(self, clients):
-            return replace(super()._schedule(clients), minimum=4)
+            return changed(super()._schedule(clients), minimum=4)
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Lower)
     run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
@@ -350,7 +357,7 @@ class Signs(Hostile):
 
     def change_schedule(self, schedule):
         tiny = [part._replace(bound=1e-30) for part in schedule.parts]
-        return replace(schedule, parts=tuple(tiny))
+        return changed(schedule, parts=tuple(tiny))
 
 
 class OneBound(Hostile):
@@ -358,7 +365,7 @@ class OneBound(Hostile):
 
     def change_schedule(self, schedule):
         first, *others = schedule.parts
-        return replace(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
+        return changed(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
 
 
 class OtherHeads(Hostile):
@@ -368,7 +375,7 @@ class OtherHeads(Hostile):
         trained = schedule.trained.copy()
         (rows,) = (rows for part, rows in schedule.spans() if part.name == "H")
         trained[:, rows] = trained[:, rows][:, ::-1]
-        return replace(schedule, trained=trained)
+        return changed(schedule, packed=tuple(pack(row).hex() for row in trained))
 
 
 class FewClients(Hostile):
@@ -401,9 +408,9 @@ def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
     """Each further round would reveal another sum of their data."""
 
     class MoreRounds(Hostile):
-        def _common_hash(self):
-            sent = self.run.state.tensors
-            return masked.round_digest(replace(self.run.config, num_rounds=1), sent)
+        def change_schedule(self, schedule):
+            config = replace(self.run.config, num_rounds=1)
+            return changed(schedule, given=masked.round_digest(config, self.run.state.tensors))
 
     def reply(message, context, honest=worker_process.reply_of):
         context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})

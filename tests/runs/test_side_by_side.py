@@ -272,11 +272,3 @@ def test_spawned_workers_give_the_same_bits_and_end(spawned_run, preset, tmp_pat
     assert_same(run(tmp_path, 1, preset=preset, **ONE_ROUND), spawned_run)
     words = "ravan_flwr.launch.worker_process"
     assert not [p for p in psutil.Process().children() if words in p.cmdline()]
-
-
-def test_a_warning_says_that_processes_have_no_effect_in_flower(tmp_path, monkeypatch, capsys):
-    from ravan_flwr.launch.in_process_grid import InProcessGrid
-
-    monkeypatch.setattr(InProcessGrid, "in_process", False)
-    assert "processes" not in run(tmp_path, 3, **{"num-rounds": 1, "clients-per-round": 1}).summary
-    assert "no effect: processes=3; Flower's runtimes" in capsys.readouterr().out

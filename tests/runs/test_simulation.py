@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from flwr.supercore.run import Run
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
@@ -21,7 +20,7 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS, affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.specs import NODES_CHOSEN, Scalar
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.model_and_data import get_model_and_data
@@ -281,7 +280,6 @@ def test_only_evaluated_rounds_have_metrics_and_the_last_is_evaluated(tmp_path):
 
 
 def test_a_node_config_sets_budget_and_device(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -305,7 +303,6 @@ def test_a_node_config_sets_budget_and_device(tmp_path, monkeypatch):
     ],
 )
 def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
-    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -338,28 +335,6 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     assert any("; 3 clients a round, 1 local step of 32" in line for line in lines)
     assert lines[-3].startswith("done: accuracy 0.")
     assert " after 2 rounds in " in lines[-3]
-    assert "the preset is made for" not in "\n".join(lines)  # the number of clients was set
-
-
-@pytest.mark.parametrize(("number", "advised"), [(2, True), (3, False)])
-def test_flowers_default_of_two_nodes_gives_a_warning(
-    tmp_path, capsys, monkeypatch, number, advised
-):
-    monkeypatch.setattr(InProcessGrid, "in_process", False)  # as under Flower
-    run(tmp_path, num_rounds=1, local_steps=1, num_clients=number)
-    printed = capsys.readouterr().out
-    assert ("the preset is made for 20 clients" in printed) == advised
-    assert " after 1 round in " in printed
-
-
-def test_two_devices_or_two_chosen_nodes_give_no_warning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(InProcessGrid, "in_process", False)
-    with monkeypatch.context() as patch:
-        patch.setenv(NODES_CHOSEN, "1")  # as with `--engine flower num-clients=2`
-        run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)
-    monkeypatch.setattr(InProcessGrid, "run", Run.create_empty(1))  # a deployment's
-    run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)
-    assert "the preset is made for" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -401,10 +376,7 @@ def test_each_setting_without_effect_gives_a_warning(tmp_path, capsys):
         "secure-minimum=5"
     )
     assert lines[3] == "warning: no effect with method=fedit: heads=8"
-    assert lines[4] == (
-        "warning: clients-per-round=30: there are 2 clients, and every round asks all of them"
-    )
-    assert sum("warning" in line for line in lines) == 4
+    assert sum("warning" in line for line in lines) == 3
 
 
 def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, capsys):
@@ -511,10 +483,8 @@ def test_a_run_without_training_examples_is_refused(tmp_path, monkeypatch, metho
 @pytest.mark.parametrize(
     ("num_rounds", "message"),
     [
-        (1, "num-rounds = 1: 2 rounds are already done, so that nothing is trained; ask for more "
-            "than 2, or go back with resume="),
-        (2, "num-rounds = 2: 2 rounds are already done, so that nothing is trained; ask for more "
-            "than 2"),
+        (1, "num-rounds = 1: the run has 2 already, so that nothing is trained"),
+        (2, "num-rounds = 2: the run has 2 already, so that nothing is trained"),
         (3, ""),
     ],
 )  # fmt: skip
@@ -523,7 +493,7 @@ def test_resuming_a_finished_run_gives_a_warning(tmp_path, caplog, num_rounds, m
     caplog.clear()
     resumed = run(tmp_path, num_rounds=num_rounds, resume=str(first.run_dir))
     assert resumed.summary["rounds"] == max(2, num_rounds)
-    assert ("already done" in caplog.text) == bool(message)
+    assert ("nothing is trained" in caplog.text) == bool(message)
     assert message in caplog.text
 
 
@@ -755,7 +725,6 @@ def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
 
 
 def test_a_node_that_lost_the_bases_gets_them_again(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process_grid import InProcessGrid
 
     class Forgetful(InProcessGrid):
         def _deliver(self, message):
@@ -787,7 +756,6 @@ def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
 
 
 def test_an_automatic_budget_fraction_fits_the_free_memory(tmp_path, monkeypatch):
-    from ravan_flwr.launch.in_process_grid import InProcessGrid
     from ravan_flwr.training.cost import step_memory
 
     class Edge(InProcessGrid):

@@ -175,7 +175,7 @@ def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
         p for p, number in enumerate(limits) if number == 2
     ]
     assert len(notes.records) == max(limits)
-    assert budget.is_exhausted
+    assert budget.ends_after(0)
     assert budget.epsilon <= limit
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
@@ -184,22 +184,23 @@ def test_a_run_needs_min_replies_clients_within_the_privacy_budget():
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
     notes, *_ = run_rounds(Devices(), rounds=99, epsilon=limit, min_replies=4)
     assert len(notes.records) == 2
-    with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* at 4 clients"):
+    with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* room for one"):
         run_rounds(Devices(), epsilon=0.01, min_replies=4)
 
 
-def test_is_last_is_known_where_all_clients_are_sampled():
+def test_the_last_round_is_known_where_all_clients_are_sampled():
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
     nodes = Devices()
     values = []
-    real = ExampleBudget.is_last.fget  # type: ignore[attr-defined]
+    real = ExampleBudget.ends_after
 
-    def recorded(self):
-        values.append(real(self))
-        return values[-1]
+    def recorded(self, rounds):
+        if rounds == 1:
+            values.append(real(self, rounds))
+        return real(self, rounds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExampleBudget, "is_last", property(recorded))
+        patch.setattr(ExampleBudget, "ends_after", recorded)
         run_rounds(nodes, rounds=99, epsilon=limit, min_replies=4)
     assert values == [False, True]
 
@@ -284,21 +285,21 @@ def spending(rate, rounds, z=2.0):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"unit": "client"}, "unit = 'client'"),
+        ({"unit": "client"}, "unit: got 'client'"),
         ({"delta": 1e-6}, "delta = 1e-06"),
-        ({"noise-multiplier": math.inf}, "noise-multiplier = inf"),
-        ({"noise-multiplier": "2"}, "noise-multiplier = '2'"),
-        ({"asked": [1]}, r"asked = \[1\]"),
-        ({"asked": {"a": [0.5, 2]}}, "of partition 'a'"),
-        ({"asked": {"3": [0.5, 2.5]}}, r"has \[0.5, 2.5\] of partition '3'"),
-        ({"asked": {"3": [1.5, 2]}}, r"has \[1.5, 2\]"),
-        ({"asked": {"3": "no"}}, "has 'no'"),
-        ({"epsilon": 0.01}, "epsilon = 0.01, and the counted rounds spend"),
-        (spending(0.5, 2, z=100.0), "noise-multiplier = 100.0, and round 1 has 2.0"),
-        (spending(0.5, 1), r"asked has \[0.5, 1\] of partition 3, and the records \[0.5, 2\]"),
-        (spending(0.1, 9), r"asked has \[0.1, 9\] of partition 3, and the records \[0.5, 2\]"),
-        ({"asked": {}, "epsilon": 0.0}, r"asked has \[0.0, 0\] of partition 3, and the records"),
-        ({"asked": {"3": [0.5, 10**12]}}, "privacy.json: asked has .* of partition '3'"),
+        ({"noise-multiplier": math.inf}, "noise-multiplier: got inf"),
+        ({"noise-multiplier": "two"}, "noise-multiplier: got 'two'"),
+        ({"asked": [1]}, r"asked: got \[1\]"),
+        ({"asked": {"a": [0.5, 2]}}, "asked.a.* got 'a'"),
+        ({"asked": {"3": [0.5, 2.5]}}, r"asked.3.* got 2.5"),
+        ({"asked": {"3": [1.5, 2]}}, r"asked.3.* got 1.5"),
+        ({"asked": {"3": "no"}}, "asked.3: got 'no'"),
+        ({"epsilon": 0.01}, "epsilon = 0.01, and its counts spend"),
+        (spending(0.5, 2, z=100.0), "noise-multiplier = 100.0, and round 1 has another"),
+        (spending(0.5, 1), r"epsilon = .*, and round 2 has more"),
+        (spending(0.1, 2), r"epsilon = .*, and round 1 has more"),
+        ({"asked": {}, "epsilon": 0.0}, r"epsilon = 0.0, and round 1 has more"),
+        ({"asked": {"3": [0.5, 10**12]}}, "privacy.json: asked.3.* got 1000000000000"),
     ],
 )
 def test_an_invalid_account_is_refused(changes, message, tmp_path):
