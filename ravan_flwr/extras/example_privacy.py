@@ -11,7 +11,8 @@ All clients use the same noise. Without `noise-multiplier` it is the least noise
 client with the fewest examples within epsilon, if that client trains in every round.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -19,14 +20,15 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from pydantic import NonNegativeInt
 
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.runs.record import PrivacyRecord
+from ravan_flwr.runs.record import PrivacyRecord, RoundRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import Kind
-from ravan_flwr.server.privacy_budget import Account, PrivacyBudget, Rate, Rounds
+from ravan_flwr.server.privacy_budget import CLOSE, Account, PrivacyBudget, Rate, Rounds
 from ravan_flwr.server.replies import Update, refusal_in, within
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -148,6 +150,21 @@ class ExampleBudget(PrivacyBudget):
 
     def _epsilon(self, times: TimesAsked) -> float:
         return epsilon_of(self.multiplier, times.rate, self.delta, times.rounds * self.steps)
+
+    @classmethod
+    def _problems(
+        cls, content: Mapping[str, Any], records: list[RoundRecord], config: Config
+    ) -> Iterator[str]:
+        """Yield also the clients that trained more often, or with more, than was counted."""
+        yield from super()._problems(content, records, config)
+        used = [client for record in records for client in record["clients"]]
+        times = Counter(client["partition-id"] for client in used)
+        for client in used:
+            of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
+            counted = TimesAsked(*content["asked"].get(of, NEVER))
+            if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:
+                expected = [rate, times[of]]
+                yield f"asked has {[*counted]} of partition {of}, and the records {expected}"
 
 
 class Counted(Kind):

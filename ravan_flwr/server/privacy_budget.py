@@ -253,3 +253,14 @@ class ClientBudget(PrivacyBudget):
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
+
+    @classmethod
+    def _problems(
+        cls, content: Mapping[str, Any], records: list[RoundRecord], config: Config
+    ) -> Iterator[str]:
+        """Yield also a sampling rate that is not that of the first round."""
+        yield from super()._problems(content, records, config)
+        z, rate = content["noise-multiplier"], content["sampling-rate"]
+        first = epsilon_of(z, rate, config.delta, 1)
+        if records and not math.isclose(records[0]["privacy"]["epsilon"], first, rel_tol=CLOSE):
+            yield f"sampling-rate = {rate}, by which round 1 spends {first!r}, and it spent another"

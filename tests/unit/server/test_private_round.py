@@ -222,7 +222,7 @@ def spending(**changes):
         (spending(releases=2), r"epsilon = .*, and round 2 has more"),
         (spending(releases=3), r"epsilon = .*, and round 3 has more"),
         (spending(noise_multiplier=100.0), "noise-multiplier = 100.0, and the run has 1.0"),
-        (spending(sampling_rate=0.05, releases=5), r"epsilon = .*, and round 1 has more"),
+        (spending(sampling_rate=0.05, releases=500), "sampling-rate = 0.05, by which round 1"),
         ({"noise-multiplier": 100.0}, "noise-multiplier = 100.0"),
         ({"epsilon": 0.059}, "epsilon = 0.059, and its counts spend"),
         ({"epsilon": None}, "epsilon: got None"),
