@@ -127,7 +127,7 @@ class DeliverAtEnd(Callback):
         config, registry, number = self.config, self.registry, parcel.last_round
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
-        notes = RoundLog(number, registry.partitions)
+        notes = _Notes(number, registry.partitions)
         collector = ReplyCollector(self.message_builder, notes, self.status)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
@@ -157,6 +157,14 @@ class DeliverAtEnd(Callback):
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
         return {f"partition {entry['partition-id']}": entry for entry in have}, missed
+
+
+class _Notes(RoundLog):
+    """Note the clients that could not keep the result, with reasons; log no line for each."""
+
+    def reject(self, client: RegisteredClient, reason: object) -> None:
+        name = f"partition {client.partition_id}"
+        self.rejected.append({"client": name, "reason": plain(str(reason))})
 
 
 def _log_delivery(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:

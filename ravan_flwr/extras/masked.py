@@ -14,9 +14,10 @@ from itertools import compress
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from pydantic import StrictInt, TypeAdapter
+from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.files import first_error
 from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
@@ -34,7 +35,7 @@ from ravan_flwr.secure.server import (
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.kind import Kind
-from ravan_flwr.server.replies import Update, as_value_error, read_masked, read_phase
+from ravan_flwr.server.replies import Update, read_masked, read_phase
 from ravan_flwr.server.round import Round
 from ravan_flwr.training.masked import (
     CUT_OFF,
@@ -254,5 +255,7 @@ def _partitions(data: bytes) -> set[int]:
         raise ValueError(
             f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
         )
-    with as_value_error():
+    try:
         return TypeAdapter(set[StrictInt]).validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"its list of clients: {first_error(error)}") from None

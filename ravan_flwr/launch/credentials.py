@@ -8,7 +8,8 @@ node-0/     ca.crt node.key node.pub              authenticates SuperNode 0
 
 All keys are on the curve P-384: those of TLS in PEM, those of nodes in OpenSSH's formats, which
 `flower-supernode` and `flwr supernode register` read. Missing folders are made, existing ones are
-never changed; a folder is written whole or not at all. Private keys may be moved away.
+never changed; a folder is written whole or not at all. Private keys may be moved away: a node whose
+`node.pub` is here counts as made.
 """
 
 import datetime
@@ -39,6 +40,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
 SUPERLINK_DAYS = 825
 
+_PUBLIC = {AUTHORITY: "ca.crt", SUPERLINK: "superlink.crt"}  # a folder's public file
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?", re.IGNORECASE)
 _USAGES = (
     "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
@@ -105,12 +107,22 @@ def _subject_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
     """Return the names of the folders to make, in order; ValueError if they cannot be made."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: got a file, expected a folder; give another name")
     files = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
     if files and not (folder / AUTHORITY / "ca.crt").is_file():
         raise ValueError(
             f"{folder}: it has files but no {AUTHORITY}/ca.crt, expected a folder that is new or "
             "made by this command; name another one, or restore that file"
         )
+    # Private keys may have been moved to their machines, or offline.
+    for name in files:
+        public = _PUBLIC.get(name, "node.pub")
+        if (name in _PUBLIC or name.startswith(NODE)) and not (folder / name / public).is_file():
+            raise ValueError(
+                f"{folder / name}: found no {public}, expected it there; restore it, or remove the "
+                "folder to have it made anew"
+            )
     names = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
     missing = [name for name in names if name not in files]
     if SUPERLINK in files:

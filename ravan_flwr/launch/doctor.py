@@ -94,7 +94,7 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
         yield Check("server", False, "its address is not known; give --superlink HOST:8000")
     else:
         yield _check("server", _answers, address, folder / "ca.crt")
-        yield _check("clock", _clock, address, folder / "ca.crt")
+        yield _check("clock", _clock, address)
     if text is None:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
@@ -155,7 +155,11 @@ def _superlink_keys(folder: Path) -> str:
     certificate, key = folder / "superlink.crt", folder / "superlink.key"
     _private(key)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certificate,
+            key,
+            password=lambda: b"",  # else OpenSSL asks the terminal for one
+        )
     except ssl.SSLError as error:
         raise ValueError(
             f"{folder}: superlink.key is not the key of superlink.crt ({error}); copy the folder "
@@ -165,22 +169,29 @@ def _superlink_keys(folder: Path) -> str:
 
 
 def _request(
-    address: str, authority: Path, method: str = "GET", path: str = "/health"
+    address: str, authority: Path | None, method: str = "GET", path: str = "/health"
 ) -> httpx.Response:
-    """Return a server's response; ValueError if it is not reached, or not trusted."""
+    """Return a server's response; ValueError if it is not reached, or not trusted.
+
+    Without an authority every server is trusted.
+    """
     host, port = _parts(address)
     try:
         return httpx.request(
-            method, httpx.URL(scheme="https", host=host, port=port, path=path),
-            verify=ssl.create_default_context(cafile=str(authority)), trust_env=False,
+            method, httpx.URL(scheme="https", host=host, port=port, path=path), trust_env=False,
+            verify=authority is not None and ssl.create_default_context(cafile=str(authority)),
             timeout=_TIMEOUT,
         )  # fmt: skip
     except (OSError, httpx.HTTPError) as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise ValueError(
+                f"{address}: {error}; expected a certificate by {authority} for {host}: copy "
+                "ca.crt of the folder that the certificate was made in, set this machine's clock, "
+                "or renew the certificate (docs/operating.md)"
+            ) from None
         raise ValueError(
-            f"{address}: {error}; expected TLS there, with a certificate by {authority} for "
-            f"{host}: check the name and the port, a firewall, and that the server's programs run; "
-            "copy ca.crt of the folder that the certificate was made in, or renew the certificate "
-            "(docs/operating.md)"
+            f"{address}: {error}; expected TLS there: check the name and the port, a firewall, and "
+            "that the server's programs run, nginx and the SuperLink"
         ) from None
 
 
@@ -208,9 +219,12 @@ def _answers(address: str, authority: Path) -> str:
     return f"the SuperLink answers at {address}, with a certificate by {authority}"
 
 
-def _clock(address: str, authority: Path) -> str:
-    """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
-    date = _request(address, authority).headers.get("Date")
+def _clock(address: str) -> str:
+    """Compare this machine's clock with the server's; ValueError where Flower refuses it.
+
+    No server is refused: by a wrong clock, a valid certificate seems to have ended.
+    """
+    date = _request(address, None).headers.get("Date")
     if not date:
         raise ValueError(f"{address} sends no time; compare the clocks by hand")
     ahead = time.time() - parsedate_to_datetime(date).timestamp()
@@ -232,8 +246,10 @@ def _node_config(text: str) -> str:
 
 def _access(path: Path, user: str | None, right: str) -> str:
     """Raise ValueError if the service's user lacks a right: "readable" (all files), "writable"."""
-    if not path.is_absolute() or not path.exists():
-        raise ValueError(f"{path}: it is not there, expected an absolute path; correct or make it")
+    if right == "writable" and not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; make it")
+    if right == "readable" and not (path.is_absolute() and path.exists()):
+        raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
     depth = ["-maxdepth", "0"] if right == "writable" else []
     output = _as_user(["find", "-L", str(path), *depth, "!", f"-{right}", "-print", "-quit"], user)
     name = f"user {user}" if user else "this user"

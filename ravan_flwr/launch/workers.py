@@ -111,6 +111,7 @@ class WorkerPool:
         """
         self._restart = restart
         self._idle: list[WorkerLink] = []
+        self._untried: set[WorkerLink] = set()  # restarted, and without an answer yet
         self._busy: dict[WorkerLink, Job] = {}
         self._ahead: OrderedDict[str, Job] = OrderedDict()  # expected jobs that are not begun
         self._ids: set[str] = set()  # of all expected jobs: waiting, begun or done
@@ -180,6 +181,7 @@ class WorkerPool:
             job = self._busy.pop(worker)
             try:
                 self._keep(job, worker.answer(job))
+                self._untried.discard(worker)
                 self._idle.append(worker)
             except (EOFError, OSError, ValueError):
                 self._keep(job, (Error(2, WORKER_ENDED), job.context.state))
@@ -196,10 +198,13 @@ class WorkerPool:
             self._answers[job.id] = answer
 
     def _replace(self, worker: WorkerLink) -> None:
-        """End a worker, and start another one in its place."""
+        """End a worker, and start another one in its place, unless that one would end as well."""
         worker.end()
         try:
+            if worker in self._untried:
+                raise OSError("the last one ended before its first answer")
             self._idle.append(self._restart())
+            self._untried.add(self._idle[-1])
         except OSError as error:
             log.warning(
                 "a process of clients ended, and no other can be started: %s; clients compute in "

@@ -72,9 +72,12 @@ class Status:
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / MOST_TIME_FRACTION
 
-    def _described(self, clients: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
+    def _described(self) -> Iterable[RegisteredClient]:
         """Return at most `DESCRIBED` clients, those of this step first."""
-        return islice(dict.fromkeys(chain(self._asked, clients)), DESCRIBED)
+        clients = self._registry.clients
+        asked = [client.node_id for client in self._asked if client.node_id in clients]
+        nodes = dict.fromkeys(chain(asked, clients))
+        return (clients[node] for node in islice(nodes, DESCRIBED))
 
     def _now(self) -> RunStatus:
         clients = self._registry.clients
@@ -97,7 +100,7 @@ class Status:
                     "versions": client.versions,
                     "heard": self._registry.nodes[client.node_id].heard,
                 }
-                for client in self._described(clients.values())
+                for client in self._described()
             ],
             "refused": [
                 {"node": str(node_id), "reason": reason}

@@ -387,7 +387,7 @@ def test_an_unusable_result_path_is_reported(fault, reason, devices, monkeypatch
         def refuse(*_):
             raise error_or_memory
 
-        monkeypatch.setattr(device_result, "_write", refuse)
+        monkeypatch.setattr(device_result, "write_result", refuse)
     run = devices.run(num_rounds=1)
     assert run.summary["delivered"] == []
     assert run.summary["not-delivered"][0]["reason"].startswith(reason)

@@ -126,11 +126,14 @@ def test_refusals(folder, tmp_path):
     assert contents(folder) == before
     with pytest.raises(ValueError, match="--host: got none, expected the name or the address"):
         make_credentials(tmp_path / "new", [], 1)
+    (folder / "node-1" / "node.pub").unlink()
+    with pytest.raises(ValueError, match=r"node-1: found no node\.pub, expected it there; restore"):
+        make_credentials(folder, [], 3)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"it has files but no authority/ca\.crt"):
         make_credentials(tmp_path / "mine", HOSTS, 1)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match="got a file, expected a folder"):
         make_credentials(tmp_path / "mine" / "notes.txt", HOSTS, 1)
 
 

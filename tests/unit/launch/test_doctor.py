@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from email.utils import formatdate
@@ -156,8 +157,8 @@ def test_all_faults_of_a_device_are_reported(tmp_path, capsys, monkeypatch, plen
         "server": ("answers 502", "start the SuperLink"),
         "clock": ("s ahead", "NTP"),
         "node config": ("data-pth", "correct it"),
-        "data-path": ("it is not there", "correct or make it"),
-        "result-path": ("it is not there", "correct or make it"),
+        "data-path": ("it is not there", "correct it"),
+        "result-path": ("there is no such folder", "make it"),
         "disk": ("are free", "remove old runs"),
         "memory": ("are free", "end other programs"),
     }.items():
@@ -195,7 +196,9 @@ def test_a_fault_of_the_servers_certificate_is_reported(
     assert not ok
     assert words in text
     assert advice in text
+    assert "set this machine's clock" in text
     assert checks["keys"][0]
+    assert checks["clock"][0]  # is compared in any case
 
 
 def test_a_certificate_that_ends_soon_is_reported_on_the_server(tmp_path, monkeypatch):
@@ -252,6 +255,27 @@ def test_wrong_permissions_of_files_and_folders_are_reported(tmp_path, capsys, p
     assert not checks["server"][0]
     assert "a firewall" in checks["server"][1]
     assert "--node-config" in checks["node config"][1]
+
+
+def test_a_file_is_no_folder_to_write_to(tmp_path, capsys, plenty, monkeypatch):
+    make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path, ok in ((tmp_path / "file", False), ("runs", True)):
+        checks, _ = checks_of(capsys, tmp_path / "keys" / "node-0", "--write", path)
+        assert checks["write"][0] == ok
+
+
+def test_an_encrypted_key_is_reported(tmp_path):
+    make_credentials(tmp_path, ["127.0.0.1"], 1)
+    key = tmp_path / "superlink" / "superlink.key"
+    plain = key.rename(tmp_path / "plain.key")
+    command = ["openssl", "pkey", "-aes256", "-passout", "pass:secret", "-in", plain, "-out", key]
+    subprocess.run(command, check=True)
+    key.chmod(0o600)
+    check = doctor._check("keys", doctor._superlink_keys, tmp_path / "superlink")
+    assert not check.ok
 
 
 def test_the_servers_folder_is_checked(tmp_path, capsys, monkeypatch, plenty):
