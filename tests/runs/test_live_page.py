@@ -69,7 +69,7 @@ def test_the_page_fits_the_window_and_can_be_read(browser, dashboard, tmp_path, 
         "[...document.querySelectorAll('figure, .facts div, .state, h2, .note, p')]"
         ".every(one => one.getBoundingClientRect().right <= innerWidth + 1)"
     )
-    assert browser.see("document.querySelectorAll('svg').length") == 8
+    assert browser.see("document.querySelectorAll('svg').length") == 7
     smallest = "Math.min(...[...document.querySelectorAll('svg text')].map(one => " \
         "one.getBoundingClientRect().height))"  # fmt: skip
     assert browser.see(smallest) >= 10  # pixels
@@ -132,7 +132,7 @@ def test_the_page_reloads_without_javascript(browser, dashboard):
     browser.look_as(width=1280, script=False)
     try:
         browser.go(address)
-        assert browser.see("document.querySelectorAll('svg').length") == 8
+        assert browser.see("document.querySelectorAll('svg').length") == 7
         refresh = "document.querySelector('noscript meta[http-equiv=refresh]').content"
         assert browser.see(refresh) == "5"
     finally:
