@@ -1,10 +1,11 @@
 """Read a YAML file that a user wrote, and check its parts.
 
-A repeated key is an error; YAML loaders usually keep the second value. The size is limited, and
-aliases are refused, since their expansion has no limit. A part is a pydantic model. Its errors give
-a field's description as the expected value.
+A repeated key is an error; YAML loaders usually keep the second value. The size is limited, with
+all aliases and merge keys expanded. A part is a pydantic model. Its errors give a field's
+description as the expected value.
 """
 
+import itertools
 from collections.abc import Hashable, Set
 from functools import partial
 from pathlib import Path
@@ -16,30 +17,54 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ravan_flwr.config.key import check_choice, did_you_mean
 from ravan_flwr.files import read_file
 
-_MAX_SIZE = 2**20  # bytes of a file
-_MOST_CHARACTERS = 100  # of a number: the time to read YAML's base 60 is quadratic
+_MAX_SIZE = 2**20  # bytes of a file; characters and nodes of its content with aliases expanded
+_MAX_DIGITS = 100  # of a number: the time to read YAML's base 60 is quadratic in the length
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_MERGE = "tag:yaml.org,2002:merge"  # `<<`
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that rejects repeated keys in a mapping, and aliases, which may grow without limit.
+    """A loader that rejects repeated keys in a mapping, and aliases that expand to large content.
 
     It is a loader in Python: libyaml's ends the process if a file is nested too deeply.
     """
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]  # not in the stubs
-            raise _yaml_error(event, "it has an alias; write the value out")
-        return super().compose_node(parent, index)
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _expanded_size(node, {})
+        return node
 
 
-def _yaml_error(node: Any, problem: str) -> yaml.MarkedYAMLError:
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return the number of characters and nodes in a node, with all aliases expanded."""
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = _MAX_SIZE  # for an alias within the node that stands for the node itself
+    size = 1
+    if isinstance(node, yaml.ScalarNode):
+        size += len(node.value)
+        if node.tag in _NUMBERS and len(node.value) > _MAX_DIGITS:
+            raise _yaml_error(node, f"a number of {len(node.value):,} characters")
+    else:
+        pairs = isinstance(node, yaml.MappingNode)
+        for part in itertools.chain.from_iterable(node.value) if pairs else node.value:
+            size += _expanded_size(part, sizes)
+    if size > _MAX_SIZE:
+        raise _yaml_error(node, f"its aliases make it larger than {_MAX_SIZE:,} characters")
+    sizes[id(node)] = size
+    return size
+
+
+def _yaml_error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: set[Hashable] = set()
     for key_node, _ in node.value:
+        if key_node.tag == _MERGE:
+            continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, Hashable) and key in keys:
             raise _yaml_error(key_node, f"the key {key!r} is repeated")
@@ -52,8 +77,6 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
 def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
     """Return a value of that tag; raise a YAML error where PyYAML raises various others."""
     try:
-        if len(node.value) > _MOST_CHARACTERS:
-            raise ValueError
         return yaml.SafeLoader.yaml_constructors[tag](loader, node)
     except (ValueError, LookupError, AttributeError, OverflowError):
         kind = tag.rpartition(":")[2]
@@ -61,7 +84,7 @@ def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-for _tag in (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")):
+for _tag in (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"):
     _Loader.add_constructor(_tag, partial(_scalar, tag=_tag))
 
 

@@ -187,6 +187,12 @@ def test_an_invalid_shape_is_named(shape, file):
         config_of(file(text))
 
 
+def test_yaml_merge_keys_are_accepted(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert read_yaml(path)["b"] == {"x": 1, "y": 3}
+
+
 def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
