@@ -73,8 +73,8 @@ def test_a_report_of_one_run(runs, tmp_path, capsys):
     assert str(tmp_path / "index.html") in capsys.readouterr().out
     page = read_page(tmp_path / "index.html")
     figures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
-    assert len(figures) == 10
-    assert len(list(tmp_path.glob("*.png"))) == 10
+    assert len(figures) == 9
+    assert len(list(tmp_path.glob("*.png"))) == 9
     summary = json.loads((runs[0] / "summary.json").read_text())
     assert f"{summary['metrics']['final']['accuracy']:.4f}" in page.text
     assert f"{summary['trainable-parameters']:,}" in page.text
@@ -82,37 +82,19 @@ def test_a_report_of_one_run(runs, tmp_path, capsys):
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in tmp_path.glob("*.png"))
 
 
-def test_heads_and_participation_are_those_of_the_records(runs):
+def test_the_heads_are_those_of_the_records(runs):
     run = RecordedRun.read(runs[0])
     records = [json.loads(line) for line in (runs[0] / "rounds.jsonl").read_text().splitlines()]
     charts: dict[str, Any] = {chart.name: chart for chart in run_charts(run)}
-    heights = [patch.get_height() for patch in charts["participation"].figure.axes[0].patches]
-    num_rounds = [0] * 5
     times = torch.zeros(8, 4)
     for record in records:
         for client in record["clients"]:
-            num_rounds[client["partition-id"]] += 1
             for layer, heads in enumerate(client["selected"]):
                 times[layer, heads] += 1
-    assert heights == [num_rounds.count(rounds) for rounds in range(max(num_rounds) + 1)]
     drawn = charts["heads"].figure.axes[0].images[0].get_array()
     assert torch.equal(torch.tensor(drawn.tolist()), times)
     norms = charts["norms"].figure.axes[0].images[0].get_array()
     assert norms.shape == (8, 4)
-
-
-def test_the_participation_chart_has_clients_that_left(runs, tmp_path):
-    """A run with devices' own data may continue with fewer devices."""
-    fewer = tmp_path / "fewer"
-    shutil.copytree(runs[0], fewer)
-    records = [json.loads(line) for line in (fewer / "rounds.jsonl").read_text().splitlines()]
-    records[-1] |= {"partitions": 1, "clients": []}
-    (fewer / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (chart,) = [
-        chart for chart in run_charts(RecordedRun.read(fewer)) if chart.name == "participation"
-    ]
-    axes: Any = chart.figure.axes[0]
-    assert sum(patch.get_height() for patch in axes.patches) == 5
 
 
 def test_norms_of_heads_are_those_of_their_delta_weights(runs):

@@ -670,7 +670,7 @@ def test_accusations_of_one_client_exclude_only_itself(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("data", [b"{", b"[true]", b'"x"', b"[" * 100_000])
 def test_accusations_that_are_no_list_are_invalid(data):
-    with pytest.raises(ValueError, match="cannot be (read|used)|Expecting|expected 256 part"):
+    with pytest.raises(ValueError, match="its list of clients"):
         masked_round._partitions(data)
 
 

@@ -92,7 +92,10 @@ def test_rows_with_equal_settings_share_their_runs(tmp_path):
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
         ({"tables": 2 * TABLES[:1]}, "its title is another's, .* expected one of its own"),
         ({"choose": {"seeds": [1]}}, r"choose\.learning-rate: got .*: Field required"),
-        ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "choose: learning-rate = -1"),
+        (
+            {"choose": {"learning-rate": [-1], "seeds": [1]}},
+            "choose.learning-rate: .* learning-rate = -1",
+        ),
         ({"tables": [{"title": "T"}]}, r"tables\.0\.rows: got .*: Field required"),
         (
             {"tables": [{"title": "T", "rows": {}, "equal-parameters": 1}]},
