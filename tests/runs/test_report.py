@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import shutil
 import struct
 import sys
 from types import SimpleNamespace
