@@ -181,13 +181,16 @@ class RobustRound:
         """Return the median or trimmed mean, computed block by block to bound the memory."""
         if not replies:
             return self.state[name]
-        side = max(1, _BLOCK // len(replies))
-        blocks = (tensor.reshape(-1).split(side) for tensor in (self.state[name], *replies))
-        new = [
-            median_or_trimmed_mean(old, new, self.statistic)
-            for old, *new in zip(*blocks, strict=True)
-        ]
-        return torch.cat(new).view(self.state[name].shape)
+        old = self.state[name].reshape(-1)
+        flat = [reply.reshape(-1) for reply in replies]
+        new = torch.empty_like(old)
+        side = max(1, _BLOCK // len(flat))
+        for start in range(0, len(old), side):
+            part = slice(start, start + side)
+            new[part] = median_or_trimmed_mean(
+                old[part], [reply[part] for reply in flat], self.statistic
+            )
+        return new.view(self.state[name].shape)
 
 
 def median_or_trimmed_mean(old: Tensor, replies: list[Tensor], statistic: str) -> Tensor:
