@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.methods import affordable
-from ravan_flwr.methods.base import Sums, Tensors
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import MaskedMeans, check_form, pack_bits, unpack_bits
+from ravan_flwr.methods.tensors import check_form, pack_bits, unpack_bits
 
 
 class ParallelLoRALinear(LoRALinear):
@@ -100,8 +100,8 @@ class FedPLora(NormLimits, LoraMethod):
         """Return a mask of the modules that the upload has."""
         return unpack_bits(upload["modules"], self.rank)
 
-    def open_round(self, state: Tensors) -> Sums:
-        return MaskedMeans(state, self.expand_upload)
+    def open_round(self, state: Tensors) -> "ModuleMeans":
+        return ModuleMeans(self, state)
 
     # The client's half.
 
@@ -119,6 +119,28 @@ class FedPLora(NormLimits, LoraMethod):
 
     def upload(self, adapters: Sequence[Any]) -> Tensors:
         return super().upload(adapters) | {"modules": pack_bits(adapters[0].chosen)}
+
+
+class ModuleMeans:
+    """The weighted sums of every module's B_j and A_j, and the sums of their weights."""
+
+    def __init__(self, method: FedPLora, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums, self.weights = (
+            {name: torch.zeros_like(old, dtype=torch.float64) for name, old in state.items()}
+            for _ in range(2)
+        )
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's modules."""
+        for name, tensor in self.method.expand_upload(upload, self.state).items():
+            self.sums[name] += weight * tensor.double().nan_to_num(0.0)
+            self.weights[name] += weight * (~tensor.isnan()).double()
+
+    def close(self) -> Tensors:
+        """Return the next state."""
+        means = {name: (total / self.weights[name]).float() for name, total in self.sums.items()}
+        return {n: torch.where(w > 0, means[n], self.state[n]) for n, w in self.weights.items()}
 
 
 METHOD = FedPLora

@@ -31,7 +31,7 @@ from ravan_flwr.adapters.multihead import Heads
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.extensions import Personal
 from ravan_flwr.methods.ravan import Ravan
-from ravan_flwr.methods.tensors import MaskedMeans, check_tensor, flatten, unpack_bits
+from ravan_flwr.methods.tensors import HeadMeans, check_tensor, flatten, unpack_bits
 
 PERSONAL = ("own", "counted", "in-sum", "seen")  # P, P_before, Q, and H of the last training
 
@@ -161,11 +161,11 @@ class FedALT(Ravan):
         return None  # the gates depend on the input
 
 
-class CohortMean(MaskedMeans):
+class CohortMean(HeadMeans):
     """The mean over all clients of the round, with equal weights."""
 
     def __init__(self, method: FedALT, state: Tensors) -> None:
-        super().__init__({"H": state["H"]}, method.expand_upload, mean_over_cohort=True)
+        super().__init__(state["H"], mean_over_cohort=True)
         self.method = method
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import Sums, Tensors
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import MaskedMeans
+from ravan_flwr.methods.tensors import Means
 
 LAMBDA = 0.5
 _REGULARISATION = 1e-6  # relative to a matrix's norm: far smaller directions are not rotated
@@ -42,8 +42,20 @@ class FedRotLora(LoraMethod):
             As.append(R.mT @ A)
         return self.pack(Bs, As)
 
-    def open_round(self, state: Tensors) -> Sums:
-        return MaskedMeans(state, self.expand_upload)
+    def open_round(self, state: Tensors) -> "AlignedMeans":
+        return AlignedMeans(self, state)
+
+
+class AlignedMeans(Means):
+    """The means of the rotated B and A."""
+
+    def __init__(self, method: FedRotLora, state: Tensors) -> None:
+        super().__init__(state)
+        self.method, self.state = method, state
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B and A."""
+        super().add(self.method.expand_upload(upload, self.state), weight)
 
 
 def partial_rotation(correlation: Tensor, fraction: float) -> Tensor:

@@ -34,7 +34,7 @@ BETA, STEPS = 2.0, 100
 class FedRPCA(Ravan):
     """State: {"H"}; upload: {"H": products, "heads": packed bits}."""
 
-    def open_round(self, state: Tensors) -> "AmplifiedHeads":
+    def open_round(self, state: Tensors) -> "AmplifiedHeads":  # type: ignore[override]
         return AmplifiedHeads(state["H"])
 
 

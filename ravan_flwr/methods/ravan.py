@@ -7,8 +7,7 @@ travel. The global state is one tensor H (layers, heads, r, r), zero at first.
 
 In a round a client with a budget fraction chooses floor(fraction * heads) heads in each layer, at
 least one. It trains their H_i and s_i, with s_i = 1 at the start of every round. It uploads the
-products s_i H_i of these heads, and one bit for each head that marks them, in the order of layers
-and heads: the first in the lowest bit of the first byte. For each layer the
+products s_i H_i of these heads, and one bit for each head that marks them. For each layer the
 server computes (equation 8)
 
     H_i <- mean over the clients that trained head i of s_i H_i;    unchanged if none did
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.methods import affordable
-from ravan_flwr.methods.base import Settings, Sums, Tensors, check_rank
+from ravan_flwr.methods.base import Settings, Tensors, check_rank
 from ravan_flwr.methods.calibrated_bases import DataAwareBases, FirstRound
 from ravan_flwr.methods.extensions import NormLimits, SumsChanges
 from ravan_flwr.methods.multihead import (
@@ -41,7 +40,7 @@ from ravan_flwr.methods.multihead import (
     selection_probabilities,
 )
 from ravan_flwr.methods.tensors import (
-    MaskedMeans,
+    HeadMeans,
     check_form,
     check_names,
     check_tensor,
@@ -174,8 +173,8 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         chosen = rows["H"].view(len(self.layers), self.heads)
         return [row.nonzero().flatten().tolist() for row in chosen]
 
-    def open_round(self, state: Tensors) -> Sums:
-        return MaskedMeans(state, self.expand_upload, mean_over_cohort=self.mean_over_cohort)
+    def open_round(self, state: Tensors) -> "HeadMeans":
+        return HeadMeans(state["H"], mean_over_cohort=self.mean_over_cohort)
 
     # The client's half.
 

@@ -9,7 +9,7 @@ Weighted float32 tensors are summed in float64, so that their order hardly affec
 import hashlib
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -199,39 +199,38 @@ def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
     return torch.from_numpy(bits).bool()
 
 
-class MaskedMeans:
-    """The running mean of each number of the state over the clients that trained it.
+class HeadMeans:
+    """Running means of RAVAN's heads, with a sum and a weight for each (layer, head).
 
-    `expand` returns an upload in the state's shapes, NaN where the client trained no number. With
-    `mean_over_cohort` the mean is over all clients of the round: a client that did not train a
-    number counts with its old value.
+    An upload is {"H": (selected, r, r), "heads": packed bits}. `heads` has one bit for each (layer,
+    head), the first in the lowest bit of the first byte. The set bits mark the selected heads, and
+    `H` has their products in that order.
+
+    With `mean_over_cohort` a head's mean is over all clients of the round: a client that did not
+    upload the head counts with its old value.
     """
 
-    def __init__(
-        self, state: Tensors, expand: Callable[[Mapping[str, Tensor], Tensors], Tensors], *,
-        mean_over_cohort: bool = False,
-    ) -> None:  # fmt: skip
-        self.state, self.expand, self.mean_over_cohort = state, expand, mean_over_cohort
-        self.sums, self.weights = (
-            {name: torch.zeros_like(old, dtype=torch.float64) for name, old in state.items()}
-            for _ in range(2)
-        )
+    def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
+        self.old, self.mean_over_cohort = H, mean_over_cohort
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
+        self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
         self.total = 0.0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add the numbers that one client trained."""
-        for name, tensor in self.expand(upload, self.state).items():
-            self.sums[name] += weight * tensor.double().nan_to_num(0.0)
-            self.weights[name] += weight * (~tensor.isnan()).double()
+        """Add one client's products to the sums of the heads that its bits mark."""
+        chosen = unpack_bits(upload["heads"], len(self.weight))
+        indices = chosen.nonzero().flatten()
+        self.sum.index_add_(0, indices, upload["H"].double(), alpha=weight)
+        self.weight[chosen] += weight
         self.total += weight
 
     def close(self) -> Tensors:
-        """Return the next state: a number that no client trained keeps its value."""
-        new = {}
-        for name, old in self.state.items():
-            weights = self.weights[name]
-            mean = self.sums[name] / weights
-            if self.mean_over_cohort:
-                mean = torch.lerp(old.double(), mean, weights / self.total)
-            new[name] = torch.where(weights > 0, mean.float(), old)
-        return new
+        """Return the next H: the mean where a client trained the head, else the old value."""
+        trained = self.weight > 0
+        H = self.old.flatten(0, 1).clone()
+        mean = self.sum[trained] / self.weight[trained, None, None]
+        if self.mean_over_cohort:
+            fractions = (self.weight[trained] / self.total)[:, None, None]
+            mean = torch.lerp(H[trained].double(), mean, fractions)
+        H[trained] = mean.float()
+        return {"H": H.view_as(self.old)}
