@@ -31,12 +31,12 @@ from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
+from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
 # Only an empty field of CSV counts as missing: a class may be called None, and a text NA.
 CSV = {"keep_default_na": False, "na_values": [""]}
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
