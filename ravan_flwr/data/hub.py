@@ -3,6 +3,7 @@
 `hub_errors` turns errors of the hub into ValueErrors that state what to do.
 """
 
+import glob
 import hashlib
 import logging
 import textwrap
@@ -188,7 +189,7 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
             )
         options = CSV if kind == "csv" else {}
         cache = str(cache_folder(root, [root]))
-        return {"path": kind, "data_files": str(root), "cache_dir": cache} | options
+        return {"path": kind, "data_files": glob.escape(str(root)), "cache_dir": cache} | options
     if subset and not (root / "README.md").is_file():
         if (root / subset).is_dir():
             root /= subset
