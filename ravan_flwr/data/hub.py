@@ -18,7 +18,7 @@ import httpx
 import pyarrow as pa
 import transformers
 from datasets.data_files import FILES_TO_IGNORE
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from datasets.features.features import _visit
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub.errors import (
@@ -45,7 +45,8 @@ class NotAvailableError(ValueError):
     """A model or data set that is neither in the cache nor downloadable, with advice."""
 
 
-_REFUSED = (RepositoryNotFoundError, RevisionNotFoundError)  # the former also for gated ones
+# Gated and private ones, too: `datasets` has one error for all of them.
+_REFUSED = (RepositoryNotFoundError, RevisionNotFoundError, DatasetNotFoundError)
 _UNAVAILABLE = (
     LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError, httpx.HTTPError,
     DatasetsError, FileNotFoundError, ValueError,
