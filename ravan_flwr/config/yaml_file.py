@@ -40,6 +40,8 @@ def _yaml_error(node: Any, problem: str) -> yaml.MarkedYAMLError:
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: set[Hashable] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":  # `<<`
+            continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, Hashable) and key in keys:
             raise _yaml_error(key_node, f"the key {key!r} is repeated")

@@ -153,6 +153,9 @@ def test_mistakes_in_the_data_are_named(data, message, file):
             "{name: a/b, prompt: '{text.x}'}",
             "data.prompt = .*, expected braces around {text} alone",
         ),
+        ("{name: a/b, prompt: '{text!x}'}", "data.prompt = .*, expected braces around {text}"),
+        ("{name: a/b, prompt: '{text:uestion}'}", "data.prompt = .*, expected braces around"),
+        ("{name: a/b, prompt: '{text} {}'}", "data.prompt = .*, expected braces around {text}"),
         ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': got no column"),
         ("{name: a/b, prompt: '{label}'}", "data.prompt = .*, expected braces around {text} alone"),
         ("{name: a/b, target-length: 0}", "data.target-length = 0: expected a whole number at le"),
@@ -185,6 +188,12 @@ def test_an_invalid_shape_is_named(shape, file):
     text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
     with pytest.raises(ValueError, match="mine.yaml: model.shape"):
         config_of(file(text))
+
+
+def test_yaml_merge_keys_are_accepted(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("{<<: {x: 1, y: 2}, y: 3}\n")
+    assert read_yaml(path) == {"x": 1, "y": 3}
 
 
 def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypatch):
