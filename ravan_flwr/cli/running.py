@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         option("--model", required=True, metavar="FOLDER",
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
         option("--clients", type=int, metavar="N",
-            help="number of devices (default: 10 simulated clients)"),
+            help="number of devices (default: 10 simulated clients, at most one an example)"),
         *(option(name, default="", metavar=metavar, help=about) for name, metavar, about in (
             ("--text", "COLUMN", "the column of texts, if it is not called text"),
             ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),

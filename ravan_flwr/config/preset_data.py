@@ -170,10 +170,10 @@ def _prompt(data: Data, kind: TaskInfo) -> str:
 def _check_braces(prompt: str, roles: Sequence[str]) -> None:
     """Raise ValueError unless a prompt's braces hold columns only, and at least one."""
     try:
-        # With a format or an attribute it is no name of a column.
-        fields = {f"{name}{form or ''}" for _, name, form, _ in Formatter().parse(prompt)
-                  if name is not None}  # fmt: skip
-    except ValueError as error:
+        fields = _in_braces(prompt)
+        if fields <= set(roles):
+            prompt.format(**dict.fromkeys(roles, ""))
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         fields = {str(error)}
     if not fields or fields - set(roles):
         names = ", ".join(f"{{{role}}}" for role in roles)

@@ -148,6 +148,11 @@ def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
                 f"{key} = {values[key]!r}: the task of {preset.path} is {name!r}, expected "
                 f"{tasks}; leave it out"
             )
+    if values["batching"] != "random" and not preset.max_length:
+        raise ValueError(
+            f"batching = {values['batching']!r}: {preset.path} has no texts, expected 'random', "
+            "since all images have one size; leave it out"
+        )
     if values["batching"] == "packed" and not TASKS[name].packs:
         raise ValueError(
             f"batching = 'packed': {preset.path} has task {name!r}, expected 'causal', whose texts "

@@ -12,7 +12,6 @@ import numpy as np
 
 from ravan_flwr.data.hub import (
     CSV,
-    IMAGES,
     TABLES,
     as_files,
     cache_folder,
@@ -23,7 +22,7 @@ from ravan_flwr.data.hub import (
     no_bars,
     visible_files,
 )
-from ravan_flwr.data.rows import match_columns
+from ravan_flwr.data.rows import IMAGES, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)

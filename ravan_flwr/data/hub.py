@@ -3,6 +3,7 @@
 `hub_errors` turns errors of the hub into ValueErrors that state what to do.
 """
 
+import glob
 import hashlib
 import logging
 import textwrap
@@ -17,7 +18,7 @@ import httpx
 import pyarrow as pa
 import transformers
 from datasets.data_files import FILES_TO_IGNORE
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from datasets.features.features import _visit
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub.errors import (
@@ -31,12 +32,12 @@ from huggingface_hub.utils import logging as hub_logging
 
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
+from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
 # Only an empty field of CSV counts as missing: a class may be called None, and a text NA.
 CSV = {"keep_default_na": False, "na_values": [""]}
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
@@ -44,7 +45,8 @@ class NotAvailableError(ValueError):
     """A model or data set that is neither in the cache nor downloadable, with advice."""
 
 
-_REFUSED = (RepositoryNotFoundError, RevisionNotFoundError)  # the former also for gated ones
+# Gated and private ones, too: `datasets` has one error for all of them.
+_REFUSED = (RepositoryNotFoundError, RevisionNotFoundError, DatasetNotFoundError)
 _UNAVAILABLE = (
     LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError, httpx.HTTPError,
     DatasetsError, FileNotFoundError, ValueError,
@@ -188,7 +190,7 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
             )
         options = CSV if kind == "csv" else {}
         cache = str(cache_folder(root, [root]))
-        return {"path": kind, "data_files": str(root), "cache_dir": cache} | options
+        return {"path": kind, "data_files": glob.escape(str(root)), "cache_dir": cache} | options
     if subset and not (root / "README.md").is_file():
         if (root / subset).is_dir():
             root /= subset

@@ -41,9 +41,10 @@ def idx_splits(folder: Path) -> datasets.DatasetDict:
 
 
 def _file(folder: Path, split: str, kind: str) -> Path:
-    """Return a file's path, plain before gzipped."""
-    plain = folder / f"{SPLITS[split]}-{kind}-idx{DIMENSIONS[kind]}-ubyte"
-    return plain if plain.is_file() else plain.with_name(f"{plain.name}.gz")
+    """Return a file's path, by either of its usual names, plain before gzipped."""
+    begin, end = f"{SPLITS[split]}-{kind}", f"idx{DIMENSIONS[kind]}-ubyte"
+    paths = [folder / f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
+    return next(filter(Path.is_file, paths), paths[0])
 
 
 def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:

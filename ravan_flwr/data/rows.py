@@ -1,24 +1,32 @@
 """Read examples without labels row by row, from files of any length, in the memory of a few rows.
 
-CSV, JSON lines and parquet have named columns; a folder of images has a row for each image. Values
-are checked one by one: a text must be a string, and an image must open.
+CSV, JSON lines (one object per line) and parquet have named columns; a folder of images has a row
+for each image. An unreadable row is returned with the reason. Later rows are still read, except
+after a CSV field without an end.
+Values are checked too: a text must be a string, and an image must open.
 """
 
+import csv
 import io
-import itertools
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, AnyStr, cast
 
-import datasets
+import pyarrow as pa
+import pyarrow.parquet
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ravan_flwr.data.hub import IMAGES, TABLES, check_encoding, every_split
+from ravan_flwr.data.packed import check_parquet
+from ravan_flwr.files import check_file
 
-_BATCH = 256  # rows that are read at a time
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
+_BATCH = 256  # rows of a parquet file that are read at a time
+_LONGEST = 2**24  # characters or bytes of a line: a text may be long
 
 
 class UnreadableError(Exception):
@@ -48,40 +56,44 @@ def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     """
     if not path.exists():
         raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
-    if path.is_dir() or path.suffix.lower() in IMAGES:
-        return _images(path, columns)
-    where = f"data = {str(path)!r}"
-    examples = every_split(str(path), "", "", foreign=True)["train"]
-    check_encoding(examples, where)
-    return _rows(examples, match_columns(examples.column_names, columns, where))
+    if not path.is_dir():
+        check_file(path, sys.maxsize)
+    kind = path.suffix.lower()
+    if path.is_dir() or kind in IMAGES:
+        rows = _images(path, columns)
+    elif kind in _TABLES:
+        rows = _TABLES[kind](path, columns)
+    else:
+        raise ValueError(
+            f"data = {str(path)!r}: got a file of kind {kind!r}, expected {', '.join(_TABLES)}, an "
+            "image or a folder of images; give the file the suffix of its format"
+        )
+    next(rows)
+    return cast(Iterator[Row], rows)
 
 
-def _rows(examples: datasets.Dataset, names: Mapping[str, str]) -> Iterator[Row]:
-    number = 0
-    for batch in examples.iter(_BATCH):
-        for values in zip(*(batch[name] for name in names.values()), strict=True):
-            number += 1
-            yield Row(number, dict(zip(names, values, strict=True)))
+# A reader first yields None, after it has checked the columns, then the rows.
+Rows = Iterator[Row | None]
 
 
-def _images(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Return a row for each image of a folder, sorted by name, or for a single image."""
+def _images(path: Path, columns: Mapping[str, str]) -> Rows:
+    """Yield a row for each image of a folder, sorted by name, or for a single image."""
     if set(columns) != {"image"}:
         raise ValueError(
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
-            f"file of texts with the columns {_listed(columns.values())}: {', '.join(TABLES)}; "
+            f"file of texts with the columns {_listed(columns.values())}: {', '.join(_TABLES)}; "
             "name one"
         )
-    root, images = path if path.is_dir() else path.parent, _images_below(path)
-    if (first := next(images, None)) is None:
+    number, root = 0, path if path.is_dir() else path.parent
+    for number, image in enumerate(_images_below(path), start=1):
+        if number == 1:
+            yield None
+        yield Row(number, {"image": image}, file=str(image.relative_to(root)))
+    if not number:
         raise ValueError(
             f"data = {str(path)!r}: found no image in this folder, expected files such as "
             f"{', '.join(IMAGES[:3])}; name another"
         )
-    return (
-        Row(number, {"image": image}, file=str(image.relative_to(root)))
-        for number, image in enumerate(itertools.chain([first], images), start=1)
-    )
 
 
 def _images_below(path: Path) -> Iterator[Path]:
@@ -93,6 +105,109 @@ def _images_below(path: Path) -> Iterator[Path]:
         for name in sorted(files):
             if name.lower().endswith(IMAGES) and not name.startswith("."):
                 yield Path(parent, name)
+
+
+def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
+    # Bytes that are not UTF-8 become surrogates, which `text_of` finds in each value.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = _fields(path, file)
+        header = next(lines, [])
+        names = match_columns(header, columns, f"data = {str(path)!r}")
+        indices = {role: header.index(name) for role, name in names.items()}
+        yield None
+        for number, fields in enumerate(filter(None, lines), start=1):  # without empty lines
+            if len(fields) == len(header):
+                yield Row(number, {role: fields[index] for role, index in indices.items()})
+            else:
+                reason = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
+                yield Row(number, {}, reason)
+
+
+def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
+    """Yield the fields of each line of CSV; the field limit of other readers is kept."""
+    lines = csv.reader(_lines(path, file))
+    while True:
+        before = csv.field_size_limit(_LONGEST)
+        try:
+            fields = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(
+                f"data = {str(path)!r}: line {lines.line_num} is no CSV ({error}), expected "
+                f"fields of {_LONGEST:,} characters at most; correct it"
+            ) from None
+        finally:
+            csv.field_size_limit(before)
+        yield fields
+
+
+def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Yield the lines of a file; ValueError for an overlong line."""
+    while line := file.readline(_LONGEST):
+        if len(line) == _LONGEST:
+            raise ValueError(
+                f"data = {str(path)!r}: it has a line of {_LONGEST:,} characters or more, expected "
+                "shorter ones; correct it"
+            )
+        yield line
+
+
+def _json_lines(path: Path, columns: Mapping[str, str]) -> Rows:
+    with path.open("rb") as file:
+        if file.read(4096).lstrip().startswith(b"["):
+            raise ValueError(
+                f"data = {str(path)!r}: it begins with '[', expected JSON lines: an object a line, "
+                "without brackets around them; write it so"
+            )
+        yield None
+        file.seek(0)
+        for number, line in enumerate(filter(bytes.strip, _lines(path, file)), start=1):
+            try:
+                content = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield Row(number, {}, f"it is no JSON: {error}")
+                continue
+            if not isinstance(content, dict):
+                yield Row(number, {}, "it is no JSON object")
+                continue
+            try:
+                names = match_columns(list(content), columns, "it")
+            except ValueError as error:
+                yield Row(number, {}, str(error))
+                continue
+            yield Row(number, {role: content[name] for role, name in names.items()})
+
+
+def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
+    check_parquet(path)
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
+        ) from None
+    names = match_columns(file.schema_arrow.names, columns, f"data = {str(path)!r}")
+    number = 0
+    yield None
+    with file:
+        try:
+            for batch in file.iter_batches(_BATCH, columns=list(names.values())):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(number, {role: values[name] for role, name in names.items()})
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(
+                f"data = {str(path)!r}: it cannot be read after row {number} ({error}); restore it"
+            ) from None
+
+
+_TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
+    ".csv": _csv,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".parquet": _parquet,
+}
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:

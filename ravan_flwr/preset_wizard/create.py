@@ -9,6 +9,7 @@ import yaml
 from ravan_flwr.config.keys import RUN
 from ravan_flwr.config.preset import LORA_RANK, Preset, run_defaults
 from ravan_flwr.config.presets import conf_folder, new_preset_path
+from ravan_flwr.files import write_atomically
 from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
 from ravan_flwr.tasks import TASKS
@@ -30,9 +31,7 @@ def new_preset(
     short = name if path.parent == conf_folder() else os.path.relpath(path)
     text = preset_text(name, summary, model_summary, short, clients)
     Preset.read(path, yaml.safe_load(text))  # as a run does
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+    write_atomically(path, text.encode())
     yield f"wrote  {path}"
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
@@ -54,10 +53,12 @@ def preset_text(
 ) -> str:
     """Return the file's text; commands call it `preset`. With 0 clients it has the default."""
     task = TASKS[model.task]
-    run = run_defaults(task)
+    run, most = run_defaults(task), int(RUN["num-clients"])
     if clients:  # real devices train in every round; simulated clients take turns
-        most = int(RUN["num-clients"])
         run |= {"num-clients": clients, "clients-per-round": min(most, clients)}
+    else:
+        run["num-clients"] = min(most, len(data.train))
+        run["clients-per-round"] = min(int(RUN["clients-per-round"]), len(data.train))
     return fill_template(
         Path(__file__).with_name("preset.yaml.jinja"),
         {"text": _text},

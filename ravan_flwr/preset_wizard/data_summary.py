@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 
 from ravan_flwr.config.presets import parse_location
-from ravan_flwr.data.examples import labels_of, load_splits
+from ravan_flwr.data.examples import labels_of, load_splits, some_of
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.specs import DataSpec
 
@@ -52,6 +52,8 @@ def summarise_data(
         )
     columns = find_columns(splits["train"], names, where)
     test = _test_split(splits, columns.get("label"))
+    for split in filter(None, ("train", test)):
+        _check_complete(splits[split], columns, f"{where}, {split}")
     spec = DataSpec(
         "hub",
         name,
@@ -90,6 +92,13 @@ def find_columns(
         texts = {r for r, name in columns.items() if isinstance(features[name], datasets.Value)}
         if "prompt" in texts and "chosen" in columns.keys() - texts:
             continue  # the prompt is in the conversations, too
+        if "rejected" in texts and "prompt" not in columns:
+            raise ValueError(
+                f"{where}: chosen and rejected are texts, and there is no column prompt, expected "
+                "one, or whole conversations in both; rename a column, or correct the data"
+            )
+        if "image" in texts and "image" not in names:
+            continue
         if "image" in texts:
             raise ValueError(
                 f"{where}: column {columns['image']!r} has no images but "
@@ -99,9 +108,10 @@ def find_columns(
         return columns
     forms = "; or ".join(", ".join(form) for form in FORMS)
     raise ValueError(
-        f"{where}: got the columns {', '.join(features)}, expected {forms}; rename them, or name "
-        "them with --text, --text-pair, --image and --label; images are sorted into a folder for "
-        "each class"
+        f"{where}: got the columns {', '.join(features)}, expected {forms}; rename them; name "
+        "those to classify with --text, --text-pair, --image and --label; images are sorted into a "
+        "folder for each class; for other columns of a language model write the preset by hand "
+        "(docs/language-models.md)"
     )
 
 
@@ -113,4 +123,19 @@ def _test_split(splits: datasets.DatasetDict, label: str | None) -> str:
 
 
 def _has_values(examples: datasets.Dataset, column: str) -> bool:
-    return column in examples.column_names and bool({*examples[column]} - {None, -1})
+    values = examples[column] if column in examples.column_names else []
+    return any(value not in (None, -1) for value in values)
+
+
+def _check_complete(examples: datasets.Dataset, columns: Mapping[str, str], where: str) -> None:
+    """Raise ValueError, with the rows, for examples without a text or a label."""
+    for role in columns.keys() & {"text", "text-pair", "label"}:
+        numbered = isinstance(examples.features[columns[role]], datasets.ClassLabel)
+        empty = (None, -1) if numbered else (None, "")
+        values = enumerate(examples[columns[role]], 1)
+        if missing := [row for row, value in values if value in empty]:
+            raise ValueError(
+                f"{where}: {len(missing)} of {len(examples)} examples have nothing in column "
+                f"{columns[role]!r} (row {some_of(missing)}), expected a {role} in each; remove "
+                "them, or a split without labels"
+            )

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from ravan_flwr.data.hub import IMAGES
-from ravan_flwr.data.rows import Row, UnreadableError, image_of, rows_of
+from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, image_of, rows_of
 from ravan_flwr.files import flush
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.tasks.base import Columns
@@ -151,11 +150,12 @@ def predict(
 
 def _check_readable(data: Path, result: Predicted) -> None:
     """Raise ValueError if no row could be read, so that no output appears."""
+    if not result.rows:
+        raise ValueError(f"data = {str(data)!r}: it has no rows, expected some; name another file")
     if result.unreadable == result.rows:
-        reason = f", the first since {result.problems[0]}" if result.problems else ""
         raise ValueError(
-            f"data = {str(data)!r}: none of its {result.rows} rows can be read{reason}, expected "
-            "some; correct it, or name another file"
+            f"data = {str(data)!r}: none of its {result.rows} rows can be read, the first since "
+            f"{result.problems[0]}; correct it"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from datasets.exceptions import DatasetNotFoundError
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.hub import NotAvailableError, hub_errors
@@ -310,6 +311,12 @@ def test_every_connection_error_gives_the_same_message(error):
     message = "model org/x at revision abc: it is not in the cache.*download org/x --revision abc`"
     with pytest.raises(NotAvailableError, match=message), hub_errors("model", "org/x", "abc"):
         raise error
+
+
+def test_data_that_are_gated_or_private_need_a_login():
+    error = pytest.raises(ValueError, match="data org/x: the hub refuses it .*`hf auth login`")
+    with error, hub_errors("data", "org/x"):
+        raise DatasetNotFoundError("Dataset 'org/x' is a gated dataset on the Hub.")
 
 
 def test_long_reasons_are_cut_at_a_word():

@@ -44,6 +44,8 @@ def test_prompts_over_columns(tmp_path):
         (ALPACA | {"prompt": ["{instruction}", 5]}, "expected a text, or several as a list"),
         (ALPACA | {"prompt": []}, "expected a text, or several as a list"),
         (ALPACA | {"prompt": "{completion}{input}"}, "got completion, input, expected braces"),
+        ({"columns": {"a.b": "a", "completion": "c"}, "prompt": "{a.b}"}, "expected braces around"),
+        ({"columns": {"0": "a", "completion": "c"}, "prompt": "{0}"}, "expected braces around"),
         ({"prompt": "{messages}"}, "are written by the chat template; leave it out"),
         (ALPACA | {"prompt": "{instruction}{input}", "chat-template": "x"}, "chat-template: it"),
         ({"overlong": "keep"}, "data.overlong 'keep' is unknown"),

@@ -113,6 +113,13 @@ def test_a_metadata_table_gives_the_labels_of_images(tmp_path):
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [2, 4]
 
 
+def test_a_file_with_brackets_in_its_name_is_read(rows, tmp_path):
+    datasets.Dataset.from_dict(rows).to_json(tmp_path / "data[1].jsonl")
+    (tmp_path / "data1.jsonl").write_text('{"sentence": "other", "label": "positive"}')
+    examples = every_split(str(tmp_path / "data[1].jsonl"), "", "")["train"]
+    assert examples["sentence"][:] == rows["sentence"]
+
+
 def test_a_changed_folder_is_read_again(rows, tmp_path):
     def write(name, text):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Tables are read row by row, and a wrong value in one row affects no other."""
+"""Tables are read row by row, and an error in one row affects no other."""
 
 import csv
 import json
@@ -13,9 +13,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of, text_of
-
-# The garbage collector closes the CSV files of `datasets`.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 TEXT = {"text": "sentence"}
 # Docstrings of the standard library have commas, quotes and line breaks.
@@ -69,33 +66,59 @@ def problems_of(path, columns=TEXT):
     return problems
 
 
-def test_a_missing_value_affects_no_other_row(tmp_path):
-    lines = [b"id,sentence", b"1,good", b"2", b"4,", b'6,"a', b'b"', b"", b"7," + b"x" * 200_000]
-    (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"8,good"]))
+def test_an_invalid_csv_line_affects_no_other(tmp_path):
+    lines = [b"id,sentence", b"1,good", b"2", b"3,good,more", b"4,", b"5,\xff\xfe", b'6,"a', b'b"']
+    (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"", b"7," + b"x" * 200_000, b"8,good"]))
     problems = problems_of(tmp_path / "a.csv")
-    assert [bool(problem) for problem in problems] == [False, True, True, False, False, False]
-    assert "its text is missing" in problems[2]
-    lines = [b'{"sentence": "good"}', b"{}", b'{"sentence": null}', b'{"sentence": "good"}']
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    problems = problems_of(tmp_path / "a.jsonl")
-    assert [bool(problem) for problem in problems] == [False, True, True, False]
-    (tmp_path / "b.jsonl").write_text('{"sentence": 5}')
-    assert "expected a text" in problems_of(tmp_path / "b.jsonl")[0]
+    assert [bool(problem) for problem in problems] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert "has 1 fields, expected 2" in problems[1]
+    assert "its text is missing" in problems[3]
+    assert "no UTF-8" in problems[4]
+    assert len(problems[6]) == 0  # long texts are accepted
+
+
+def test_an_unterminated_field_is_refused_and_the_csv_limit_is_restored(tmp_path):
+    """The limit is global to the process, and other code reads CSV as well."""
+    limit = csv.field_size_limit()
+    with (tmp_path / "a.csv").open("w") as file:
+        file.write('sentence\ngood\n"')
+        file.writelines("x" * 2**20 + "\n" for _ in range(17))
+    rows = rows_of(tmp_path / "a.csv", TEXT)
+    assert next(rows).values == {"text": "good"}
+    assert csv.field_size_limit() == limit < 2**20
+    with pytest.raises(ValueError, match=r"line \d+ is no CSV .*expected fields of 16,777,216"):
+        next(rows)
+    assert csv.field_size_limit() == limit
+
+
+def test_an_invalid_json_line_affects_no_other(tmp_path):
+    lines = [
+        '{"sentence": "good"}', "{", "[1]", "{}", '{"sentence": 5}', '{"sentence": null}',
+        '{"sentence": "\\ud800"}', "[" * 100_000, '{"sentence": "good"}',
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes("\n".join(["{}", *lines[:0], *lines]).encode())
+    problems = problems_of(tmp_path / "a.jsonl")[1:]
+    assert [bool(problem) for problem in problems] == [False, *[True] * 7, False]
+    assert "expected a text" in problems[4]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("b.csv", b"id,sentence\n1,good\n3,good,more\n", "row has 3 fields|Expected 2 fields"),
-        ("b.csv", b"id,sentence\n1,good\n5,\xff\xfe\n", "cannot be read"),
-        ("b.csv", b'sentence\ngood\n"' + b"x\n" * 2**20, "cannot be read"),
-        ("b.jsonl", b'{"sentence": "good"}\n{\n', "cannot be read"),
-        ("b.jsonl", b'{"sentence": "\\ud800"}\n', "cannot be read"),
-        ("b.jsonl", b"[" * 100_000, "cannot be read"),
         ("a.csv", b"a,b\n1,2\n", "got the columns 'a', 'b', expected 'sentence' or 'text'"),
-        ("a.csv", b"", "cannot be read"),
-        ("a.parquet", b"PAR1 and no more", "cannot be read"),
-        ("a.xlsx", b"", "got a file of kind '.xlsx', expected .parquet"),
+        ("a.csv", b"", r"got the columns \(none\), expected"),
+        ("a.jsonl", b' [\n{"sentence": "x"}]', "expected JSON lines: an object a line"),
+        ("a.parquet", b"PAR1 and no more", "cannot be read as parquet"),
+        ("a.xlsx", b"", "got a file of kind '.xlsx', expected .csv"),
         ("a.png", b"", "got an image, expected a file of texts"),
     ],
 )
@@ -109,7 +132,7 @@ def test_files_that_are_no_table_of_these_columns_are_refused_at_once(
         rows_of(tmp_path / "absent.csv", TEXT)
 
 
-def test_damage_inside_a_parquet_file_is_reported(tmp_path):
+def test_damage_inside_a_parquet_file_is_reported_with_its_place(tmp_path):
     path = tmp_path / "a.parquet"
     table = pa.table({"sentence": [f"{i} {'x' * 50}" for i in range(5000)]})
     pyarrow.parquet.write_table(table, path, row_group_size=1000, compression="zstd")
@@ -117,7 +140,7 @@ def test_damage_inside_a_parquet_file_is_reported(tmp_path):
     middle = slice(len(content) // 4, len(content) // 2)
     content[middle] = b"\xff" * len(content[middle])
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot be read after row \d+"):
         list(rows_of(path, TEXT))
 
 

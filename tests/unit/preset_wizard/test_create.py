@@ -9,6 +9,7 @@ import statistics
 import string
 import threading
 
+import datasets
 import numpy as np
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.reports.partition import assign
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, features, save_data, save_model
 
@@ -169,6 +171,15 @@ def test_unusual_labels_and_names_round_trip(new, bert, tmp_path):
     assert content["data"]["name"] == str(tmp_path / 'my "data" # 1')
 
 
+def test_few_examples_give_few_clients(new, bert, tmp_path):
+    rows = [{"text": f"text {n}", "image": "a.png", "label": "ab"[n % 2]} for n in range(8)]
+    _, config = new("few", as_lines(tmp_path / "data", rows), bert)
+    assert dict(config.data.columns) == {"text": "text", "label": "label"}
+    settings = with_preset_path({"preset": str(tmp_path / "conf" / "few.yaml")})
+    assert min(assign(settings).report.sizes) == 1
+    assert config.num_clients == 6
+
+
 def test_columns_can_be_named(new, bert, tmp_path):
     rows = [{"a": f"text {n}", "b": f"more {n}", "k": n % 2, "l": n % 3} for n in range(60)]
     folder = as_lines(tmp_path / "data", rows)
@@ -196,8 +207,14 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the type list"),
         (
             [*ROWS[:2], {"text": "b", "label": None}, *ROWS, {"text": "c", "label": None}],
-            "some examples have no label, expected one each",
+            "train: 2 of 44 examples have nothing in column 'label' (row 3, 44)",
         ),
+        (
+            [{"text": None, "label": "a"}, *ROWS],
+            "1 of 41 examples have nothing in column 'text' (row 1)",
+        ),
+        ([*ROWS, {"text": "", "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
+        ([*ROWS, {"text": "a", "label": ""}], "1 of 41 examples have nothing in column 'label'"),
         (
             [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
             "got the columns a, b, label, expected ",
@@ -205,7 +222,11 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([{"n": n, "m": n % 2} for n in range(60)], "got the columns n, m, expected "),
         (
             [{"text": f"{n}"} for n in range(60)],
-            "name them with --text, --text-pair, --image and --label",
+            "name those to classify with --text, --text-pair, --image and --label",
+        ),
+        (  # as in Alpaca
+            [{"instruction": "a", "input": "", "output": "b"}] * 9,
+            "write the preset by hand (docs/language-models.md)",
         ),
     ],
 )
@@ -251,7 +272,22 @@ def test_line_breaks_in_the_label_list_are_between_labels_alone(new, bert, tmp_p
 def test_a_test_split_with_secret_labels_is_refused(refused, bert, tmp_path):
     folder = as_lines(tmp_path / "data", ROWS)
     as_lines(tmp_path / "data", [{"text": "a", "label": None}] * 3, "test.jsonl")
-    assert "some examples have no label" in refused("x", folder, bert)
+    missing = "data, test: 3 of 3 examples have nothing in column 'label' (row 1, 2, 3)"
+    assert missing in refused("x", folder, bert)
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(2))
+    for name, labels in (("train", [0, 1] * 20), ("test", [-1] * 40)):
+        rows = {"text": ["a"] * 40, "label": labels}
+        split = datasets.Dataset.from_dict(rows, features=features)
+        (tmp_path / "numbered").mkdir(exist_ok=True)
+        split.to_parquet(tmp_path / "numbered" / f"{name}.parquet")
+    missing = "numbered, test: 40 of 40 examples have nothing in column 'label'"
+    assert missing in refused("x", tmp_path / "numbered", bert)
+
+
+def test_labels_of_a_test_split_that_are_lists_are_refused(refused, bert, tmp_path):
+    rows = [row | {"label": [row["label"]]} for row in ROWS]
+    as_lines(tmp_path / "data", rows, "test.jsonl")
+    assert "are of the type list" in refused("x", as_lines(tmp_path / "data", rows), bert)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def test_columns_of_language_models_are_recognised(columns, expected):
     assert find_columns(datasets.Dataset.from_dict(columns), {}, "here") == expected
 
 
+def test_preferences_without_a_prompt_are_reported():
+    columns = datasets.Dataset.from_dict({"chosen": TEXTS, "rejected": TEXTS})
+    with pytest.raises(ValueError, match="are texts, and there is no column prompt"):
+        find_columns(columns, {}, "here")
+
+
 def test_columns_of_classification_are_recognised():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
     found = find_columns(datasets.Dataset.from_dict(pairs), {"text": "question"}, "here")

@@ -111,6 +111,8 @@ def test_an_evaluation_has_every_example_once(number, batch_size):
 
 def test_only_texts_have_lengths():
     assert read_config({"preset": "glue-llama", "batching": "length"}).batching == "length"
+    with pytest.raises(ValueError, match="batching = 'length': .* has no texts, expected 'random'"):
+        read_config({"preset": "digits-vit", "batching": "length"})
     assert read_config({}).batching == "random"
     with pytest.raises(ValueError, match=r"batching = 'length': .*digits-vit.yaml has no texts"):
         read_config({"batching": "length"})
