@@ -147,7 +147,7 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             )
         if not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError("the file is read-only")
-        edited = with_rate(target.read_text(encoding="utf-8"), method, rate, note)
+        edited = with_rate(target.read_bytes().decode(), method, rate, note)
         write_atomically(target, edited.encode())
         target.chmod(mode)
     except (ValueError, OSError) as error:
@@ -169,21 +169,36 @@ def _line(method: str, rate: float, note: str) -> str:
 def with_rate(text: str, method: str, rate: float, note: str) -> str:
     """Return a preset's text with a method's rate, and a note as a comment, in place of earlier.
 
-    Raise ValueError, with the reason, if this file cannot be edited.
+    A comment of the user's own stays behind the note. Raise ValueError, with the reason, if this file cannot be edited.
     """
     content = _loaded(text)
     rates = content.get(RATE) or {}
     if not isinstance(rates, dict) or any(isinstance(value, dict) for value in rates.values()):
         raise ValueError(f"it has a {RATE} by other keys, and keeps its numbers")
-    lines = text.splitlines() + ([] if RATE in content else [f"{RATE}:"])
+    newline = "\r\n" if "\r\n" in text else "\n"
+    lines = text.removesuffix(newline).split(newline) + ([] if RATE in content else [f"{RATE}:"])
     head = re.compile(rf"{RATE}:( {{}})?( +#.*)?")
-    start = next((number for number, line in enumerate(lines) if head.fullmatch(line)), None)
+    start = next((number for number, line in enumerate(lines, 1) if head.fullmatch(line)), 0)
+    lines[start - 1] = lines[start - 1].replace(" {}", "", 1)
+    after = (n for n, line in enumerate(lines) if n >= start and line[:1] not in ("", " ", "#"))
+    end = next(after, len(lines))
+    earlier = f"# tune of {method}: "  # the notes of version 0.2 are lines of their own
+    block = [line for line in lines[start:end] if not line.lstrip().startswith(earlier)]
+    entries = (re.match("( +)[^ #]", line) for line in block)
+    indent = next((entry[1] for entry in entries if entry), "  ")
+    own = re.compile(
+        rf"{indent}{re.escape(method)}: [^#]*?( +# tune: .*?(?P<after>  #.*)?|(?P<alone> +#.*))?"
+    )
+    found = {n: match for n, line in enumerate(block) if (match := own.fullmatch(line))}
     problem = f"it writes its {RATE} in a way that no edit of one line can change"
-    if start is None:
+    if not start or len(found) != (method in rates):
         raise ValueError(problem)
-    lines[start] = lines[start].replace(" {}", "", 1)
-    rest = [line for line in lines[start + 1 :] if not line.startswith(f"  {method}: ")]
-    edited = "\n".join([*lines[: start + 1], _line(method, rate, note), *rest, ""])
+    row, match = next(iter(found.items()), (0, None))
+    comment = (match["after"] or match["alone"] or "").strip() if match else ""
+    block[row : row + len(found)] = [
+        indent + _line(method, rate, note).strip() + f"  {comment}" * bool(comment)
+    ]
+    edited = newline.join([*lines[:start], *block, *lines[end:], ""])
     try:
         if _loaded(edited) == content | {RATE: rates | {method: rate}}:
             return edited
