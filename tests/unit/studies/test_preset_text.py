@@ -17,7 +17,7 @@ TEXTS = [
     "a: 1\nlearning-rate:\n  fedit: 1.0e-3\n    # about nothing\n\n# the end\n",
     "a: 1\nlearning-rate:\n    fedit: 1.0e-3\n    ravan: 1.0e-2\n",
     "learning-rate:\n  fedit: 1.0\n\n# of ravan\n  ravan: 1.0e-3 # mine\nsteps:\n  ravan: 20\n",
-    "learning-rate:\n  # tune of ravan: accuracy 0.8\n  # tune of ravan: tried 1\n  ravan: 1.0e-3\n",
+    "learning-rate:\n  # tune of ravan: 0.8\n  # tune of ravan: tried 1\n  ravan: 1.0e-3\n",
     "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
     "learning-rate:  # none yet\nb: 1\n",
     "a: 1\nlearning-rate: {}  # none yet\nb: 1\n",
