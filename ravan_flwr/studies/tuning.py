@@ -7,7 +7,7 @@ While the best rate is the largest or smallest tried, the next rate beyond it is
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.spec import EXTENSIONS, RATE, Grid, Row, Study, Table
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
+from ravan_flwr.training.model_and_data import ModelAndData, validation_size
 
 SEED, SEEDS = 100, 3  # default first seed, and number of seeds
 # Settings that a tuning sets itself in every run, or that belong to its output folder.
@@ -97,6 +98,7 @@ def plan_tuning(
 
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
     """Run the missing runs, and write `results.md`; RuntimeError if every rate failed."""
+    _check_examples(tuning)
     study, results = tuning.study, Results(folder)
     run_missing(study, results, options)
     runs = candidates(study, results)
@@ -107,6 +109,19 @@ def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
         raise RuntimeError(f"every learning rate failed; the first: {run}: {reason}")
     write_tables(study, results, failed)
     return choice
+
+
+def _check_examples(tuning: Tuning) -> None:
+    """Raise ValueError if a client has too few examples for a validation split and training."""
+    for seed in tuning.grid.seeds:
+        config = replace(tuning.config, seed=seed)
+        fewest = min(map(len, ModelAndData(config).rows(tuning.row.num_clients)))
+        if validation_size(config, fewest) >= fewest:
+            raise ValueError(
+                f"tune: a client has {count(fewest, 'example')} under seed {seed}, expected some "
+                f"for training and some for a validation split of {100 * config.validation_share:g}"
+                " %; use fewer clients with num-clients=..., or more examples"
+            )
 
 
 def summary(choice: RateChoice) -> str:

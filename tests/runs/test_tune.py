@@ -226,6 +226,13 @@ def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path)
         path.touch()
 
 
+def test_too_few_examples_for_validation_splits_are_refused_before_any_run(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")])
+    assert "tune: a client has 1 example under seed 100, expected some" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
 def test_invalid_arguments_of_tune_are_errors(capsys):
     for words, message in (
         (["--rates", "fast"], "--rates fast: expected numbers with commas between"),
