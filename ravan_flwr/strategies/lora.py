@@ -95,7 +95,7 @@ class LoraArrays:
 
 
 def check_residual(arrays: Tensors) -> None:
-    """Raise ValueError if the arrays have FedEx-LoRA's residuals without their rank, or its rank."""
+    """Raise ValueError if arrays have FedEx-LoRA's residuals without their rank, or vice versa."""
     missing = [name for name in RESIDUAL if name not in arrays]
     if len(missing) == 1:
         raise ValueError(

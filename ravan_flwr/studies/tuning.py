@@ -184,7 +184,8 @@ def _line(method: str, rate: float, note: str) -> str:
 def with_rate(text: str, method: str, rate: float, note: str) -> str:
     """Return a preset's text with a method's rate, and a note as a comment, in place of earlier.
 
-    A comment of the user's own stays behind the note. Raise ValueError, with the reason, if this file cannot be edited.
+    A comment of the user's own stays behind the note. Raise ValueError, with the reason, if
+    this file cannot be edited.
     """
     content = _loaded(text)
     rates = content.get(RATE) or {}
