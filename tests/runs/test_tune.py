@@ -168,10 +168,8 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     assert message == f"written: learning-rate of ravan is 1.0e-2 in {path}"
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  ravan: 1.0e-2  # tune: ")
-    assert before == f"{PRESET}learning-rate:  # mine\n"
-    assert after == (
-        "accuracy 0.9100 ± 0.0100, with batch-size=8\n  fedit: 1.0e-3  # theirs\n# the end\n"
-    )
+    assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
+    assert after == "accuracy 0.9100 ± 0.0100, with batch-size=8\n# the end\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
