@@ -13,6 +13,7 @@ bitsandbytes stores weights in 8 or 4 bits, as in QLoRA (Dettmers et al., 2023).
 except the classifier and the language-model head is replaced by a quantised one, which computes in
 the precision of the run. Adapters stay in float32."""
 
+import copy
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -220,3 +221,23 @@ def dense_weight(layer: nn.Module) -> Tensor:
             return cast(Tensor, module(unit).mT.float())
     finally:
         module.bias = bias
+
+
+def requantize(layer: nn.Module, weight: Tensor) -> None:
+    """Replace a quantised layer's weight by another, (out, in)."""
+    module: Any = layer
+    old = module.weight
+    if hasattr(module, "state"):  # a layer of 8 bits
+        new = type(old)(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        module.state = copy.copy(module.state)
+        module.state.reset_grads()
+    else:
+        new = type(old)(
+            weight.cpu(),
+            requires_grad=False,
+            compress_statistics=old.compress_statistics,
+            quant_type=old.quant_type,
+            blocksize=old.blocksize,
+            quant_storage=old.quant_storage,
+        )
+    module.weight = new.to(old.device)

@@ -218,11 +218,12 @@ class Method(ABC, Generic[Adapter]):
 
     def choose(
         self, adapters: Sequence[Adapter], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         """Make the parameters within the budget trainable, where `load` has not done so.
 
-        `backward()` runs one mini-batch of the client forward and backward, for hooks.
+        `backward(sums)` runs one mini-batch of the client forward and backward. What hooks add to
+        the tensors of `sums` during this pass must be proportional to the gradients.
         """
 
     def parameters(self, adapters: Sequence[Adapter]) -> list[nn.Parameter]:

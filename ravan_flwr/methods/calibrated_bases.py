@@ -82,7 +82,7 @@ class DataAwareBases(CalibratedBases):
             for adapter, sketch in zip(adapters, sketches, strict=True):
                 stack.enter_context(watch_gradients(adapter, sketch.add))
             for _ in range(self.settings.calibration_steps):
-                work.measure()
+                work.measure([tensor for sketch in sketches for tensor in (sketch.Y, sketch.Z)])
         flat = torch.cat([sketch.flat() for sketch in sketches])
         return {"sketch": flat / self.settings.calibration_steps}
 

@@ -127,8 +127,12 @@ class Personal(Generic[Adapter]):
 class LocalWork(Protocol):
     """Run a client's examples through the model, for a calibration."""
 
-    def measure(self) -> object:
-        """Run the next mini-batch forward and backward, for hooks."""
+    def measure(self, sums: Sequence[Tensor]) -> object:
+        """Run the next mini-batch forward and backward.
+
+        What hooks add to the tensors of `sums` during this pass must be proportional to the
+        gradients.
+        """
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's local steps on these parameters."""

@@ -107,7 +107,7 @@ class FedPLora(NormLimits, LoraMethod):
 
     def choose(
         self, adapters: Sequence[Any], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         number = affordable(fraction, self.rank)
         if number == self.rank:

@@ -119,7 +119,7 @@ class FedDPA(LoraMethod):
 
     def choose(
         self, adapters: Sequence[Any], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         for adapter in adapters:
             adapter.train_personal(personal=bool(self.frozen_tensors))

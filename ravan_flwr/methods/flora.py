@@ -45,7 +45,7 @@ class Flora(NormLimits, ResidualLora):
 
     def choose(
         self, adapters: Sequence[LoRALinear], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         rank = affordable(fraction, self.rank)
         for adapter in adapters:

@@ -64,7 +64,7 @@ def score_heads(
     scoring: str,
     layers: Sequence[MultiHeadLinear],
     random: torch.Generator,
-    backward: Callable[[], object],
+    backward: Callable[..., object],
 ) -> Tensor:
     """Return the scores of the heads, (layers, heads); `backward` is that of `Method.choose`."""
     if scoring == "random":
@@ -85,7 +85,7 @@ def score_heads(
                 gradients[at] += layer.B.mT @ full @ layer.A.mT
 
             stack.enter_context(watch_gradients(layer, add_gradient))
-        backward()
+        backward(gradients)
     return torch.stack([gradient.norm(dim=(1, 2)) for gradient in gradients]).cpu()
 
 

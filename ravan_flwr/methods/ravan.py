@@ -188,7 +188,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def choose(
         self, adapters: Sequence[MultiHeadLinear], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         number = affordable(fraction, self.heads)
         if number < self.heads:

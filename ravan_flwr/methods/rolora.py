@@ -28,7 +28,7 @@ class RoLora(LoraMethod):
 
     def choose(
         self, adapters: Sequence[LoRALinear], fraction: float, random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:  # fmt: skip
         for name in self.frozen_tensors:
             for adapter in adapters:

@@ -24,7 +24,7 @@ class RavanConfig(PeftConfig):
         init (str, default 'gram-schmidt'): how the bases B and A are made.
         base_seed (int, default 0): seed of the bases: the same seed, layer name and `init` give the
             same B and A.
-        trainable_scales (bool, default True): train the scales s_i; otherwise there are none.
+        trainable_scales (bool, default True): train the scales s_i; otherwise they are frozen.
         target_modules (list[str] | str | None, default None): layers to adapt: a list of names or
             of their ends, a regular expression of whole names, or "all-linear"; None takes the
             usual ones of the architecture.

@@ -4,6 +4,7 @@
 (adapters/multihead.py). This module adds PEFT's interface: named adapters, merging, state dicts.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ravan_flwr.adapters.bases import make_bases
 from ravan_flwr.adapters.multihead import Heads, multihead_linear, side_by_side
-from ravan_flwr.adapters.stored import StoredLinear
+from ravan_flwr.adapters.stored import StoredLinear, dense_weight, requantize
 from ravan_flwr.peft.config import RavanConfig
 
 PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute only W x + b
@@ -32,13 +33,13 @@ class RavanLinear(nn.Module, BaseTunerLayer):
 
     Attributes:
         ravan_H: the cores (heads, r, r) by adapter, initially zero; trained.
-        ravan_s: the scales (heads,) by adapter, initially one; none without `trainable_scales`.
+        ravan_s: the scales (heads,) by adapter, initially one; trained if `trainable_scales`.
         ravan_B: the frozen bases B_i (heads, out, r) by adapter.
         ravan_A: the frozen bases A_i (heads, r, in) by adapter.
     """
 
     adapter_layer_names = ("ravan_H", "ravan_s")
-    other_param_names = ("ravan_B", "ravan_A")
+    other_param_names = ("ravan_B", "ravan_A", "constant_scales")
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, layer_name: str, config: RavanConfig
@@ -64,8 +65,9 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         self.ravan_s = nn.ParameterDict()
         self.ravan_B = _Frozen()
         self.ravan_A = _Frozen()
+        self.constant_scales: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
-        self._unmerged: Tensor | None = None  # the frozen weight, while another is merged
+        self._unmerged: list[Any] = []
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, layer_name, config)
 
@@ -108,8 +110,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         for bases, basis in ((self.ravan_B, B), (self.ravan_A, A.to(device))):
             bases.register_buffer(adapter_name, basis, persistent=config.save_bases)
         self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
-        if config.trainable_scales:
-            self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
+        self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
+        self.constant_scales[adapter_name] = not config.trainable_scales
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -141,10 +143,12 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         Returns:
             Its bases side by side, its cores and its scales.
         """
-        H = self.ravan_H[adapter]
-        s = self.ravan_s[adapter] if adapter in self.ravan_s else H.new_ones(len(H))
-        B, A = self.ravan_B[adapter], self.ravan_A[adapter]
-        return Heads(side_by_side(B), A.flatten(0, 1), H, s)
+        return Heads(
+            side_by_side(self.ravan_B[adapter]),
+            self.ravan_A[adapter].flatten(0, 1),
+            self.ravan_H[adapter],
+            self.ravan_s[adapter],
+        )
 
     def _weight(self) -> Tensor:
         """Return a view of the frozen weight, (out, in)."""
@@ -189,12 +193,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):
         names = [name for name in chosen if name in self.ravan_H]
         if not names:
             return
-        old: Tensor = base.weight.data
-        if not old.is_floating_point():
-            raise ValueError(
-                f"merge: got a quantised weight of {old.dtype}, which would round the sum, "
-                "expected floating point; load the model without quantisation, and merge there"
-            )
+        old = dense_weight(base)
         merged = (old.float() + sum(map(self.get_delta_weight, names))).to(old.dtype)
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(
@@ -202,8 +201,13 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 "finite, expected finite ones; load an adapter that is not broken"
             )
         if not self.merged:
-            self._unmerged = old
-        base.weight.data = merged
+            # bitsandbytes keeps a part of a quantised layer in `state`.
+            state = copy.copy(getattr(base, "state", None))
+            self._unmerged = [base.weight, base.weight.data, state]
+        if base.weight.is_floating_point():
+            base.weight.data = merged
+        else:
+            requantize(base, merged)
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
@@ -212,9 +216,28 @@ class RavanLinear(nn.Module, BaseTunerLayer):
             warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
             return
         base: Any = self.get_base_layer()
-        base.weight.data = cast(Tensor, self._unmerged).to(base.weight.device)
-        self._unmerged = None
+        device = base.weight.device
+        base.weight, data, state = self._unmerged
+        base.weight.data = data.to(device)
+        if state is not None:
+            base.state = state
+        self._unmerged = []
         self.merged_adapters = []
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Set the active adapters, and train only them; see PEFT's `BaseTunerLayer`."""
+        super().set_adapter(adapter_names, inference_mode)
+        self._freeze_scales()
+
+    def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
+        """Make some adapters trainable or not; see PEFT's `BaseTunerLayer`."""
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._freeze_scales()
+
+    def _freeze_scales(self) -> None:
+        for name, constant in self.constant_scales.items():
+            if constant and name in self.ravan_s:
+                self.ravan_s[name].requires_grad_(False)
 
     def __repr__(self) -> str:
         return "ravan." + super().__repr__()

@@ -140,8 +140,7 @@ def _as_heads(loaded: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
         for layer in model.layers
     }  # fmt: skip
     from_seed = all(map(torch.equal, chain(*seeded.values()), chain(*bases.values())))
-    scales = [{"ravan_s": adapter.s} if method.trains_scales else {} for adapter in model.adapters]
-    parts = [{"ravan_H": a.H} | s for a, s in zip(model.adapters, scales, strict=True)]
+    parts = [{"ravan_H": adapter.H, "ravan_s": adapter.s} for adapter in model.adapters]
     if not from_seed:
         for part, (B, A) in zip(parts, bases.values(), strict=True):
             part |= {"ravan_B": B, "ravan_A": A}

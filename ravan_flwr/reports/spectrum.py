@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.charts import Caption, Chart, Series, boxes, lines
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
@@ -30,6 +31,13 @@ class Spectra:
     def of(cls, path: Path) -> "Spectra":
         """Compute them from the run's last checkpoint."""
         run = RecordedRun.read(path)
+        listed = METHODS.get(run.config["method"])
+        if listed is not None and listed.personalised:
+            raise ValueError(
+                f"report --spectrum: {path} is a run of method {run.config['method']!r}, with "
+                "which each client has delta-weights of its own, expected one with a model for "
+                "all; leave it out"
+            )
         with result_of(path) as loaded:
             deltas = loaded.model.method.delta_weights(loaded.model.adapters)
             names = [layer.name for layer in loaded.model.layers]

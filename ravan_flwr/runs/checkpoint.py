@@ -68,12 +68,15 @@ def load_personal_states(folder: Path, round_number: int) -> dict[int, Tensors] 
         "expected the clients' personal parameters; restore it, go back with resume=RUN@N, or "
         "remove it, and every client begins anew"
     )
-    tensors = _read_if_there(_personal_path(folder, round_number), round_number, advice)
+    path = _personal_path(folder, round_number)
+    tensors = _read_if_there(path, round_number, advice)
     if tensors is None:
         return None
     states: dict[int, Tensors] = {}
     for key, tensor in tensors.items():
         partition, _, name = key.partition("/")
+        if not partition.isdecimal():
+            raise ValueError(f"{path} is damaged ({key!r} has no partition's number), {advice}")
         states.setdefault(int(partition), {})[name] = tensor
     return states
 

@@ -29,7 +29,7 @@ from ravan_flwr.adapters.stored import weight_norm
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.methods.multihead import SCORINGS, best_heads
-from ravan_flwr.strategies.lora import RESIDUAL
+from ravan_flwr.strategies.lora import RESIDUAL, check_residual
 from ravan_flwr.strategies.ravan import BASES, HEADS
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added
@@ -48,6 +48,7 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
     """
     restore(model)
     tensors = {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+    check_residual(tensors)
     residual, rank = (tensors.pop(name, None) for name in RESIDUAL)
     current = _adapter_tensors(model)
     for name in [*current, *tensors]:
@@ -154,8 +155,7 @@ def choose(
         for (name, layer), heads in zip(with_heads, best, strict=True):
             chosen[name] = heads
             for parameters in (layer.ravan_H, layer.ravan_s):
-                if adapter in parameters:
-                    _train_rows(parameters, adapter, heads, keep=True)
+                _train_rows(parameters, adapter, heads, keep=True)
     for name, layer in _adapted_layers(model, "lora_A"):
         A, B = layer.lora_A[adapter], layer.lora_B[adapter]
         chosen[name] = list(range(affordable(fraction, len(A.weight))))

@@ -54,6 +54,7 @@ class LoraArrays:
         self._factors = round_method.pack(Bs, As)
         self.state = {name: self._factors[name] for name in round_method.in_state}
         if isinstance(round_method, ResidualLora):
+            check_residual(arrays)
             sent = {name: arrays[name] for name in RESIDUAL if name in arrays}
             self.state |= sent or round_method.empty_residual()
 
@@ -91,6 +92,16 @@ class LoraArrays:
         if isinstance(self.method, ResidualLora) and int(state["residual-rank"]):
             arrays |= {name: state[name] for name in RESIDUAL}
         return arrays
+
+
+def check_residual(arrays: Tensors) -> None:
+    """Raise ValueError if arrays have FedEx-LoRA's residuals without their rank, or vice versa."""
+    missing = [name for name in RESIDUAL if name not in arrays]
+    if len(missing) == 1:
+        raise ValueError(
+            f"array {missing[0]!r} is missing, expected both of {', '.join(RESIDUAL)} or none; "
+            "give the arrays as FedEx-LoRA's strategy sent them"
+        )
 
 
 def _factor(arrays: Tensors, layer: str, name: str) -> Tensor:

@@ -272,9 +272,9 @@ def _check_each(key: str, values: list[_Number]) -> list[_Number]:
 
 
 def _check_choice(choose: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return a key and its values; raise ValueError for other keys, several, or no values."""
+    """Return a key and its values; ValueError for other keys, or no values but learning rates."""
     key, values = next(iter(choose.items()), ("", []))
-    if len(choose) != 1 or key not in CHOOSABLE_KEYS or not values:
+    if len(choose) != 1 or key not in CHOOSABLE_KEYS or not (values or key == RATE):
         raise ValueError(
             f"expected one of {', '.join(CHOOSABLE_KEYS)} with a list of numbers, such as "
             "{clip-norm: [0.3, 1.0]}"
@@ -471,6 +471,11 @@ class _TableReader:
                 measure == base_measure,
                 f"change-from = {base.title!r} has {base_measure} where this table has {measure}, "
                 "expected one metric in both, of as many evaluations; correct it",
+            )
+            self._require(
+                {*self.configs} & base.rows.keys(),
+                f"change-from = {base.title!r} has rows {list(base.rows)}, expected some of "
+                f"{list(self.configs)}; rename a row",
             )
         return base
 

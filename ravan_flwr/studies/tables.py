@@ -334,27 +334,33 @@ class Page:
     def of(cls, path: Path, file: Path, study: Study) -> "Page":
         """Return the page, checked before any run: it must have marks for a table of the study."""
         page = cls(path, file.stem, study)
+        page._checked()
+        return page
+
+    def _checked(self) -> tuple[str, list[str]]:
+        """Return the page's text and the titles of its tables; ValueError for wrong marks."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"--page {path}: it cannot be read ({error}), expected a page in Markdown; write "
-                "one, or name another file"
+                f"--page {self.path}: it cannot be read ({error}), expected a page in Markdown; "
+                "write one, or name another file"
             ) from None
-        titles, tables = page._titles(text), [OVERVIEW, *(table.title for table in study.tables)]
-        begun = text.count(f"<!-- study {page.name}: ")
+        titles = [match["title"] for match in self._sections.finditer(text)]
+        tables = [OVERVIEW, *(table.title for table in self.study.tables)]
+        begun = text.count(f"<!-- study {self.name}: ")
         if (
             not titles
             or begun > len(titles)
             or {x.removeprefix(_RATES) for x in titles} - {*tables}
         ):
             raise ValueError(
-                f"--page {path}: found {begun} places for study {page.name}, with tables {titles} "
-                f"in between whole marks, expected lines such as '<!-- study {page.name}: "
-                f"{tables[-1]} -->' and, after each, '{_END}', with tables of {tables}; correct "
-                "the page"
+                f"--page {self.path}: found {begun} places for study {self.name}, with tables "
+                f"{titles} in between whole marks, expected lines such as '<!-- study "
+                f"{self.name}: {tables[-1]} -->' and, after each, '{_END}', with tables of "
+                f"{tables}; correct the page"
             )
-        return page
+        return text, titles
 
     @property
     def folder(self) -> Path:
@@ -367,10 +373,10 @@ class Page:
 
     def write(self, results: Results) -> None:
         """Write the page's tables, their CSV files and their pictures."""
-        text = self.path.read_text(encoding="utf-8")
+        text, marked = self._checked()
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
-        titles = {title.removeprefix(_RATES) for title in self._titles(text)}
+        titles = {title.removeprefix(_RATES) for title in marked}
         pictures = pictures_of(self.study, results)
         for chart in (chart for title in titles for chart in pictures.get(title, ())):
             replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
@@ -398,7 +404,5 @@ class Page:
     @property
     def _sections(self) -> re.Pattern[str]:
         mark = rf"^(?P<mark><!-- study {re.escape(self.name)}: (?P<title>[^\n]+) -->)$"
-        return re.compile(rf"{mark}.*?^{_END}$", re.MULTILINE | re.DOTALL)
-
-    def _titles(self, text: str) -> list[str]:
-        return [match["title"] for match in self._sections.finditer(text)]
+        within = "(?:(?!<!-- study ).)*?"  # not beyond the mark of another table
+        return re.compile(rf"{mark}{within}^{_END}$", re.MULTILINE | re.DOTALL)

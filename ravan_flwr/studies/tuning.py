@@ -7,7 +7,7 @@ While the best rate is the largest or smallest tried, the next rate beyond it is
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.spec import EXTENSIONS, RATE, Grid, Row, Study, Table
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
+from ravan_flwr.training.model_and_data import ModelAndData, validation_size
 
 SEED, SEEDS = 100, 3  # default first seed, and number of seeds
 # Settings that a tuning sets itself in every run, or that belong to its output folder.
@@ -97,6 +98,7 @@ def plan_tuning(
 
 def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
     """Run the missing runs, and write `results.md`; RuntimeError if every rate failed."""
+    _check_examples(tuning)
     study, results = tuning.study, Results(folder)
     run_missing(study, results, options)
     runs = candidates(study, results)
@@ -107,6 +109,19 @@ def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
         raise RuntimeError(f"every learning rate failed; the first: {run}: {reason}")
     write_tables(study, results, failed)
     return choice
+
+
+def _check_examples(tuning: Tuning) -> None:
+    """Raise ValueError if a client has too few examples for a validation split and training."""
+    for seed in tuning.grid.seeds:
+        config = replace(tuning.config, seed=seed)
+        fewest = min(map(len, ModelAndData(config).rows(tuning.row.num_clients)))
+        if validation_size(config, fewest) >= fewest:
+            raise ValueError(
+                f"tune: a client has {count(fewest, 'example')} under seed {seed}, expected some "
+                f"for training and some for a validation split of {100 * config.validation_share:g}"
+                " %; use fewer clients with num-clients=..., or more examples"
+            )
 
 
 def summary(choice: RateChoice) -> str:
@@ -147,7 +162,7 @@ def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
             )
         if not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError("the file is read-only")
-        edited = with_rate(target.read_text(encoding="utf-8"), method, rate, note)
+        edited = with_rate(target.read_bytes().decode(), method, rate, note)
         write_atomically(target, edited.encode())
         target.chmod(mode)
     except (ValueError, OSError) as error:
@@ -169,21 +184,37 @@ def _line(method: str, rate: float, note: str) -> str:
 def with_rate(text: str, method: str, rate: float, note: str) -> str:
     """Return a preset's text with a method's rate, and a note as a comment, in place of earlier.
 
-    Raise ValueError, with the reason, if this file cannot be edited.
+    A comment of the user's own stays behind the note. Raise ValueError, with the reason, if
+    this file cannot be edited.
     """
     content = _loaded(text)
     rates = content.get(RATE) or {}
     if not isinstance(rates, dict) or any(isinstance(value, dict) for value in rates.values()):
         raise ValueError(f"it has a {RATE} by other keys, and keeps its numbers")
-    lines = text.splitlines() + ([] if RATE in content else [f"{RATE}:"])
+    newline = "\r\n" if "\r\n" in text else "\n"
+    lines = text.removesuffix(newline).split(newline) + ([] if RATE in content else [f"{RATE}:"])
     head = re.compile(rf"{RATE}:( {{}})?( +#.*)?")
-    start = next((number for number, line in enumerate(lines) if head.fullmatch(line)), None)
+    start = next((number for number, line in enumerate(lines, 1) if head.fullmatch(line)), 0)
+    lines[start - 1] = lines[start - 1].replace(" {}", "", 1)
+    after = (n for n, line in enumerate(lines) if n >= start and line[:1] not in ("", " ", "#"))
+    end = next(after, len(lines))
+    earlier = f"# tune of {method}: "  # the notes of version 0.2 are lines of their own
+    block = [line for line in lines[start:end] if not line.lstrip().startswith(earlier)]
+    entries = (re.match("( +)[^ #]", line) for line in block)
+    indent = next((entry[1] for entry in entries if entry), "  ")
+    own = re.compile(
+        rf"{indent}{re.escape(method)}: [^#]*?( +# tune: .*?(?P<after>  #.*)?|(?P<alone> +#.*))?"
+    )
+    found = {n: match for n, line in enumerate(block) if (match := own.fullmatch(line))}
     problem = f"it writes its {RATE} in a way that no edit of one line can change"
-    if start is None:
+    if not start or len(found) != (method in rates):
         raise ValueError(problem)
-    lines[start] = lines[start].replace(" {}", "", 1)
-    rest = [line for line in lines[start + 1 :] if not line.startswith(f"  {method}: ")]
-    edited = "\n".join([*lines[: start + 1], _line(method, rate, note), *rest, ""])
+    row, match = next(iter(found.items()), (0, None))
+    comment = (match["after"] or match["alone"] or "").strip() if match else ""
+    block[row : row + len(found)] = [
+        indent + _line(method, rate, note).strip() + f"  {comment}" * bool(comment)
+    ]
+    edited = newline.join([*lines[:start], *block, *lines[end:], ""])
     try:
         if _loaded(edited) == content | {RATE: rates | {method: rate}}:
             return edited

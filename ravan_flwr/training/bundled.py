@@ -6,6 +6,7 @@ conversion is exact, so every node has the same bits.
 """
 
 import base64
+import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -18,14 +19,15 @@ FORMAT = "ravan-flwr-backbone/2"
 
 
 def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read (configuration, float32 weights); ValueError for a damaged file."""
+    """Read (configuration, float32 weights); ValueError unless the checksum is the file's own."""
     content = _content(path)
-    try:
-        weights = _unpacked(content["safetensors"])
-    except (ValueError, zlib.error) as error:
+    weights = _unpacked(content["safetensors"])
+    digest = hashlib.sha256(weights).hexdigest()
+    if digest != content["sha256"]:
         raise ValueError(
-            f"backbone file {path}: the file is damaged ({error}), so install ravan-flwr again"
-        ) from error
+            f"backbone file {path}: got checksum {digest}, expected {content['sha256']}; "
+            "the file is damaged, so install ravan-flwr again"
+        )
     halves = safetensors.torch.load(weights)
     return content["config"], {name: tensor.float() for name, tensor in halves.items()}
 
@@ -48,8 +50,11 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _unpacked(text: str) -> bytes:
-    """Decode and decompress; zlib compares its own checksum."""
-    return zlib.decompress(base64.b85decode(text))
+    """Decode and decompress; return b"" on failure, which has another checksum."""
+    try:
+        return zlib.decompress(base64.b85decode(text))
+    except (ValueError, zlib.error):
+        return b""
 
 
 _FOLDER = Path(__file__).resolve().parent / "backbones"

@@ -211,25 +211,46 @@ class Stepper:
 
     def backward(self) -> None:
         """Compute the gradients of the next batch's mean loss, part by part."""
-        parts = [next(self.batches) for _ in range(next(self.part_counts))]
-        if len(parts) == 1:
-            self.losses.append(self._backward(parts[0]))
+        self.losses.append(self._backward_parts(self._next_parts()))
+
+    def measure(self, sums: Sequence[Tensor]) -> None:
+        """Run `backward` while hooks add terms to `sums` that are proportional to the gradients.
+
+        `sums` is divided by the loss scale of float16. If the scale makes gradients overflow, it is
+        halved and the batch is computed again.
+        """
+        if not self.scaler.is_enabled():
+            self.backward()
             return
+        parts, before = self._next_parts(), [tensor.clone() for tensor in sums]
+        while True:
+            for tensor in sums:
+                tensor.zero_()
+            loss, scale = self._backward_parts(parts), self.scaler.get_scale()
+            if all(bool(tensor.isfinite().all()) for tensor in sums):
+                break
+            if scale < 1:
+                raise ValueError(
+                    "precision = 'float16': got gradients that are not finite at any loss scale, "
+                    "expected numbers below 65,504; use bfloat16 or float32"
+                )
+            self.scaler.update(scale / 2)
+        for tensor, old in zip(sums, before, strict=True):
+            tensor.div_(scale).add_(old)
+        self.losses.append(loss)
+
+    def _next_parts(self) -> list[Batch]:
+        """Return the parts of the next batch."""
+        return [next(self.batches) for _ in range(next(self.part_counts))]
+
+    def _backward_parts(self, parts: Sequence[Batch]) -> Tensor:
+        """Add the gradients of a batch's mean loss, and return the loss."""
+        if len(parts) == 1:
+            return self._backward(parts[0])
         sizes = [self.task.size(part) for part in parts]
         weights = [size / sum(sizes) for size in sizes]
         losses = [self._backward(part, weight) for part, weight in zip(parts, weights, strict=True)]
-        self.losses.append(torch.stack(losses).sum())
-
-    def measure(self) -> None:
-        """Run `backward` for hooks, which need gradients without a loss scale.
-
-        Those of float16 might overflow, so they are computed in float32.
-        """
-        dtype, scaler = self.dtype, self.scaler
-        if scaler.is_enabled():
-            self.dtype, self.scaler = None, torch.amp.GradScaler(self.device.type, enabled=False)
-        self.backward()
-        self.dtype, self.scaler = dtype, scaler
+        return torch.stack(losses).sum()
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Add the gradients of a part's mean loss times its weight in the batch's mean."""

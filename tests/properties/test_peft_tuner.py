@@ -196,6 +196,15 @@ def test_scales_may_be_constant(kind):
     assert {name.split(".")[-2] for name in trained(model)} == {"ravan_H"}
 
 
+def test_trained_scales_stay_where_scales_are_constant(tmp_path):
+    model = shake(adapted("bert"))
+    model.save_pretrained(tmp_path)
+    constant = config_of("bert", trainable_scales=False)
+    loaded = PeftModel.from_pretrained(build("bert"), tmp_path, config=constant, is_trainable=True)
+    assert torch.equal(logits(loaded.eval(), "bert"), logits(model, "bert"))
+    assert {name.split(".")[-2] for name in trained(loaded)} == {"ravan_H"}
+
+
 @pytest.mark.parametrize(("bias", "ends"), [("all", "bias"), ("ravan_only", "base_layer.bias")])
 def test_biases_may_be_trained(bias, ends):
     model = shake(adapted("bert", bias=bias))

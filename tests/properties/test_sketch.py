@@ -110,7 +110,7 @@ def calibrated(seeds):
     for seed in seeds:
         random = generator(seed, "batch")
 
-        def measure(random=random):
+        def measure(_, random=random):
             for layer, adapter in zip(LAYERS, adapters, strict=True):
                 x = torch.randn(6, layer.in_features, generator=random)
                 adapter(x).square().mean().backward()

@@ -151,13 +151,13 @@ def float16_client(settings, scale, precision="float16"):
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
 def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, accelerator, monkeypatch):
-    """With the larger scale the gradients of steps are infinite at first."""
+    """With the larger scale gradients are infinite at first."""
     sketches = {}
     for precision in ("float32", "float16"):
         arguments = {"init": "data-aware"}, scale, precision
         model, work, steps = float16_client(*arguments)
         sketches[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
-    assert model.scaler.get_scale() == scale
+    assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)  # the larger scale was halved
     assert sketches["float32"].norm() > 0
     torch.testing.assert_close(sketches["float16"], sketches["float32"], rtol=1e-4, atol=1e-7)
 
@@ -176,6 +176,15 @@ def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, acceler
     torch.testing.assert_close(
         scores_by_precision["float16"], scores_by_precision["float32"], rtol=1e-4, atol=1e-9
     )
+
+
+def test_gradients_that_stay_infinite_at_every_loss_scale_are_an_error(accelerator, monkeypatch):
+    model, work, steps = float16_client({"init": "data-aware"}, 8.0)
+    with torch.no_grad():
+        model.classifier[0].fill_(torch.inf)
+    monkeypatch.setattr(model, "_set_classifier", lambda _: None)
+    with pytest.raises(ValueError, match="precision = 'float16': .* use bfloat16 or float32"):
+        work(calibrate_locally, steps, ClientRound(5, 0, 0))
 
 
 def test_the_loss_scale_of_float16_persists_and_skipped_steps_are_counted(accelerator):

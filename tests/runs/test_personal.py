@@ -14,7 +14,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.runs.checkpoint import load_personal_states
+from ravan_flwr.runs.checkpoint import load_personal_states, save_personal_states
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -157,6 +157,13 @@ def test_damaged_personal_parameters_are_refused(tmp_path):
     path.write_bytes(bytes(data))
     with pytest.raises(ValueError, match=r"clients-000002.safetensors is damaged .*checksum is"):
         run(tmp_path, method="local", resume=str(stopped.run_dir))
+
+
+def test_personal_parameters_without_a_partition_are_refused(tmp_path):
+    save_personal_states(tmp_path, 1, {"x": {"own": torch.ones(1)}})
+    message = "clients-000001.safetensors is damaged .*'x/own'.*, expected the clients' personal"
+    with pytest.raises(ValueError, match=message):
+        load_personal_states(tmp_path, 1)
 
 
 def test_a_client_that_lost_its_personal_parameters_starts_again_and_is_reported(

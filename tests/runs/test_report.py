@@ -18,7 +18,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.reports.run_charts import run_charts
-from ravan_flwr.reports.spectrum import effective_rank
+from ravan_flwr.reports.spectrum import Spectra, effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
@@ -338,6 +338,14 @@ def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
         values = torch.tensor([float(word) for word in row["singular-values"].split()])
         torch.testing.assert_close(values, torch.linalg.svdvals(delta), rtol=1e-4, atol=1e-5)
         assert float(row["norm"]) == pytest.approx(float(delta.norm()), rel=1e-4)
+
+
+def test_a_personalised_run_has_no_spectrum(runs, tmp_path):
+    folder = copy_of(runs[0], tmp_path / "personal")
+    config = json.loads((folder / "config.json").read_text()) | {"method": "local"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="report --spectrum: .* method 'local', .*leave it out"):
+        Spectra.of(folder)
 
 
 def test_the_effective_rank_of_equal_and_unequal_values():

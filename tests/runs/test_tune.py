@@ -168,10 +168,8 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     assert message == f"written: learning-rate of ravan is 1.0e-2 in {path}"
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  ravan: 1.0e-2  # tune: ")
-    assert before == f"{PRESET}learning-rate:  # mine\n"
-    assert after == (
-        "accuracy 0.9100 ± 0.0100, with batch-size=8\n  fedit: 1.0e-3  # theirs\n# the end\n"
-    )
+    assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
+    assert after == "accuracy 0.9100 ± 0.0100, with batch-size=8\n# the end\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
@@ -224,6 +222,13 @@ def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path)
         assert message in adopt(*choice)
         assert text is None or path.read_text() == text
         path.touch()
+
+
+def test_too_few_examples_for_validation_splits_are_refused_before_any_run(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")])
+    assert "tune: a client has 1 example under seed 100, expected some" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_invalid_arguments_of_tune_are_errors(capsys):

@@ -189,7 +189,7 @@ def test_a_global_selection_may_select_no_head_of_a_layer():
     assert reply[f"{BASE}.value.ravan_heads"].tolist() == []
 
 
-def test_constant_scales_are_no_parameters():
+def test_constant_scales_stay_one():
     model = ravan(trainable_scales=False)
     sent = {k: a for k, a in arrays_of(model).items() if not k.endswith("ravan_s")}
     load_arrays(model, ArrayRecord(sent))
@@ -197,7 +197,8 @@ def test_constant_scales_are_no_parameters():
     train(model)
     restore(model)
     for layer in ("query", "value"):
-        assert not getattr(model.base_model.model, layer).ravan_s
+        assert (getattr(model.base_model.model, layer).ravan_s["default"] == 1).all()
+        assert not getattr(model.base_model.model, layer).ravan_s["default"].requires_grad
 
 
 @pytest.mark.parametrize(("fraction", "rank"), [(0.25, 1), (0.5, 2), (1.0, 4)])
@@ -260,6 +261,16 @@ def test_unselected_ranks_are_restored():
     choose(model, 0.5)
     choose(model, 0.25)
     restore(model)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["residual", "residual-rank"])
+def test_a_residual_without_its_rank_changes_nothing(name):
+    model = lora()
+    before = copy.deepcopy(model.state_dict())
+    more = {name: torch.tensor([1])}
+    with pytest.raises(ValueError, match="array 'residual.*' is missing, expected both of"):
+        load_arrays(model, ArrayRecord({**by_name(arrays_of(model)), **more}))
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 

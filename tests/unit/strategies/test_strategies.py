@@ -23,6 +23,7 @@ from ravan_flwr.strategies import (
     FlexLoraStrategy,
     RavanStrategy,
 )
+from ravan_flwr.strategies.lora import RESIDUAL, LoraArrays
 from tests.hand_made import Nodes, fake_clock, run
 from tests.methods import LAYERS, build
 
@@ -186,6 +187,13 @@ def test_a_baseline_equals_the_apps(method):
         expected = app.residuals(states[-1])
         for actual, residual in zip(app.residuals(state), expected, strict=True):
             torch.testing.assert_close(actual.dense(), residual.dense())
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_initial_arrays_have_residuals_and_their_rank_or_neither(name):
+    arrays = {f"{FIRST}.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"}
+    with pytest.raises(ValueError, match="array 'residual.*' is missing, expected both of"):
+        LoraArrays({**arrays, name: torch.tensor([1])}, "fedex-lora", seed=0, server_round=1)
 
 
 def test_fed_sb_equals_the_apps():

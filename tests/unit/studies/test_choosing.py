@@ -234,6 +234,11 @@ def test_an_invalid_value_is_refused(tmp_path, values, message):
         study_of(tmp_path, tables=tables)
 
 
+def test_a_table_may_choose_nothing(tmp_path):
+    tables = [{"title": "T", "rows": {"ravan": {}}, "choose": {"learning-rate": []}}]
+    assert study_of(tmp_path, tables=tables).tables[0].rows["ravan"].grid is None
+
+
 def test_a_row_with_its_own_rate_uses_no_chosen_rate(tmp_path):
     rows = {"other": {"method": "fedit", "learning-rate": 0.5}}
     study = of_two_tables(tmp_path, {"rates-of": "T", "rows": rows})
@@ -248,6 +253,7 @@ def test_a_row_with_its_own_rate_uses_no_chosen_rate(tmp_path):
         ({}, {"rates-of": "IID"}, r"rates-of = 'IID', expected an earlier .*: one of \[\]"),
         ({"change-from": "no"}, {}, "change-from = 'no', expected an earlier table"),
         ({"change-from": "T", "metric": "loss"}, {}, "expected one metric in both"),
+        ({"change-from": "T", "rows": {"new": {}}}, {}, r"expected some of \['new'\]"),
         ({"rates-of": "T", "choose": {"clip-norm": [1.0]}}, {}, "got choose and rates-of"),
         (
             {"title": "overview"},

@@ -113,12 +113,25 @@ def test_missing_runs_are_counted_and_not_run(tmp_path, study, capsys):
         ),
         ([BEGIN], "found 1 places .*and, after each, '<!-- end of study -->'"),
         ([BEGIN, BEGIN, END], r"found 2 places for study mine, with tables \['One'\]"),
+        ([BEGIN, "<!-- study other: X -->", "kept", END], r"found 1 places .*, with tables \[\]"),
         (["<!-- study mine: Three -->", END], r"with tables \['Three'\] .*with tables of .*'One'"),
     ],
 )
 def test_a_page_without_marks_is_refused_before_any_run(tmp_path, study, lines, message):
     with pytest.raises(ValueError, match=message):
         Page.of(page_of(tmp_path, *lines), study, read_study(study))
+
+
+def test_a_page_that_was_edited_meanwhile_is_checked_again_before_anything_is_written(
+    tmp_path, study
+):
+    place = Page.of(page_of(tmp_path, BEGIN, END), study, read_study(study))
+    path = page_of(tmp_path, BEGIN, END, "<!-- study mine: gone -->", END)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="with tables .*'gone'.*; correct the page"):
+        place.write(Results(tmp_path / "out", place.record))
+    assert path.read_text() == before
+    assert not (tmp_path / "results" / "mine.csv").exists()
 
 
 def test_a_page_that_is_not_text_is_refused(tmp_path, study):

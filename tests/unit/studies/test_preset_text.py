@@ -9,12 +9,16 @@ from testing.tiny import OF_DECODERS
 
 NOTE = "tune: accuracy 0.9"
 
-# Handwritten forms: in a block, empty, with comments.
+# Handwritten forms: in a block, empty, with comments, notes of version 0.2, Windows line ends.
 TEXTS = [
     "task: vision\n",
     "task: vision  # no newline at the end",
     "a: 1\nlearning-rate:\n  ravan: 1.0e-2  # mine\n  fedit: 1.0e-3\nz: 2  # last\n",
     "a: 1\nlearning-rate:\n  fedit: 1.0e-3\n    # about nothing\n\n# the end\n",
+    "a: 1\nlearning-rate:\n    fedit: 1.0e-3\n    ravan: 1.0e-2\n",
+    "learning-rate:\n  fedit: 1.0\n\n# of ravan\n  ravan: 1.0e-3 # mine\nsteps:\n  ravan: 20\n",
+    "learning-rate:\n  # tune of ravan: 0.8\n  # tune of ravan: tried 1\n  ravan: 1.0e-3\n",
+    "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
     "learning-rate:  # none yet\nb: 1\n",
     "a: 1\nlearning-rate: {}  # none yet\nb: 1\n",
 ]
@@ -29,20 +33,24 @@ def test_only_the_rate_changes(text):
     # All other lines are still there, in order.
     lines = iter(edited.splitlines())
     for line in text.splitlines():
-        if not line.strip().startswith(("ravan", "learning-rate: {")):
+        if not line.strip().startswith(("ravan: 1.0e", "learning-rate: {", "# tune of")):
             assert line in lines
-    assert "  ravan: 3.0e-3  # tune: accuracy 0.9\n" in edited
+    mine = "  # mine" if "# mine" in text else ""
+    end = "\r\n" if "\r\n" in text else "\n"
+    assert f"  ravan: 3.0e-3  # tune: accuracy 0.9{mine}{end}" in edited
+    assert "# tune of" not in edited
+    assert edited.count("\r\n") == (edited.count("\n") if "\r\n" in text else 0)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_second_tuning_removes_the_note_of_the_first(text):
     once = with_rate(text, "ravan", 3e-3, NOTE)
-    again = with_rate(once, "ravan", 1.7e-4, "other")
-    assert again.count("# other") == 1
+    again = with_rate(once, "ravan", 1.7e-4, "tune: other")
+    assert again.count("# tune: other") == 1
     assert NOTE not in again
     assert with_rate(again, "ravan", 3e-3, NOTE) == once
-    both = with_rate(again, "fedit", 1.0, "of fedit")
-    assert both.count("# other") == both.count("# of fedit") == 1
+    both = with_rate(again, "fedit", 1.0, "tune: of fedit")
+    assert both.count("# tune: other") == both.count("# tune: of fedit") == 1
 
 
 @pytest.mark.parametrize(
@@ -56,9 +64,8 @@ def test_a_second_tuning_removes_the_note_of_the_first(text):
         ("learning-rate: {ravan: 1.0e-2,\n  fedit: 1.0e-3,}\nb: 1", "no edit of one line"),
         ("a: 1\n...\n", "no edit of one line"),
         ("learning-rate: null", "no edit of one line"),
-        ("learning-rate:\n    fedit: 1.0e-3\n", "no edit of one line"),
         ("learning-rate:\n  ravan:\n    1.0e-2\n  fedit: 1.0e-3\n", "no edit of one line"),
-        ('learning-rate:\n  "ravan": 0.1\n', "no edit of one line"),
+        ('learning-rate:\n  "ravan": 0.003\n', "no edit of one line"),
         ("a: [", "no YAML any more"),
         ("", "no mapping any more"),
     ],

@@ -265,6 +265,9 @@ def test_backbone_files_round_trip_and_are_checked(tmp_path):
     assert read_backbone_config(path) == config
 
     content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"sha256": "0" * 64}))
+    with pytest.raises(ValueError, match=r"got checksum .* the file is damaged"):
+        read_backbone(path)
     for damaged in (content["safetensors"][:-7], 'no base85: \\ "', "", "abcde"):
         path.write_text(json.dumps(content | {"safetensors": damaged}))
         with pytest.raises(ValueError, match="the file is damaged"):

@@ -52,6 +52,10 @@ def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
         _ = ModelAndData(read_config(settings)).model
 
 
+def test_a_plan_counts_no_step_where_nothing_is_trained():
+    assert "no step of a client" in plan_of({"method": "none", "classifier": "frozen"})
+
+
 def test_memory_decreases_with_every_frozen_head():
     memory = [step_memory(config(), fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
     added = [step.added for step in memory]
