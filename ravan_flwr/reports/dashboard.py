@@ -20,6 +20,7 @@ from ravan_flwr.reports.report import POLICY, render
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.reports.run_view import RunSnapshot, picture_of, version_of, view_of
 from ravan_flwr.runs.console import write_stdout
+from ravan_flwr.runs.directory import RoundsFile
 from ravan_flwr.runs.history import RecordedRun, group_runs, open_run
 
 HOST = "127.0.0.1"
@@ -47,6 +48,7 @@ class DashboardPage:
 
     def __init__(self, path: Path) -> None:
         self._path = open_run(path).path
+        self._rounds_file = RoundsFile(path)
         self._lock = threading.Lock()
         self._version, self._rendered_at, self._page = "", 0.0, b""
         self._pictures: list[dict[str, Any]] = []
@@ -70,7 +72,7 @@ class DashboardPage:
 
     def _write(self, now: float) -> bytes:
         try:
-            snapshot = RunSnapshot.read(self._path)
+            snapshot = RunSnapshot.read(self._path, self._rounds_file)
             self._draw(snapshot.run, now)
             view = view_of(snapshot, self._pictures)
         except Exception as error:  # noqa: BLE001 (a damaged file may be repaired)

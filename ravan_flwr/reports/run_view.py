@@ -25,7 +25,7 @@ from ravan_flwr.runs.console import (
     remaining_seconds,
     uploads_seen,
 )
-from ravan_flwr.runs.directory import RunDirectory, how_to_resume
+from ravan_flwr.runs.directory import RoundsFile, RunDirectory, how_to_resume
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
@@ -49,9 +49,9 @@ class RunSnapshot:
     heard: float  # time of the last write, in seconds since 1970
 
     @classmethod
-    def read(cls, path: Path) -> "RunSnapshot":
+    def read(cls, path: Path, rounds_file: RoundsFile | None = None) -> "RunSnapshot":
         """Read a run directory as it is now; raise ValueError if it is none, or damaged."""
-        return cls.of(RecordedRun.so_far(path))
+        return cls.of(RecordedRun.so_far(path, rounds_file))
 
     @classmethod
     def of(cls, run: RecordedRun) -> "RunSnapshot":

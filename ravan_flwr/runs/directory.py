@@ -171,20 +171,7 @@ class RunDirectory:
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; an incomplete last line is ignored."""
-        path, records = self.path / "rounds.jsonl", list[RoundRecord]()
-        if not path.exists():
-            return records
-        with opened(path, LARGE) as file:
-            lines = file.read().split(b"\n")[:-1]
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(check_line(line, records[-1] if records else None))
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}: line {number} is damaged ({error}), expected a record of this "
-                    "version; restore it"
-                ) from None
-        return records
+        return RoundsFile(self.path).read()
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
         """Read the rounds up to `last`; raise ValueError if that round has no record."""
@@ -201,6 +188,37 @@ class RunDirectory:
         """Replace `rounds.jsonl` by one with only these rounds."""
         lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
         self.write("rounds.jsonl", "".join(lines))
+
+
+class RoundsFile:
+    """Read a run's `rounds.jsonl` repeatedly, each time only its new lines."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "rounds.jsonl"
+        self._inode = self._bytes = 0  # of the lines that were read
+        self._lines: list[RoundRecord] = []
+
+    def read(self) -> list[RoundRecord]:
+        """Return the records of all lines so far; an incomplete last line is ignored."""
+        stat = self._path.stat() if self._path.exists() else None
+        inode, size = (stat.st_ino, stat.st_size) if stat else (0, 0)
+        if inode != self._inode or size < self._bytes:  # a run that goes back replaces the file
+            self._inode, self._bytes, self._lines = inode, 0, []
+        if not stat:
+            return []
+        with opened(self._path, LARGE) as file:
+            file.seek(self._bytes)
+            for line in file.read().split(b"\n")[:-1]:
+                try:
+                    previous = self._lines[-1] if self._lines else None
+                    self._lines.append(check_line(line, previous))
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self._path}: line {len(self._lines) + 1} is damaged ({error}), "
+                        "expected a record of this version; restore it"
+                    ) from None
+                self._bytes += len(line) + 1
+        return list(self._lines)
 
 
 def check_writable(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.methods import METHODS
-from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.directory import RoundsFile, RunDirectory
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.record import RoundRecord, Summary
 
@@ -83,10 +83,10 @@ class RecordedRun:
         return run
 
     @classmethod
-    def so_far(cls, path: Path) -> "RecordedRun":
+    def so_far(cls, path: Path, rounds_file: RoundsFile | None = None) -> "RecordedRun":
         """Read a run that may have only begun: its config is empty until it has written one."""
         directory = open_run(path)
-        rounds = directory.read_rounds()
+        rounds = (rounds_file or RoundsFile(path)).read()
         config = directory.read_config() if (path / "config.json").is_file() else {}
         has_summary = (path / "summary.json").is_file()
         if rounds:
