@@ -1,7 +1,7 @@
 """Runs with personal parameters, and the references `local` and `centralised`."""
 
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -160,7 +160,8 @@ def test_damaged_personal_parameters_are_refused(tmp_path):
 
 
 def test_personal_parameters_without_a_partition_are_refused(tmp_path):
-    save_personal_states(tmp_path, 1, {"x": {"own": torch.ones(1)}})
+    states: Any = {"x": {"own": torch.ones(1)}}
+    save_personal_states(tmp_path, 1, states)
     message = "clients-000001.safetensors is damaged .*'x/own'.*, expected the clients' personal"
     with pytest.raises(ValueError, match=message):
         load_personal_states(tmp_path, 1)
