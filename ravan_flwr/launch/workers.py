@@ -67,7 +67,7 @@ class Job:
 
 
 class WorkerLink:
-    """The connection to a worker, and its process; None if it is none of its own."""
+    """The connection to a worker, and the process to end with it, if any."""
 
     def __init__(self, connection: Connection, process: psutil.Process | None = None) -> None:
         self.connection, self._process = connection, process
@@ -208,7 +208,7 @@ class WorkerPool:
         except OSError as error:
             log.warning(
                 "a process of clients ended, and no other can be started: %s; clients compute in "
-                "those that are left, of %d, or one after the other in the server's",
+                "the remaining ones of %d, or one after the other in the server's",
                 *(error, self.processes),
             )
 

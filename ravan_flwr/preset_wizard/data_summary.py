@@ -97,9 +97,9 @@ def find_columns(
                 f"{where}: chosen and rejected are texts, and there is no column prompt, expected "
                 "one, or whole conversations in both; rename a column, or correct the data"
             )
-        if "image" in texts and "image" not in names:
-            continue
         if "image" in texts:
+            if "image" not in names:
+                continue
             raise ValueError(
                 f"{where}: column {columns['image']!r} has no images but "
                 f"{features[columns['image']]}, expected images; put the files into a folder for "
