@@ -107,7 +107,7 @@ def _unrecognized(word: str) -> str:
     name, _, value = word.lstrip("-").partition("=")
     key = nearest(name, ("num-clients", *KEYS))
     written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
-    return f"unrecognized argument {word!r}{written if key else ''}"
+    return f"unrecognized argument {word!r}{written if key else '; --help lists the options'}"
 
 
 def _report_error(problem: object, status: int) -> int:

@@ -238,7 +238,7 @@ class Config:
     round_timeout: float = key(3600.0, "seconds to wait for the replies of a round", above=0,
         of_result=False)
     straggler_grace: float | None = auto_key("seconds that a round stays open after min-replies "
-        "valid replies, if no buffer closes it; auto: after half of the replies, ten times as long "
+        "valid replies, in a synchronous run; auto: after half of the replies, ten times as long "
         "as they took, at least 60", low=0, may_change=True)
     over_sample: float = key(1.0, "ask this multiple of clients-per-round, and use the first "
         "clients-per-round replies", low=1, high=10)

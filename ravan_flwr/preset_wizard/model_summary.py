@@ -34,7 +34,7 @@ class ModelSummary:
     description: str
     max_length: int  # tokens to read of each text; 0: it reads images
     target_length: int  # of the longest label's name, for a model that writes it
-    heads: int  # of RAVAN, at most as many as help (`plan` explains it)
+    heads: int  # of RAVAN, at most as many as help (docs/ravan.md)
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:

@@ -502,7 +502,7 @@ def test_resuming_a_finished_run_gives_a_warning(tmp_path, caplog, num_rounds, m
     [
         (["--heads=8"], "'--heads=8'; keys are written without dashes: heads=8"),
         (["--num-clients", "8"], "keys are written without dashes: num-clients=VALUE"),
-        (["--verbose"], "unrecognized argument '--verbose'\n"),
+        (["--verbose"], "unrecognized argument '--verbose'; --help lists the options\n"),
     ],
 )
 def test_an_error_shows_how_to_write_a_key_without_dashes(words, message, capsys):

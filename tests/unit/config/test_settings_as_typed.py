@@ -68,7 +68,7 @@ def test_the_nearest_choice_ignores_case(value, choices, meant):
         (["num-client=5"], "unknown key 'num-client': did you mean 'num-clients'?"),
         (["--num-rounds=3"], "keys are written without dashes: num-rounds=3"),
         (["--num_rounds", "3"], "keys are written without dashes: num-rounds=VALUE"),
-        (["--zzzzzz"], "unrecognized argument '--zzzzzz'\n"),
+        (["--zzzzzz"], "unrecognized argument '--zzzzzz'; --help lists the options\n"),
         (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
         (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
         (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
