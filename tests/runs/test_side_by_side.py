@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import wait
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -261,7 +262,9 @@ def test_workers_are_forks_unless_threads_or_an_accelerator_prevent_it(
     for kind in ("fork_worker", "spawn_worker"):
         monkeypatch.setattr(parallel_clients, kind, record_start(kind))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: not forks)
+    # Only there: PyTorch for CUDA would use the GPU that it is told of.
+    accelerator = SimpleNamespace(is_available=lambda: not forks)
+    monkeypatch.setattr(parallel_clients, "torch", SimpleNamespace(accelerator=accelerator))
     run(tmp_path, 2, **{"num-rounds": 1})
     # OMP_NUM_THREADS is set: conftest.py
     assert started == [("fork_worker",) if forks and threads == 1 else ("spawn_worker", None)]
