@@ -9,7 +9,7 @@ try:
     import peft
 except ImportError as error:
     raise ImportError(
-        f"ravan_flwr.peft: PEFT cannot be imported ({error}), expected peft 0.18 or newer; "
+        f"ravan_flwr.peft: PEFT cannot be imported ({error}), expected peft 0.19 or newer; "
         "install it, pip install 'ravan-flwr[peft]'"
     ) from error
 from peft.utils import PeftType, register_peft_method
@@ -42,8 +42,8 @@ def _register() -> None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ImportError(
             f"ravan_flwr.peft: PEFT {peft.__version__} does not take RAVAN into its registry "
-            f"({error}), expected a release from 0.18.0 to 0.21.2, with which this is tested; "
-            "install one of them, pip install 'peft>=0.18,<0.22'"
+            f"({error}), expected a release from 0.19.0 to 0.21.2, with which this is tested; "
+            "install one of them, pip install 'peft>=0.19,<0.22'"
         ) from error
 
 

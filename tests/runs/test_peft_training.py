@@ -185,7 +185,7 @@ def test_a_quantized_backbone_is_adapted_trained_and_merged(quantization, dtype,
 
 
 # The oldest admitted PEFT, installed from the package index or pip's cache.
-OLDEST = "0.18.0"
+OLDEST = "0.19.0"
 SCRIPT = """
 import sys, torch, transformers
 import peft
@@ -283,7 +283,7 @@ def test_an_error_names_the_version_of_a_peft_that_cannot_be_extended(change, py
     done = python.run(["-c", code])
     message = f"PEFT {peft.__version__} does not take RAVAN into its registry"
     assert message in done.stderr
-    assert "expected a release from 0.18.0 to" in done.stderr
+    assert "expected a release from 0.19.0 to" in done.stderr
 
 
 def test_the_package_is_imported_quickly_and_its_tuner_without_flower():

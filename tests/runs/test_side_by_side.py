@@ -262,7 +262,7 @@ def test_workers_are_forks_unless_threads_or_an_accelerator_prevent_it(
     for kind in ("fork_worker", "spawn_worker"):
         monkeypatch.setattr(parallel_clients, kind, record_start(kind))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    # Only there: PyTorch for CUDA would use the GPU that it is told of.
+    # Only there: PyTorch for CUDA would use the GPU that is reported to it.
     accelerator = SimpleNamespace(is_available=lambda: not forks)
     monkeypatch.setattr(parallel_clients, "torch", SimpleNamespace(accelerator=accelerator))
     run(tmp_path, 2, **{"num-rounds": 1})
