@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 
 from ravan_flwr.cli import deployment, results, running, studying
 from ravan_flwr.cli.parts import Commands
-from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.runs.console import discard_stdout
 
@@ -105,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _unrecognized(word: str) -> str:
     """Return the error text of an unknown option, which may be a key written with dashes."""
     name, _, value = word.lstrip("-").partition("=")
-    key = nearest(name, ("num-clients", *KEYS))
-    written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
-    return f"unrecognized argument {word!r}{written if key else '; --help lists the options'}"
+    key = name.lower().replace("_", "-")
+    written = f"keys are written without dashes: {key}={value or 'VALUE'}"
+    known = key in ("num-clients", *KEYS)
+    return f"unrecognized argument {word!r}; {written if known else '--help lists the options'}"
 
 
 def _report_error(problem: object, status: int) -> int:

@@ -145,8 +145,10 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """Return the shortest choice that has the value's words, or one that is spelt like it."""
-    plain = {choice.lower(): choice for choice in choices}
+    plain = {choice.lower(): choice for choice in sorted(choices, key=len)}
     word = str(value).lower().replace("_", "-")
-    longer = [choice for choice in plain if len(word) > 2 and f"-{word}-" in f"-{choice}-"]
-    near = sorted(longer, key=len) or difflib.get_close_matches(word, [*plain], n=1)
+    longer = [choice for choice in plain if len(word) > 2 and f"-{word}" in f"-{choice}"]
+    whole = [choice for choice in longer if f"-{word}-" in f"-{choice}-"]
+    swapped = [choice for choice in plain if sorted(choice) == sorted(word)]
+    near = whole or longer or swapped or difflib.get_close_matches(word, plain, 1, 0.82)
     return plain[near[0]] if near else None

@@ -207,7 +207,7 @@ class Config:
     sparsity: str = key("1:1", "densities down and up: the fractions of the numbers that travel, "
         "those of largest magnitude, with their places (FLASC); clients train all numbers",
         pattern=f"{_FRACTION}:{_FRACTION}",
-        in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16, as a text")
+        in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16")
     weighting: str = key("uniform", "how replies are combined: a mean with equal weights, or with "
         "weights by numbers of examples; against a few false replies, a median or a trimmed mean",
         choices=("uniform", "examples", *ROBUST))
@@ -402,9 +402,14 @@ def check_key(name: str, value: Scalar) -> Scalar:
             "number; expected `ravan-flwr simulate num-clients=N`, in Python "
             'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
-    if name not in KEYS:
+    if name in LIMITS:
         raise ValueError(
-            f"unknown key {name!r}{did_you_mean(name, [*KEYS, 'num-clients'])} Expected one that "
+            f"unknown key {name!r}: it is a limit: limits={name}={value}; correct it"
+        )
+    if name not in KEYS:
+        names = [*KEYS, "num-clients", *LIMITS]
+        raise ValueError(
+            f"unknown key {name!r}{did_you_mean(name, names)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
     value = KEYS[name].checked(name, value)

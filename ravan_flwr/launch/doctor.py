@@ -318,4 +318,4 @@ def _closed(address: str) -> str:
                     f"{addr.address}:{port} is open: all programs that reach it act as the "
                     "operator; start the SuperLink with --host 127.0.0.1"
                 )
-    return f"port {port} is open on 127.0.0.1 alone"
+    return f"port {port} is closed to other machines"

@@ -56,7 +56,8 @@ def submit(
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                write_stdout(line)
+                if not re.fullmatch(r"\S*INFO \S*:\s*", line):  # an empty line of Flower's log
+                    write_stdout(line)
                 if match := re.search(r"Successfully started run (\d+)", line):
                     run_id = match[1]
         except BaseException:

@@ -61,10 +61,11 @@ class RunDirectory:
     def open(cls, path: Path, option: str = "resume") -> "RunDirectory":
         """Open the folder of an earlier run; errors name `option`, the user's option or command."""
         if not (path / "config.json").is_file():
+            newest = max(path.glob("*/config.json"), key=os.path.getmtime, default=None)
             raise ValueError(
                 f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
-                + (f"; its runs are {path}/*" if any(path.glob("*/config.json")) else "")
+                + (f"; the newest run in it is {newest.parent}" if newest else "")
             )
         return cls(path)
 

@@ -4,7 +4,7 @@ import pytest
 
 from ravan_flwr.cli import main
 from ravan_flwr.config.key import nearest
-from ravan_flwr.config.keys import as_key_values, read_settings
+from ravan_flwr.config.keys import KEYS, as_key_values, read_settings
 from ravan_flwr.specs import Scalar
 
 
@@ -56,8 +56,15 @@ def test_a_duplicate_key_is_refused():
         ("num-client", ("max-length", "num-clients"), "num-clients"),
         ("cra", ("Crab", "Ray"), "Crab"),
         ("zzz", ("ravan", "full"), None),
+        ("digit", ("glue-llama", "digits-vit"), "digits-vit"),
+        ("batch", ("batching", "batch-size"), "batch-size"),
+        ("sede", ("seed", "data"), "seed"),
+        *((far, [*KEYS, "num-clients"], None) for far in (
+            "packing", "warm-up-rounds", "calibration-steps", "server-learning-rate",
+            "final-learning-rate", "max-share", "halving",
+        )),
     ],
-)
+)  # fmt: skip
 def test_the_nearest_choice_ignores_case(value, choices, meant):
     assert nearest(value, choices) == meant
 
@@ -69,6 +76,10 @@ def test_the_nearest_choice_ignores_case(value, choices, meant):
         (["--num-rounds=3"], "keys are written without dashes: num-rounds=3"),
         (["--num_rounds", "3"], "keys are written without dashes: num-rounds=VALUE"),
         (["--zzzzzz"], "unrecognized argument '--zzzzzz'; --help lists the options\n"),
+        (["--seeds", "3"], "unrecognized argument '--seeds'; --help lists the options\n"),
+        (["min-replies=2"], "'min-replies': it is a limit: limits=min-replies=2; correct it\n"),
+        (["max_share=1"], "unknown key 'max_share': did you mean 'max-share'?"),
+        (["sparsity=0.1"], "at most 1, such as 1/4:1/16\n"),
         (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
         (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
         (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),

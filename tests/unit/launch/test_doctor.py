@@ -306,6 +306,8 @@ def test_an_exposed_superlink_port_is_reported(monkeypatch):
         one.listen()
         with pytest.raises(ValueError, match="all programs that reach it act as the operator"):
             doctor._closed(f"127.0.0.1:{one.getsockname()[1]}")
+    port = free_port()  # no process listens
+    assert doctor._closed(f"127.0.0.1:{port}") == f"port {port} is closed to other machines"
 
 
 def test_an_unknown_folder_is_refused(tmp_path, capsys):

@@ -28,9 +28,11 @@ def submitted(tmp_path):
     return submit(tmp_path, "edge", "", os.environ)
 
 
-def test_the_status_of_a_run_is_what_flower_lists(flwr, tmp_path):
-    flwr(RUN, """echo '{"runs": [{"status": "finished:completed"}]}'""")
+def test_the_status_of_a_run_is_what_flower_lists(flwr, tmp_path, capsys):
+    empty = r"printf '\033[92mINFO \033[0m:      \nINFO :   line\nINFO :      \n'"
+    flwr(f"{RUN}; {empty}", """echo '{"runs": [{"status": "finished:completed"}]}'""")
     assert submitted(tmp_path) == "finished:completed"
+    assert capsys.readouterr().out == "Successfully started run 17\nINFO :   line\n"
 
 
 @pytest.mark.parametrize(

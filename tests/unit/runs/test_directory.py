@@ -52,7 +52,13 @@ def test_a_file_in_place_of_the_folder_is_reported(tmp_path):
 
 
 def test_a_folder_that_is_no_run_directory_cannot_be_resumed(tmp_path):
-    with pytest.raises(ValueError, match="resume = .*found no config.json there"):
+    with pytest.raises(ValueError, match="resume = .*found no config.json .*correct the path$"):
+        RunDirectory.open(tmp_path)
+    for age, name in enumerate(("b", "c", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        os.utime(tmp_path / name / "config.json", (2 - age, 2 - age))
+    with pytest.raises(ValueError, match="correct the path; the newest run in it is .*/b$"):
         RunDirectory.open(tmp_path)
 
 
