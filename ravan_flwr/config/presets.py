@@ -165,9 +165,9 @@ def parse_location(key: str, text: str) -> tuple[str, str]:
         return str(path), ""
     name, _, revision = text.partition("@")
     parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
+    if len(parts) > 2 or not all(parts) or re.search(r"(?i)^[.~]|\.(csv|jsonl?|parquet)$", name):
         raise ValueError(
-            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
-            "org/name@revision; correct it"
+            f"{key} = {text!r}: found nothing there, and an id of the hub looks like org/name or "
+            "org/name@revision; correct the path"
         )
     return name, revision

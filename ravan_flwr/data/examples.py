@@ -4,6 +4,7 @@ import glob
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ravan_flwr.data.rows import IMAGES, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
+_warn_once = lru_cache(log.warning)  # each split has the same labels
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
@@ -103,19 +105,13 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) / 16).astype(np.float32)
-    features = datasets.Features(
-        {
-            "image": datasets.Array2D((8, 8), "float32"),
-            "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
-        }
-    )
+    classes = datasets.ClassLabel(names=[str(digit) for digit in range(10)])
+    features = datasets.Features(image=datasets.Array2D((8, 8), "float32"), label=classes)
     test = _stratified_mask(labels, 0.2)
     return datasets.DatasetDict(
         {
-            name: datasets.Dataset.from_dict(
-                {"image": images[rows], "label": labels[rows]}, features=features
-            )
-            for name, rows in (("train", ~test), ("test", test))
+            name: datasets.Dataset.from_dict({"image": images[at], "label": labels[at]}, features)
+            for name, at in (("train", ~test), ("test", test))
         }
     )
 
@@ -129,10 +125,8 @@ def _split_off_test(
     classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
     test = test_mask(classes, spec.test_share, data)
     log.info(
-        "%s: it has no split `test`: %d of its %d examples become the server's test split",
-        data,
-        test.sum(),
-        len(test),
+        f"{data}: it has no split `test`: {test.sum()} of its {len(test)} examples become the "
+        "server's test split"
     )
     ((name, _),) = spec.tests
     rows = {"train": np.flatnonzero(~test), name: np.flatnonzero(test)}
@@ -220,6 +214,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):
         column = [str(value) for value in column]
     if column and isinstance(column[0], int):
+        _warn_once("%s: got whole numbers, taken as places in the list: 0 is %r", where, labels[0])
         numbers = np.asarray(column)
         wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))
         expected = f"numbers from 0 to {len(labels) - 1}"
@@ -250,11 +245,8 @@ def with_labels(spec: DataSpec) -> DataSpec:
 def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
-    names: Sequence[str]
-    if isinstance(feature, datasets.ClassLabel):
-        names = feature.names
-    else:
-        names = _sorted_values(splits, feature, where)
+    numbered = isinstance(feature, datasets.ClassLabel)
+    names = feature.names if numbered else _sorted_values(splits, feature, where)
     if len(names) < 2:
         raise ValueError(
             f"{where}: got {len(names)} class{'es' * (len(names) != 1)} "

@@ -60,14 +60,15 @@ def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Ite
     `kind` is "model" or "data"; `where` replaces kind and name at the start of the message.
     """
     where = where or f"{kind} {name}" + (f" at revision {revision}" if revision else "")
+    note = "" if "/" in name else "found nothing there; correct the path; as an id of the hub: "
     try:
         with no_bars():
             yield
     except _REFUSED as error:
         raise ValueError(
-            f"{where}: the hub refuses it ({_short(error)}), expected one that is there; correct "
-            "the id or the revision, or accept its terms on its page, and log in with `hf auth "
-            "login` or set HF_TOKEN"
+            f"{where}: {note}the hub refuses it ({_short(error)}), expected one that is there; "
+            "correct the id or the revision, or accept its terms on its page, and log in with `hf "
+            "auth login` or set HF_TOKEN"
         ) from None
     except StopIteration:  # `datasets` raises it for JSON lines without a line
         raise ValueError(
@@ -87,9 +88,9 @@ def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Ite
         options = "" if kind == "model" else " --repo-type dataset --local-dir /path"
         at = f" --revision {revision}" if revision else ""
         raise NotAvailableError(
-            f"{where}: it is not in the cache, and cannot be downloaded ({_short(error)}); run "
-            f"`hf download {name}{options}{at}` where there is a connection, name a folder that is "
-            "here, such as /path, or correct the id or the revision"
+            f"{where}: {note}it is not in the cache, and cannot be downloaded ({_short(error)}); "
+            f"run `hf download {name}{options}{at}` where there is a connection, name a folder "
+            "that is here, such as /path, or correct the id or the revision"
         ) from None
 
 
@@ -128,9 +129,8 @@ def check_encoding(examples: datasets.Dataset, where: str) -> None:
             table.column(name).validate(full=True)
         except pa.ArrowInvalid:
             raise ValueError(
-                f"{where}: column {name!r} has texts that are no UTF-8, expected all in UTF-8; "
-                "write the files anew: iconv -f LATIN1 -t UTF-8 OLD > NEW, say, if they are in "
-                "Latin-1"
+                f"{where}: column {name!r} has texts that are no UTF-8, expected UTF-8 throughout; "
+                "save it as UTF-8"
             ) from None
 
 

@@ -8,6 +8,7 @@ unpacked size is counted in small pieces before a file is read, and only up to t
 import csv
 import gzip
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,29 @@ def check_examples(path: Path) -> None:
     elif path.suffix.lower() == ".parquet":
         check_parquet(path)
     elif path.suffix.lower() == ".csv":
-        check_header(path)
+        check_csv(path)
 
 
-def check_header(path: Path) -> None:
-    """Raise ValueError for CSV with more fields than names: pandas takes the first as index."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+def csv_header(lines: Iterator[list[str]], where: str) -> list[str]:
+    """Return the names of CSV's columns; ValueError if they are not separated by commas."""
+    header = next(lines, [])
+    if len(header) == 1 and (mark := next((mark for mark in ";\t" if mark in header[0]), "")):
+        raise ValueError(f"{where}: separated by {mark!r}, expected ','; save it with commas")
+    return header
+
+
+def check_csv(path: Path) -> None:
+    """Raise ValueError for CSV that pandas cannot read, or where more fields make an index."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file)
         try:
-            header, fields = next(lines, []), next(lines, [])
+            header, fields = csv_header(lines, str(path)), next(lines, [])
+            while file.read(_CHUNK):
+                pass
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"{path}: its text is no UTF-8, expected UTF-8 throughout; save it as UTF-8"
+            ) from None
         except csv.Error:
             return  # reported when the whole file is read
     if len(fields) > len(header):

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ravan_flwr.data.packed import check_parquet
+from ravan_flwr.data.packed import check_parquet, csv_header
 from ravan_flwr.files import check_file
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
@@ -81,7 +81,7 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
     if set(columns) != {"image"}:
         raise ValueError(
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
-            f"file of texts with the columns {_listed(columns.values())}: {', '.join(_TABLES)}; "
+            f"file of texts with the columns {quoted(columns.values())}: {', '.join(_TABLES)}; "
             "name one"
         )
     number, root = 0, path if path.is_dir() else path.parent
@@ -111,7 +111,7 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
     # Bytes that are not UTF-8 become surrogates, which `text_of` finds in each value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _fields(path, file)
-        header = next(lines, [])
+        header = csv_header(lines, f"data = {str(path)!r}")
         names = match_columns(header, columns, f"data = {str(path)!r}")
         indices = {role: header.index(name) for role, name in names.items()}
         yield None
@@ -220,7 +220,7 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
         name = next((name for name in (column, role) if name in header), None)
         if name is None:
             raise ValueError(
-                f"{where}: got the columns {_listed(header)}, expected {column!r}"
+                f"{where}: got the columns {quoted(header)}, expected {column!r}"
                 + (f" or {role!r}" if role != column else "")
                 + " among them; rename one"
             )
@@ -228,7 +228,8 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
     return names
 
 
-def _listed(names: Collection[str]) -> str:
+def quoted(names: Collection[str]) -> str:
+    """Return names in quotation marks, shortened, the first twenty."""
     shown = [repr(str(name)[:60]) for name in [*names][:20]]
     return (", ".join(shown) or "(none)") + (", ..." if len(names) > 20 else "")
 

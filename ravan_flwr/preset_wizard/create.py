@@ -9,6 +9,8 @@ import yaml
 from ravan_flwr.config.keys import RUN
 from ravan_flwr.config.preset import LORA_RANK, Preset, run_defaults
 from ravan_flwr.config.presets import conf_folder, new_preset_path
+from ravan_flwr.data.examples import label_numbers, some_of
+from ravan_flwr.data.partition import check_enough_examples
 from ravan_flwr.files import write_atomically
 from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
@@ -23,6 +25,7 @@ def new_preset(
     """Write `conf/NAME.yaml`, and yield lines with what was found and what to do next."""
     path = new_preset_path(name)
     summary = summarise_data(data, subset, names or {}, chat_template)
+    check_enough_examples(clients, len(summary.train))
     yield from _about_data(summary)
     model_summary = summarise_model(model, summary, targets)
     yield f"model  {model_summary.spec.name}: {model_summary.description}"
@@ -46,6 +49,10 @@ def _about_data(data: DataSummary) -> Iterator[str]:
     yield f"       {columns}" + (f"; not used: {', '.join(data.unused)}" if data.unused else "")
     if spec.labels:
         yield f"       {len(spec.labels)} classes"
+        trained = {*label_numbers(data.train, spec.labels, "labels")}
+        tested = {*label_numbers(data.test, spec.labels, "labels")}
+        if untrained := [spec.labels[number] for number in sorted(tested - trained)]:
+            yield f"       no example to train has {some_of(untrained, 5)}, as some to test have"
 
 
 def preset_text(
@@ -76,4 +83,4 @@ def preset_text(
 
 def _text(value: str) -> str:
     """Return a text quoted for YAML, whatever its characters."""
-    return str(yaml.safe_dump(value, default_style='"', width=10**9)).strip()
+    return str(yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9)).strip()

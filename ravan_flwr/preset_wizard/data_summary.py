@@ -10,6 +10,7 @@ import datasets
 from ravan_flwr.config.presets import parse_location
 from ravan_flwr.data.examples import labels_of, load_splits, some_of
 from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.rows import quoted
 from ravan_flwr.specs import DataSpec
 
 # The roles of an example's columns: the first form counts of which the data have all columns.
@@ -79,15 +80,11 @@ def find_columns(
     for column in names.values():
         if column not in features:
             raise ValueError(
-                f"{where}: found no column {column!r}, expected one of {', '.join(features)}; "
-                "correct the option"
+                f"{where}: found no column {column!r}, expected one of {quoted(features)}; name it"
             )
     for form in FORMS:
         columns = {role: names.get(role, role) for role in form}
-        used = {*columns.values()}
-        if not (names.keys() <= columns.keys() and used <= features.keys()) or len(used) < len(
-            form
-        ):
+        if names.keys() - columns.keys() or len(features.keys() & columns.values()) < len(form):
             continue
         texts = {r for r, name in columns.items() if isinstance(features[name], datasets.Value)}
         if "prompt" in texts and "chosen" in columns.keys() - texts:
@@ -106,12 +103,22 @@ def find_columns(
                 "each class"
             )
         return columns
-    forms = "; or ".join(", ".join(form) for form in FORMS)
+    fitting = next((form for form in reversed(FORMS) if names.keys() <= {*form}), names)
+    columns = {role: names.get(role, role) for role in fitting}
+    if missing := [role for role, column in columns.items() if column not in features]:
+        options = ", ".join(f"--{role} NAME" for role in missing)
+        others = (
+            "; images are sorted into a folder for each class; a language model has messages, "
+            "prompt and completion, or chosen and rejected; for others write the preset by hand "
+            "(docs/language-models.md)"
+        )
+        raise ValueError(
+            f"{where}: no column {quoted(missing)}: {options} names it, of the columns "
+            f"{quoted(features)}{'' if names else others}"
+        )
+    given = ", ".join(f"--{role} {column}" for role, column in columns.items())
     raise ValueError(
-        f"{where}: got the columns {', '.join(features)}, expected {forms}; rename them; name "
-        "those to classify with --text, --text-pair, --image and --label; images are sorted into a "
-        "folder for each class; for other columns of a language model write the preset by hand "
-        "(docs/language-models.md)"
+        f"{where}: got {given}, expected no column twice, and no image beside a text; correct one"
     )
 
 
@@ -129,13 +136,16 @@ def _has_values(examples: datasets.Dataset, column: str) -> bool:
 
 def _check_complete(examples: datasets.Dataset, columns: Mapping[str, str], where: str) -> None:
     """Raise ValueError, with the rows, for examples without a text or a label."""
-    for role in columns.keys() & {"text", "text-pair", "label"}:
+    found = {}
+    for role in (role for role in columns if role in ("text", "text-pair", "label")):
         numbered = isinstance(examples.features[columns[role]], datasets.ClassLabel)
         empty = (None, -1) if numbered else (None, "")
         values = enumerate(examples[columns[role]], 1)
         if missing := [row for row, value in values if value in empty]:
-            raise ValueError(
-                f"{where}: {len(missing)} of {len(examples)} examples have nothing in column "
-                f"{columns[role]!r} (row {some_of(missing)}), expected a {role} in each; remove "
-                "them, or a split without labels"
-            )
+            of_all = f"{len(missing)} of {len(examples)} examples have nothing in column"
+            found[role] = f"{of_all} {columns[role]!r} (row {some_of(missing)})"
+    if found:
+        raise ValueError(
+            f"{where}: {', '.join(found.values())}, expected a {' and a '.join(found)} in each; "
+            f"remove these rows{', or leave out a split without labels' * ('label' in found)}"
+        )

@@ -1,5 +1,6 @@
 """The presets agree with the public data sets (facts in testing/published)."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ravan_flwr.config.presets import preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.data.hub import every_split, hub_errors
+from ravan_flwr.data.rows import rows_of
 from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
@@ -166,6 +168,17 @@ def test_csv_with_more_fields_than_its_header_is_refused(tmp_path):
     (tmp_path / "train.csv").write_text("text,label\nHello, world,a\nbye, moon,b\n")
     with pytest.raises(ValueError, match="first row has 3 fields, expected 2 as in the header"):
         every_split(str(tmp_path), "", "")
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_csv_with_other_separators_is_refused(mark, tmp_path):
+    file = tmp_path / "train.csv"
+    file.write_text(f"\ufefftext{mark}label\nHello, world{mark}a\n", encoding="utf-8")
+    message = re.escape(f"train.csv: separated by {mark!r}, expected ','; save it with commas")
+    with pytest.raises(ValueError, match=message):
+        every_split(str(tmp_path), "", "")
+    with pytest.raises(ValueError, match="separated by"):
+        rows_of(file, {"text": "text"})
 
 
 @pytest.mark.parametrize("name", ["csv", "text", "imagefolder"])

@@ -167,8 +167,9 @@ def test_unusual_labels_and_names_round_trip(new, bert, tmp_path):
     rows = [{"text": f"some words {n}", "label": labels[n % 7]} for n in range(140)]
     _, config = new("odd", as_lines(tmp_path / 'my "data" # 1', rows), bert)
     assert config.data.labels == tuple(sorted(labels))
-    content = yaml.safe_load((tmp_path / "conf" / "odd.yaml").read_text())
-    assert content["data"]["name"] == str(tmp_path / 'my "data" # 1')
+    text = (tmp_path / "conf" / "odd.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["data"]["name"] == str(tmp_path / 'my "data" # 1')
+    assert '"\u00fc\\L"' in text
 
 
 def test_few_examples_give_few_clients(new, bert, tmp_path):
@@ -216,13 +217,23 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([*ROWS, {"text": "", "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
         ([*ROWS, {"text": "a", "label": ""}], "1 of 41 examples have nothing in column 'label'"),
         (
-            [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
-            "got the columns a, b, label, expected ",
+            [*ROWS, {"text": None, "label": None}, {"text": None, "label": "a"}],
+            "train: 2 of 42 examples have nothing in column 'text' (row 41, 42), 1 of 42 examples "
+            "have nothing in column 'label' (row 41), expected a text and a label in each; remove "
+            "these rows, or leave out a split without labels",
         ),
-        ([{"n": n, "m": n % 2} for n in range(60)], "got the columns n, m, expected "),
+        (
+            [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
+            "no column 'text': --text NAME names it, of the columns 'a', 'b', 'label'; images",
+        ),
+        ([{"n": n, "m": n % 2} for n in range(60)], "no column 'text', 'label': --text NAME, "),
+        (
+            [{"Text": f"{n}", " label": n % 2} for n in range(60)],
+            "--label NAME names it, of the columns 'Text', ' label'; images are sorted",
+        ),
         (
             [{"text": f"{n}"} for n in range(60)],
-            "name those to classify with --text, --text-pair, --image and --label",
+            "data: no column 'label': --label NAME names it, of the columns 'text'; images",
         ),
         (  # as in Alpaca
             [{"instruction": "a", "input": "", "output": "b"}] * 9,
@@ -240,7 +251,13 @@ def test_damaged_files_are_named(refused, bert, tmp_path):
     assert "its files cannot be read (ArrowInvalid" in refused("x", tmp_path / "cut", bert)
     (tmp_path / "nothing").mkdir()
     assert "doesn't contain any data files" in refused("x", tmp_path / "nothing", bert)
-    os.mkfifo(tmp_path / "nothing" / "train.csv")
+    table = tmp_path / "nothing" / "train.csv"
+    table.write_text("text,label\n" + "gro\u00df,a\n" * 9, encoding="latin1")
+    error = refused("x", tmp_path / "nothing", bert)
+    assert "train.csv: its text is no UTF-8, expected" in error
+    assert "Failed to read" not in error
+    table.unlink()
+    os.mkfifo(table)
     assert "train.csv is a pipe or a device, expected a" in refused("x", tmp_path / "nothing", bert)
 
 
@@ -250,10 +267,13 @@ def test_damaged_files_are_named(refused, bert, tmp_path):
         ("../x", "texts", "bert", "NAME '../x': expected letters, digits"),
         ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
         ("digits-vit", "texts", "bert", "and nothing is overwritten; choose another name"),
-        ("x", "./none", "bert", "data = './none': found no such folder, and an id"),
+        ("x", "./none", "bert", "data = './none': found nothing there, and an id"),
         ("x", "texts/train.jsonl", "bert", "got a file, expected a folder; move it into"),
-        ("x", "texts", "./none", "model = './none': found no such folder"),
+        ("x", "texts", "./none", "model = './none': found nothing there"),
         ("x", "texts", "texts", "has no config.json"),
+        ("x", "nodir", "bert", "data nodir: found nothing there; correct the path; as an id of"),
+        ("x", "texts", "minilm", "model minilm: found nothing there; correct the path; as an id"),
+        ("x", "nothere.csv", "bert", "data = 'nothere.csv': found nothing there, and an id of"),
     ],
 )
 def test_invalid_arguments_are_reported(name, data, model, message, refused, texts, bert):
@@ -291,11 +311,35 @@ def test_labels_of_a_test_split_that_are_lists_are_refused(refused, bert, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "words", [["--text-pair", "text"], ["--image", "text"], ["--image", "text", "--text", "text"]]
+    ("words", "message"),
+    [
+        ("--text-pair text", "got --text text, --text-pair text, --label label, expected no"),
+        ("--text label --label label", "got --text label, --label label, expected no column twice"),
+        ("--image text", "has no images but"),
+        ("--image text --text text", "expected no column twice, and no image beside a text"),
+    ],
 )
-def test_incompatible_options_are_refused(words, refused, bert, tmp_path):
-    error = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
-    assert "got the columns text, label, expected" in error or "has no images but" in error
+def test_incompatible_options_are_refused(words, message, refused, bert, tmp_path):
+    error = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words.split())
+    assert message in error
+
+
+def test_a_column_that_no_option_names_is_reported_alone(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", [{"review": f"{n}", "stars": n % 2} for n in range(9)])
+    error = refused("x", folder, bert, "--text", "review")
+    assert error.endswith(
+        "no column 'label': --label NAME names it, of the columns 'review', 'stars'\n"
+    )
+
+
+def test_labels_that_only_the_test_split_has_are_reported(new, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS)
+    output, _ = new("same", folder, bert)
+    assert "no example to train has" not in output
+    as_lines(tmp_path / "data", [*ROWS, {"text": "a", "label": "c"}], "test.jsonl")
+    output, config = new("other", folder, bert)
+    assert "no example to train has c, as some to test have" in output
+    assert config.data.labels == ("a", "b", "c")
 
 
 def test_images_without_classes_are_refused(refused, tmp_path):
@@ -348,8 +392,8 @@ def test_a_preset_of_a_small_model_has_fewer_heads(new, texts, tmp_path):
     ("name", "data", "model", "words", "message"),
     [
         ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
-        ("x", "./none", "x/y", [], "data = './none': found no such folder"),
-        ("x", ".", "./none", [], "model = './none': found no such folder"),
+        ("x", "./none", "x/y", [], "data = './none': found nothing there"),
+        ("x", ".", "./none", [], "model = './none': found nothing there"),
         ("x", ".", "x/y", ["--clients", "0"], "--clients: got 0, expected 2 or more"),
         ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
         ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
@@ -374,6 +418,8 @@ def test_nothing_is_overwritten(new, texts, bert, tmp_path):
 def test_a_preset_for_devices_has_all_of_them_in_a_round(new, refused, texts, bert):
     """Five devices, five a round."""
     assert "expected 2 or more" in refused("one", texts, bert, "--clients", "1")
+    error = refused("all", texts, bert, "--clients", "5000")
+    assert re.search(r"5000 clients share \d+ examples, expected at least one each", error)
     _, config = new("simulated", texts, bert)
     assert (config.num_clients, config.clients_per_round) == (10, 3)
     _, config = new("five", texts, bert, "--clients", "5")
