@@ -4,7 +4,6 @@ import glob
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from ravan_flwr.data.rows import IMAGES, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
-_warn_once = lru_cache(log.warning)  # each split has the same labels
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
@@ -125,9 +123,9 @@ def _split_off_test(
     classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
     test = test_mask(classes, spec.test_share, data)
     log.info(
-        f"{data}: it has no split `test`: {test.sum()} of its {len(test)} examples become the "
-        "server's test split"
-    )
+        "%s: it has no split `test`: %d of its %d examples become the server's test split",
+        data, test.sum(), len(test),
+    )  # fmt: skip
     ((name, _),) = spec.tests
     rows = {"train": np.flatnonzero(~test), name: np.flatnonzero(test)}
     with no_bars():
@@ -214,7 +212,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):
         column = [str(value) for value in column]
     if column and isinstance(column[0], int):
-        _warn_once("%s: got whole numbers, taken as places in the list: 0 is %r", where, labels[0])
+        log.warning("%s: got whole numbers, taken as places in the list: 0 is %r", where, labels[0])
         numbers = np.asarray(column)
         wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))
         expected = f"numbers from 0 to {len(labels) - 1}"

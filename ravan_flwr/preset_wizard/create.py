@@ -10,7 +10,6 @@ from ravan_flwr.config.keys import RUN
 from ravan_flwr.config.preset import LORA_RANK, Preset, run_defaults
 from ravan_flwr.config.presets import conf_folder, new_preset_path
 from ravan_flwr.data.examples import label_numbers, some_of
-from ravan_flwr.data.partition import check_enough_examples
 from ravan_flwr.files import write_atomically
 from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
@@ -25,8 +24,9 @@ def new_preset(
     """Write `conf/NAME.yaml`, and yield lines with what was found and what to do next."""
     path = new_preset_path(name)
     summary = summarise_data(data, subset, names or {}, chat_template)
-    check_enough_examples(clients, len(summary.train))
     yield from _about_data(summary)
+    if clients > len(summary.train):
+        yield f"       fewer than {clients} examples: simulate fewer clients"
     model_summary = summarise_model(model, summary, targets)
     yield f"model  {model_summary.spec.name}: {model_summary.description}"
     if model_summary.max_length:
