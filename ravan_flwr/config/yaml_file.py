@@ -144,7 +144,7 @@ def check_fields(
     content = {} if content is None and not expected else content
     fields = sorted(expected | options)
     if not isinstance(content, dict):
-        name = where.removesuffix(".") or "the file"
+        name = where.rstrip(".: ") or "the file"
         raise ValueError(f"{name} is no mapping, expected one with {fields}")
     for field in sorted(set(content) - expected - options, key=str):
         raise ValueError(

@@ -58,7 +58,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
-from ravan_flwr.config.yaml_file import KEBAB, read_yaml
+from ravan_flwr.config.yaml_file import KEBAB, check_fields, read_yaml
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
@@ -312,6 +312,12 @@ def _require(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
+def _check_names(where: str, content: Any, model: type[Checked]) -> None:
+    """Raise ValueError for unknown or missing fields."""
+    fields = {field.alias or "": field.is_required() for field in model.model_fields.values()}
+    check_fields(where, content, {name for name in fields if fields[name]}, fields.keys())
+
+
 def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Study:
     """Return a study file's checked content; `simulate` must accept every run's settings.
 
@@ -325,14 +331,21 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
         )
         check_key(key, value)
     where, tables = f"study {path}", list[Table]()
+    file = read_yaml(path)
+    _require(
+        not isinstance(file, dict) or "title" in file or not {"task", "model"} & file.keys(),
+        f"{where}: got a preset, expected a study; run it with simulate preset={path}",
+    )
+    _check_names(f"{where}: ", file, _StudyFile)
+    if "choose" in file:
+        _check_names(f"{where}: choose.", file["choose"], _Choose)
+    for number, table in enumerate(file["tables"] if isinstance(file["tables"], list) else []):
+        _check_names(f"{where}: tables.{number}.", table, _TableOfFile)
     try:
-        content = _StudyFile.model_validate(read_yaml(path))
+        content = _StudyFile.model_validate(file)
     except ValidationError as error:
-        fields = sorted(field.alias or name for name, field in _StudyFile.model_fields.items())
-        raise ValueError(
-            f"{where}: {first_error(error)}; expected the fields {fields}, as "
-            "docs/reports.md describes them; correct it"
-        ) from None
+        problem = f"{first_error(error)}; expected what docs/reports.md describes; correct it"
+        raise ValueError(f"{where}: {problem}") from None
     for table in content.tables:
         tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
     return Study(content.title, tables)
