@@ -121,7 +121,7 @@ def test_a_study_file_is_checked_before_any_run(tmp_path, changes, message):
 def test_a_preset_and_a_list_are_no_study(tmp_path):
     path = tmp_path / "x.yaml"
     for text, message in (
-        ("task: vision", f"got a preset, expected a study; run it with simulate preset={path}"),
+        ("task: vision", f"got a preset, expected a study; simulate preset={path} runs it"),
         ("[]", f"study {path} is no mapping, expected one with ['choose', 'num-clients',"),
     ):
         path.write_text(text)
@@ -307,9 +307,7 @@ def test_mistakes_on_the_command_line_are_errors(tmp_path, capsys):
             main(words)
         assert end.value.code == 2
     errors = capsys.readouterr().err
-    found = (
-        f"found no file {Path(tmp_path / 'x.yaml')}; expected one such as those of conf/studies/"
-    )
+    found = f"found no file {Path(tmp_path / 'x.yaml')}; expected one as in conf/studies/"
     assert found in errors
     assert "--jobs 0: expected a whole number at least 1" in errors
 
