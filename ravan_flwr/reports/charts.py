@@ -222,13 +222,15 @@ def panels(
     rows = -(-len(series) // columns)
     reference = next((line for line in series if line.label == against), None)
     with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(2.05 * max(2, columns), 1.6 * rows + 0.5))
+        titles = _wrapped([line.label for line in series], 26)
+        height = 1.6 + 0.15 * max(title.count("\n") for title in titles)
+        figure = Figure(figsize=(2.05 * max(2, columns), height * rows + 0.5))
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, line) in enumerate(zip(grid, series, strict=False)):
             if reference is not None and line is not reference:
                 _band(axes, reference, _GREY, ":", 0.0, ends)
             _band(axes, line, COLOURS[0], "-", 0.25, ends)
-            axes.set_title(plain(line.label), color=INK, pad=3)
+            axes.set_title(titles[number], color=INK, pad=3)
             if mark is not None:
                 mark(axes, line)
             lowest = number + columns >= len(series)  # of its column

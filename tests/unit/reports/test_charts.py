@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ravan_flwr.reports.charts import Caption, Series, boxes, lines
+from ravan_flwr.reports.charts import Caption, Series, boxes, lines, panels
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import record
@@ -53,7 +53,8 @@ def test_long_names_fit_the_picture_and_stay_distinct(number):
     names = [
         f"preset a-preset, {'num-rounds 30, lora-rank 4, ' * 12}seed {n}" for n in range(number)
     ]
-    chart = lines(CAPTION, [Series(name, [([1, 2], [3, 4])]) for name in names], "round", "y")
+    series = [Series(name, [([1, 2], [3, 4])]) for name in names]
+    chart = lines(CAPTION, series, "round", "y")
     chart.svg()
     figure: Any = chart.figure
     (legend,) = figure.legends
@@ -65,3 +66,6 @@ def test_long_names_fit_the_picture_and_stay_distinct(number):
     chart = boxes(CAPTION, {name: [1, 2] for name in names}, "y")
     chart.svg()
     assert len({text.get_text() for text in chart.figure.axes[0].get_xticklabels()}) == number
+    chart = panels(CAPTION, series, "", "round", "y")
+    chart.svg()
+    assert len({axes.get_title() for axes in chart.figure.axes if axes.get_visible()}) == number
