@@ -319,7 +319,7 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
 
 
 def test_names_have_no_settings_that_the_preset_determines(runs, tmp_path):
-    """What somebody chose is in a name; what only the preset or method says is not."""
+    """A setting that was chosen is in a name; one that the preset or method determines is not."""
 
     def run_of(name, given, **changes):
         folder = copy_of(runs[0], tmp_path / name)
