@@ -48,7 +48,7 @@ def _study(parsed: argparse.Namespace) -> None:
     from ravan_flwr.studies.running import run_study  # noqa: PLC0415
 
     if not parsed.file.is_file():
-        raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
+        raise ValueError(f"study: found no file {parsed.file}; expected one as in conf/studies/")
     _check_options(parsed)
     overrides, num_clients = read_settings(parsed.settings)
     if num_clients is not None:

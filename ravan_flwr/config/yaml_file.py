@@ -122,11 +122,10 @@ class Part(BaseModel):
     def read(cls, where: str, content: Any) -> Self:
         """Return the checked content at `where`; raise ValueError that names the wrong field."""
         fields = {field.alias or "": field for field in cls.model_fields.values()}
-        required = {name for name, field in fields.items() if field.is_required()}
-        content = check_fields(where, content, required, fields.keys())
+        content = check_names(where, content, cls)
         try:
             return cls.model_validate(
-                {k: v for k, v in content.items() if v is not None or k in required}
+                {k: v for k, v in content.items() if v is not None or fields[k].is_required()}
             )
         except ValidationError as error:
             first = error.errors()[0]
@@ -137,6 +136,12 @@ class Part(BaseModel):
         raise ValueError(f"{name} = {value!r}: expected {field.description or TEXT}")
 
 
+def check_names(where: str, content: Any, model: type[BaseModel]) -> dict[str, Any]:
+    """Return a mapping with a model's fields; raise ValueError for missing or unknown ones."""
+    fields = {field.alias or "": field.is_required() for field in model.model_fields.values()}
+    return check_fields(where, content, {name for name in fields if fields[name]}, fields.keys())
+
+
 def check_fields(
     where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
 ) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def check_fields(
     content = {} if content is None and not expected else content
     fields = sorted(expected | options)
     if not isinstance(content, dict):
-        name = where.removesuffix(".") or "the file"
+        name = where.rstrip(".: ") or "the file"
         raise ValueError(f"{name} is no mapping, expected one with {fields}")
     for field in sorted(set(content) - expected - options, key=str):
         raise ValueError(

@@ -8,7 +8,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,6 @@ def plain(text: str) -> str:
 _WIDTH, _HEIGHT = 5.2, 3.2  # inches
 _FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
 _LEGEND_LETTERS = 56  # in a row of a legend, of a figure of `_WIDTH`
-_LABEL_LETTERS = 84  # of a name in a legend
 _NAME_LETTERS = 32  # of a name beside a heat map
 _MOST_NAMES = 40  # beside a heat map, and below it
 _MOST_IN_CELLS = 20  # columns of a heat map with numbers in its cells
@@ -149,6 +148,8 @@ def lines(
     ends: Ends = min_and_max, top: float | None = None,
 ) -> Chart:  # fmt: skip
     """Draw means over runs as lines with bands; the vertical axis ends at `top` at most."""
+    labels = _wrapped([line.label for line in series], _LEGEND_LETTERS)
+    series = [replace(line, label=label) for line, label in zip(series, labels, strict=True)]
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, line in enumerate(series):
@@ -162,15 +163,24 @@ def lines(
         if top is not None and axes.get_ylim()[1] > top:
             axes.set_ylim(top=top)
         if len(series) > 1:
-            _legend(figure, [line.label for line in series])
+            _legend(figure, labels)
     return Chart(*caption, figure)
+
+
+def _wrapped(names: Sequence[str], letters: int) -> list[str]:
+    """Break names into lines, and cut long ones at the end; equal ones then get a number."""
+    wrapper = textwrap.TextWrapper(letters, max_lines=4, placeholder=" …", break_on_hyphens=False)
+    texts = [wrapper.fill(plain(name)) for name in names]
+    return [f"{t} {n}" if texts.count(t) > 1 else t for n, t in enumerate(texts, start=1)]
 
 
 def _legend(figure: Figure, labels: Collection[str]) -> None:
     """Draw the legend above the axes, in as many columns as the names leave room for."""
-    columns = int(_LEGEND_LETTERS * figure.get_figwidth() / _WIDTH / (max(map(len, labels)) + 4))
+    longest = max(map(len, "\n".join(labels).split("\n")))
+    number = sum(label.count("\n") + 1 for label in labels)
+    columns = int(_LEGEND_LETTERS * figure.get_figwidth() / _WIDTH / (longest + 4))
     columns = max(1, min(columns, len(labels)))
-    figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
+    figure.set_figheight(figure.get_figheight() + 0.19 * -(-number // columns))
     figure.legend(fontsize=9, ncols=columns, loc="outside upper center")
 
 
@@ -194,8 +204,7 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, en
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
     style: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
-    label = _shortened(series.label, _LABEL_LETTERS)
-    axes.plot(grid, values.mean(0), dash, color=colour, label=label, **style)
+    axes.plot(grid, values.mean(0), dash, color=colour, label=series.label, **style)
     if len(runs) > 1:
         axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
 
@@ -213,13 +222,15 @@ def panels(
     rows = -(-len(series) // columns)
     reference = next((line for line in series if line.label == against), None)
     with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(2.05 * max(2, columns), 1.6 * rows + 0.5))
+        titles = _wrapped([line.label for line in series], 26)
+        height = 1.6 + 0.15 * max(title.count("\n") for title in titles)
+        figure = Figure(figsize=(2.05 * max(2, columns), height * rows + 0.5))
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, line) in enumerate(zip(grid, series, strict=False)):
             if reference is not None and line is not reference:
                 _band(axes, reference, _GREY, ":", 0.0, ends)
             _band(axes, line, COLOURS[0], "-", 0.25, ends)
-            axes.set_title(plain(line.label), color=INK, pad=3)
+            axes.set_title(titles[number], color=INK, pad=3)
             if mark is not None:
                 mark(axes, line)
             lowest = number + columns >= len(series)  # of its column
@@ -257,17 +268,18 @@ def bars(caption: Caption, values: Mapping[str, float], x: str, y: str) -> Chart
 def boxes(caption: Caption, values: Mapping[str, Sequence[float]], y: str) -> Chart:
     """Draw a box plot of the values of each name."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure()
+        figure, axes = _figure(max(_WIDTH, len(values)))
+        names = _wrapped([*values], max(12, _LEGEND_LETTERS // len(values)))
         artists = axes.boxplot(
-            list(values.values()), tick_labels=[plain(name) for name in values], patch_artist=True,
+            list(values.values()), tick_labels=names, patch_artist=True,
             medianprops={"color": INK}, whiskerprops={"color": INK}, capprops={"color": INK},
             boxprops={"edgecolor": INK}, flierprops={"markeredgecolor": INK, "markersize": 3},
         )  # fmt: skip
         for number, box in enumerate(artists["boxes"]):
             box.set_facecolor(COLOURS[number % len(COLOURS)])
-        axes.tick_params(axis="x", labelrotation=25 if len(values) > 3 else 0)
+        axes.tick_params(axis="x", labelsize=9)
         axes.set_ylabel(y)
-    return Chart(*caption, figure)
+    return Chart(*caption, figure, broad=figure.get_figwidth() > _WIDTH)
 
 
 def points(
@@ -374,9 +386,9 @@ def heatmap(
     return Chart(*caption, figure, broad=width > _WIDTH)
 
 
-def _shortened(name: str, most: int = _NAME_LETTERS) -> str:
-    name, half = " ".join(name.split()), most // 2  # names of layers differ at their ends
-    return plain(name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}")
+def _shortened(name: str) -> str:
+    name, half = " ".join(name.split()), _NAME_LETTERS // 2  # names of layers differ at their ends
+    return plain(name if len(name) <= _NAME_LETTERS else f"{name[: half - 1]}…{name[-half:]}")
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

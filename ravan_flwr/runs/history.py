@@ -3,8 +3,7 @@
 Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `summary.json`.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 
 # Runs that differ only in these keys are one group.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
+_CHOSEN_FOR_THEM = {"task", "model", "data", "learning-rate", "rank"}  # for method and preset
 NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
@@ -142,33 +142,37 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
         key
         for key in all_keys
         if key not in _NOT_A_DIFFERENCE
-        and len({_text(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
+        and len({repr(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
     ]
-    if "preset" in keys:  # it determines these keys
-        keys = [key for key in keys if key not in {"task", "model", "data"}]
-    # A setting that another one determines is left out.
-    for key in {"learning-rate", "rank", "validation-share"}.intersection(keys):
-        cause = "evaluate-on" if key == "validation-share" else "method"
-        pairs = {(_text(run.config.get(cause)), _text(run.config.get(key))) for run in runs}
-        if len(pairs) == len({value for value, _ in pairs}):
+    causes = {"method", "preset"}
+    chosen = causes.union(*map(_given, runs))
+    for key in [key for key in keys if key not in chosen or key in _CHOSEN_FOR_THEM]:
+        # It is left out where all others, or if it was chosen the method and preset, determine it.
+        rest = [x for x in keys if x != key and (x in causes or key not in chosen)]
+        if len({_name(run, rest) for run in runs}) == len(
+            {_name(run, [*rest, key]) for run in runs}
+        ):
             keys.remove(key)
     groups: Groups = {}
     for run in runs:
-        values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
-        named = [  # without settings that are not set
-            value if key == "method" else f"{key} {value}"
-            for key, value in values.items()
-            if value is not None
-        ]
-        groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
+        groups.setdefault(_name(run, keys), []).append(run)
     return groups
+
+
+def _name(run: RecordedRun, keys: Sequence[str]) -> str:
+    """Return the values of those of the keys that are set, and that the method does not ignore."""
+    values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
+    named = [f"{k} {x}".removeprefix("method ") for k, x in values.items() if x is not None]
+    return ", ".join(named) or str(run.config["method"])
+
+
+def _given(run: RecordedRun) -> Collection[str]:
+    """Return the keys that were set; all, of a run of an earlier version."""
+    written = (run.path / "settings.json").is_file()
+    return RunDirectory(run.path).read_settings() if written else run.config
 
 
 def _ignores(run: RecordedRun, key: str) -> bool:
     """Return whether the run's method ignores a setting."""
     method = METHODS.get(run.config["method"])
     return method is not None and key in method.ignored
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

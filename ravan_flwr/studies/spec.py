@@ -53,12 +53,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
-from ravan_flwr.config.yaml_file import KEBAB, read_yaml
+from ravan_flwr.config.yaml_file import Part, check_names, read_yaml
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
@@ -198,18 +198,12 @@ class Row:
         return PlannedRun(tuple(settings.items()), self.num_clients, tuple(self.overrides.items()))
 
 
-class Checked(BaseModel):
-    """A mapping in a study file: keys in kebab-case, no unknown keys, checked types."""
-
-    model_config = KEBAB | ConfigDict(extra="forbid")
-
-
-class TableOptions(Checked):
+class TableOptions(Part):
     """The fields of a table in a study file, without its rows."""
 
     title: str
     equal_parameters: bool = False
-    references: list[str] = []  # rows that do not compete with the others
+    references: list[str] = Field(default_factory=list)  # rows that do not compete
     rates_of: str = ""  # title of the table whose chosen rates are taken
     run_as_good: bool = False
     spectra: bool = False  # draw the singular values of the rows' updates?
@@ -218,8 +212,8 @@ class TableOptions(Checked):
     compare_last: int | None = None  # also compare means of so many last evaluations
     mean_of_last: int | None = None  # every value is the mean of so many last evaluations
     leave_one_seed_out: bool = False  # each seed takes the rate best by the others?
-    contrasts: list[str] = []  # rows with a planned contrast to `against`
-    paper: dict[str, float] = {}  # row -> a paper's number, in percent
+    contrasts: list[str] = Field(default_factory=list)  # rows with a planned contrast to `against`
+    paper: dict[str, float] = Field(default_factory=dict)  # row -> a paper's number, in percent
 
 
 class Table(TableOptions):
@@ -285,7 +279,7 @@ def _check_choice(choose: dict[str, list[float]]) -> dict[str, list[float]]:
 _Seeds = Annotated[list[int], AfterValidator(partial(_check_each, "seed"))]
 
 
-class _Choose(Checked):
+class _Choose(Part):
     learning_rate: Annotated[list[float], AfterValidator(partial(_check_each, RATE))]
     seeds: _Seeds
     extensions: int = Field(default=EXTENSIONS, ge=0, le=10)
@@ -298,7 +292,7 @@ class _TableOfFile(TableOptions):
     change_from: str = ""
 
 
-class _StudyFile(Checked):
+class _StudyFile(Part):
     title: str
     num_clients: int
     seeds: _Seeds = Field(min_length=1)
@@ -325,14 +319,19 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
         )
         check_key(key, value)
     where, tables = f"study {path}", list[Table]()
+    file = read_yaml(path)
+    preset = isinstance(file, dict) and "task" in file and "title" not in file
+    _require(not preset, f"{where}: got a preset, expected a study; simulate preset={path} runs it")
+    check_names(f"{where}: ", file, _StudyFile)
+    if "choose" in file:
+        check_names(f"{where}: choose.", file["choose"], _Choose)
+    for number, table in enumerate(file["tables"] if isinstance(file["tables"], list) else []):
+        check_names(f"{where}: tables.{number}.", table, _TableOfFile)
     try:
-        content = _StudyFile.model_validate(read_yaml(path))
+        content = _StudyFile.model_validate(file)
     except ValidationError as error:
-        fields = sorted(field.alias or name for name, field in _StudyFile.model_fields.items())
-        raise ValueError(
-            f"{where}: {first_error(error)}; expected the fields {fields}, as "
-            "docs/reports.md describes them; correct it"
-        ) from None
+        problem = f"{first_error(error)}; expected what docs/reports.md describes; correct it"
+        raise ValueError(f"{where}: {problem}") from None
     for table in content.tables:
         tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
     return Study(content.title, tables)

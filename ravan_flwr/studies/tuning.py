@@ -113,9 +113,12 @@ def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
 
 def _check_examples(tuning: Tuning) -> None:
     """Raise ValueError if a client has too few examples for a validation split and training."""
+    data = ModelAndData(tuning.config)
     for seed in tuning.grid.seeds:
-        config = replace(tuning.config, seed=seed)
-        fewest = min(map(len, ModelAndData(config).rows(tuning.row.num_clients)))
+        config = replace(data.config, seed=seed)
+        of_seed = ModelAndData(config)
+        of_seed.splits = data.splits  # read once
+        fewest = min(map(len, of_seed.rows(tuning.row.num_clients)))
         if validation_size(config, fewest) >= fewest:
             raise ValueError(
                 f"tune: a client has {count(fewest, 'example')} under seed {seed}, expected some "

@@ -127,9 +127,7 @@ def test_several_runs_are_grouped_with_seeds_as_a_band(runs, tmp_path):
             "evaluate-on": "clients", "validation-share": 0.2, "clients-per-round": 1_000_000,
         }
     )  # fmt: skip
-    assert list(group_runs([ravan, faster])) == [
-        "ravan, evaluate-on server", "local, evaluate-on clients",
-    ]  # fmt: skip
+    assert list(group_runs([ravan, faster])) == ["ravan", "local"]
     main(["report", *map(str, runs), "--output", str(tmp_path)])
     page = read_page(tmp_path / "index.html")
     assert page.text.count("seed 1: ") == 2
@@ -318,6 +316,34 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
     assert list(group_runs([earlier, current])) == ["ravan", "rank 13"]
     with pytest.raises(ValueError, match=r"config.json lacks method, expected the settings"):
         changed_run("void", method="GONE")
+
+
+def test_names_have_no_settings_that_the_preset_determines(runs, tmp_path):
+    """A setting that was chosen is in a name; one that the preset or method determines is not."""
+
+    def run_of(name, given, **changes):
+        folder = copy_of(runs[0], tmp_path / name)
+        config = json.loads((folder / "config.json").read_text()) | given | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "settings.json").write_text(json.dumps(given))
+        return RecordedRun.read(folder)
+
+    def other(name, **given):
+        derived = {"lora-rank": 9, "max-length": 64, "calibration-learning-rate": 9e-5}
+        return run_of(name, {"preset": "other", **given}, data={"name": "x"}, **derived)
+
+    two, three = run_of("two", {"num-rounds": 2}), run_of("three", {"num-rounds": 3})
+    assert list(group_runs([two, three, other("far", **{"num-rounds": 2, "data": "x"})])) == [
+        "preset digits-vit, num-rounds 2", "preset digits-vit, num-rounds 3",
+        "preset other, num-rounds 2",
+    ]  # fmt: skip
+    # A learning rate that was chosen is not hidden by another choice.
+    fast = run_of("fast", {"num-rounds": 3, "learning-rate": 1.0})
+    assert list(group_runs([two, fast])) == [
+        "num-rounds 2, learning-rate 0.003", "num-rounds 3, learning-rate 1.0",
+    ]  # fmt: skip
+    (two.path / "settings.json").unlink()  # a run of an earlier version: all is taken for chosen
+    assert "lora-rank 4" in next(iter(group_runs([two, other("late")])))
 
 
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,8 +72,17 @@ def test_rows_with_equal_settings_share_their_runs(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, "expected the fields"),
-        ({"seeds": 3}, "seeds: got 3: Input should be a valid list; expected the fields"),
+        (
+            {"seed": 1},
+            r"yaml: seed is unknown: did you mean 'seeds'\? Expected the fields \['choose",
+        ),
+        ({"choose": {"halving": 1}}, r"choose\.halving is unknown\. Expected .* \['extensions"),
+        ({"tables": [{"title": "T", "row": {}}]}, r"tables\.0\.row is unknown.* 'rows'\? Expected"),
+        ({"paper": {}}, "paper is unknown"),
+        (
+            {"seeds": 3},
+            r"seeds: got 3: Input should be a valid list; expected what docs/reports\.md",
+        ),
         ({"settings": {"method": "ravn"}}, "row 'base': method 'ravn' is unknown: did you mean"),
         (
             {"settings": {"method": "hetlora", "server-optimizer": "adam"}},
@@ -91,12 +101,12 @@ def test_rows_with_equal_settings_share_their_runs(tmp_path):
         ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected seeds for that in choose"),
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
         ({"tables": 2 * TABLES[:1]}, "its title is another's, .* expected one of its own"),
-        ({"choose": {"seeds": [1]}}, r"choose\.learning-rate: got .*: Field required"),
+        ({"choose": {"seeds": [1]}}, r"choose\.learning-rate is missing; expected the fields"),
         (
             {"choose": {"learning-rate": [-1], "seeds": [1]}},
             "choose.learning-rate: .* learning-rate = -1",
         ),
-        ({"tables": [{"title": "T"}]}, r"tables\.0\.rows: got .*: Field required"),
+        ({"tables": [{"title": "T"}]}, r"tables\.0\.rows is missing; expected the fields"),
         (
             {"tables": [{"title": "T", "rows": {}, "equal-parameters": 1}]},
             r"tables\.0\.equal-parameters: got 1: Input should be a valid boolean",
@@ -106,6 +116,17 @@ def test_rows_with_equal_settings_share_their_runs(tmp_path):
 def test_a_study_file_is_checked_before_any_run(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read_study(write(tmp_path, **changes))
+
+
+def test_a_preset_and_a_list_are_no_study(tmp_path):
+    path = tmp_path / "x.yaml"
+    for text, message in (
+        ("task: vision", f"got a preset, expected a study; simulate preset={path} runs it"),
+        ("[]", f"study {path} is no mapping, expected one with ['choose', 'num-clients',"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_study(path)
 
 
 def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsys, forked_runs):
@@ -286,7 +307,8 @@ def test_mistakes_on_the_command_line_are_errors(tmp_path, capsys):
             main(words)
         assert end.value.code == 2
     errors = capsys.readouterr().err
-    assert f"found no file {Path(tmp_path / 'x.yaml')}" in errors
+    found = f"found no file {Path(tmp_path / 'x.yaml')}; expected one as in conf/studies/"
+    assert found in errors
     assert "--jobs 0: expected a whole number at least 1" in errors
 
 

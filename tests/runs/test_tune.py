@@ -5,6 +5,7 @@ import json
 import re
 import stat
 import sys
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -12,9 +13,11 @@ import yaml
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder, with_preset_path
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.examples import load_splits
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.choosing import RateChoice, Score
-from ravan_flwr.studies.tuning import adopt, plan_tuning
+from ravan_flwr.studies.tuning import _check_examples, adopt, plan_tuning
+from ravan_flwr.training import model_and_data
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
@@ -229,6 +232,13 @@ def test_too_few_examples_for_validation_splits_are_refused_before_any_run(tmp_p
         main(["tune", "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")])
     assert "tune: a client has 1 example under seed 100, expected some" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_the_examples_of_all_seeds_are_read_once(monkeypatch):
+    load = Mock(wraps=load_splits)
+    monkeypatch.setattr(model_and_data, "load_splits", load)
+    _check_examples(plan_tuning({}))
+    load.assert_called_once()
 
 
 def test_invalid_arguments_of_tune_are_errors(capsys):

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ravan_flwr.reports.charts import Caption, Series, lines
+from ravan_flwr.reports.charts import Caption, Series, boxes, lines, panels
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import record
@@ -45,3 +45,27 @@ def test_charts_of_a_long_run_are_small_and_without_styles():
         assert len(svg) < 100_000
         assert "style" not in svg
         assert 'stroke="#0072b2"' in svg or 'fill="#0072b2"' in svg or "<image" in svg
+
+
+@pytest.mark.parametrize("number", [2, 4, 6, 12])
+@pytest.mark.filterwarnings("error")  # matplotlib's, of axes without room
+def test_long_names_fit_the_picture_and_stay_distinct(number):
+    names = [
+        f"preset a-preset, {'num-rounds 30, lora-rank 4, ' * 12}seed {n}" for n in range(number)
+    ]
+    series = [Series(name, [([1, 2], [3, 4])]) for name in names]
+    chart = lines(CAPTION, series, "round", "y")
+    chart.svg()
+    figure: Any = chart.figure
+    (legend,) = figure.legends
+    assert len({text.get_text() for text in legend.get_texts()}) == number
+    extent, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= extent.x0
+    assert extent.x1 <= whole.x1
+    assert figure.axes[0].get_window_extent().height > whole.height / 5
+    chart = boxes(CAPTION, {name: [1, 2] for name in names}, "y")
+    chart.svg()
+    assert len({text.get_text() for text in chart.figure.axes[0].get_xticklabels()}) == number
+    chart = panels(CAPTION, series, "", "round", "y")
+    chart.svg()
+    assert len({axes.get_title() for axes in chart.figure.axes if axes.get_visible()}) == number
