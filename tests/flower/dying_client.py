@@ -9,6 +9,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -47,9 +48,13 @@ def install(plan: Plan) -> None:
 
 
 def _kill_the_machine() -> None:
-    """Kill the SuperNode and all processes that it has started, this one last."""
-    for pid in processes_of(Path(os.environ["FLWR_HOME"])):
-        if pid != os.getpid():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kill the SuperNode and all processes that it has started, this one last.
+
+    The oldest first: this process ends with the one that stands for it (tests/fork_server.py).
+    """
+    processes = map(psutil.Process, processes_of(Path(os.environ["FLWR_HOME"])))
+    for process in sorted(processes, key=psutil.Process.create_time):
+        if process.pid != os.getpid():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
