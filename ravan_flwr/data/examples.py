@@ -1,5 +1,6 @@
 """Load a data set: split it into train and test, rename columns to roles, determine its labels."""
 
+import functools
 import glob
 import logging
 from collections.abc import Sequence
@@ -190,6 +191,12 @@ def some_of(names: Sequence[object], most: int = 20) -> str:
 _WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 
+@functools.cache
+def _warn_of_places(where: str, first: str) -> None:
+    """Log it once: examples may be encoded one by one."""
+    log.warning("%s: got whole numbers, taken as places in the list: 0 is %r", where, first)
+
+
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
     """Return the index of each example's label in `labels`.
 
@@ -212,7 +219,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     elif feature.dtype in _WHOLE_NUMBERS and any(str(value) in labels for value in column):
         column = [str(value) for value in column]
     if column and isinstance(column[0], int):
-        log.warning("%s: got whole numbers, taken as places in the list: 0 is %r", where, labels[0])
+        _warn_of_places(where, labels[0])
         numbers = np.asarray(column)
         wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))
         expected = f"numbers from 0 to {len(labels) - 1}"

@@ -50,7 +50,7 @@ class RunSnapshot:
 
     @classmethod
     def read(cls, path: Path, rounds_file: RoundsFile | None = None) -> "RunSnapshot":
-        """Read a run directory as it is now; raise ValueError for other or damaged folders."""
+        """Read a run directory's present records; raise ValueError for other or damaged folders."""
         return cls.of(RecordedRun.so_far(path, rounds_file))
 
     @classmethod

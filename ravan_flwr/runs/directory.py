@@ -64,7 +64,7 @@ class RunDirectory:
             newest = max(path.glob("*/config.json"), key=os.path.getmtime, default=None)
             raise ValueError(
                 f"{option} = {str(path)!r}: found no config.json there, expected a run directory "
-                "(its absolute path is printed first and last by every run); correct the path"
+                "(its absolute path is printed at a run's start and end); correct the path"
                 + (f"; the newest run in it is {newest.parent}" if newest else "")
             )
         return cls(path)
