@@ -17,6 +17,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server import reply_fetcher
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.tasks.base import Measures
@@ -177,7 +178,7 @@ def fake_clock(monkeypatch):
     """Replace the clock: time passes only while the server sleeps.
 
     So the server waits for an unresponsive node without real time, and an honest node answers at
-    once, however busy the machine is.
+    once, however busy the machine is. `STUCK` is real time, for which threads wait.
     """
     now = [0.0]
 
@@ -188,6 +189,7 @@ def fake_clock(monkeypatch):
     monkeypatch.setattr(time, "sleep", sleep)
     for name in ("NODES_TIMEOUT", "REGISTRY_TIMEOUT", "QUERY_TIMEOUT"):
         monkeypatch.setattr(recruiting, name, 0.2)
+    monkeypatch.setattr(reply_fetcher, "STUCK", 60.0)
 
 
 class Unresponsive(Nodes):
