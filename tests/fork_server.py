@@ -182,7 +182,7 @@ class ForkServer(Python):
 
 def fork_of(pid: int) -> int:
     """Return the fork of a proxy process, once the proxy's name is set."""
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 300
     while not (name := Path(f"/proc/{pid}/comm").read_text()).startswith("fork "):
         assert time.monotonic() < ends, name
         time.sleep(0.01)

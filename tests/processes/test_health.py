@@ -94,7 +94,7 @@ def test_a_supernode_without_a_connection_is_ended_if_the_server_answers(
             assert supernode.poll() is None
             return
         assert "had no connection" in ended.stderr
-        assert supernode.wait(30) is not None
+        assert supernode.wait(300) is not None
     finally:
         supernode.kill()
         supernode.wait()

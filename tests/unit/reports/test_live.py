@@ -337,12 +337,14 @@ def test_a_long_run_is_shown_quickly(tmp_path):
     folder = run_in(tmp_path)
     lines(folder, [record(number, clients=people) for number in range(1, 1001)])
     page = DashboardPage(folder)
+    began = time.process_time()
     page.get()
+    first = time.process_time() - began
     with (folder / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(record(1001)) + "\n")
     began = time.process_time()
     size = len(page.get())
-    assert time.process_time() - began < 1  # 0.1 s here
+    assert time.process_time() - began < first  # a 25th of it
     assert size < 300_000
 
 
