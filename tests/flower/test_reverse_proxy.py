@@ -295,7 +295,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
     )  # fmt: skip
     assert deployment.wait_for_node(1)
-    run = deployment.run(f"num-rounds=3 straggler-grace=10 {SHORT}")
+    run = deployment.run(f"num-rounds=3 straggler-grace=30 {SHORT}")
     wait_for(lambda: len(run.rounds) >= 1, "a round")
     attacked.touch()
     assert run.wait() == "finished:completed"
