@@ -41,7 +41,7 @@ NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
 TIMEOUT = 1800.0  # seconds
 SLOW_POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # of the SuperExec for ServerApps
-PENDING_CALLS = 3.0  # seconds for pending calls to end, also on a busy machine
+PENDING_CALLS = 10.0  # seconds for pending calls to end, also on a busy machine
 END_TIMEOUT = 120.0  # seconds for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
