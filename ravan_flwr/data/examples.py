@@ -37,9 +37,14 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
     if not any(name in splits for name, _ in spec.tests):
         splits = _split_off_test(splits, spec, data)
-    return datasets.DatasetDict(
+    columns = splits["train"].column_names
+    result = datasets.DatasetDict(
         {name: by_role(split, spec, f"{data}, {name}") for name, split in splits.items()}
     )
+    for role, column in spec.columns:
+        if column != role and column not in columns:
+            log.warning("%s: got no column %r, so %r is read, its role", data, column, role)
+    return result
 
 
 def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:

@@ -102,8 +102,9 @@ def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
     if not same and not config.save_bases:
         raise ValueError(
             f"adapter {adapter!r}: torch {torch.__version__} makes bases that sum up to "
-            f"{bases['sums']}, expected {made_for['sums']} as when the adapter was saved; load it "
-            "with the torch that it was trained with, and save it from there with save_bases=True"
+            f"{bases['sums']}, expected {made_for['sums']} as when the adapter was saved; restore "
+            "adapter_config.json if it was edited, or load the adapter with the torch that it was "
+            "trained with, and save it from there with save_bases=True"
         )
 
 

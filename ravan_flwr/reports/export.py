@@ -30,6 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ravan_flwr.adapters.bases import describe_bases, make_bases
+from ravan_flwr.config.key import check_choice
 from ravan_flwr.data.hub import no_bars
 from ravan_flwr.data.model_folder import PROCESSOR, read_json
 from ravan_flwr.files import write_atomically
@@ -47,6 +48,7 @@ _BILINEAR = 2  # of Pillow
 
 def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
     """Write a finished run's result to a new folder; `client` as for `result_of`."""
+    check_choice("export: form", form, ("peft", "ravan", "merged"))
     folder = Path(folder)
     directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -99,7 +101,7 @@ def write_adapter(
     config = {
         **settings,
         "target_modules": [layer.name for layer in model.layers],
-        "modules_to_save": sorted({names[id(p)].split(".")[0] for p in model.classifier}),
+        "modules_to_save": sorted({names[id(p)].rpartition(".")[0] for p in model.classifier}),
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": spec.name if spec.source == "hub" else None,

@@ -62,13 +62,13 @@ def render(
 
 
 def write_report(
-    paths: Sequence[Path | str], folder: Path | str, *, spectrum: bool = False
+    paths: Sequence[Path | str] | Path | str, folder: Path | str, *, spectrum: bool = False
 ) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path.
 
     With `spectrum` the page also has the singular values of the runs' delta-weights.
     """
-    folder = Path(folder)
+    folder, paths = Path(folder), [paths] if isinstance(paths, str | Path) else paths
     runs = _runs_with_rounds([Path(path) for path in paths])
     groups = group_runs(runs)
     several = len(runs) > 1

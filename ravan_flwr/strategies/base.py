@@ -26,7 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
-from ravan_flwr.messages.plain_text import shown
+from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.tensors import check_form, flatten
@@ -63,8 +63,8 @@ class MethodStrategy(FedAvg):
 
     Subclasses name the method. Fractions, minimum numbers of nodes, metrics functions, keys and
     `start` are those of `FedAvg`. A malformed reply is rejected with a warning, and counts neither
-    for the arrays nor for the metrics. `start` raises ValueError if all replies of a round are
-    rejected before any reply was accepted: then the clients' models differ from the server's.
+    for the arrays nor for the metrics. `start` raises ValueError if all clients of a round fail or
+    are rejected before any reply was accepted: then their models differ from the server's.
 
     Args:
         server_optimizer: FedAvg | None (default: None). A strategy of Flower, such as
@@ -76,7 +76,8 @@ class MethodStrategy(FedAvg):
         **fedavg: Arguments of `FedAvg`, by name.
 
     Attributes:
-        rejected: dict[int, dict[int, str]]. Why replies were rejected, by round and node id.
+        rejected: dict[int, dict[int, str]]. Why a client failed or its reply was rejected, by round
+            and node id.
     """
 
     method: ClassVar[str]  # one of METHODS
@@ -128,6 +129,11 @@ class MethodStrategy(FedAvg):
             One message for each sampled node. ValueError if the arrays do not fit the method.
         """
         tensors = {name: _tensor(name, array) for name, array in arrays.items()}
+        if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ValueError(
+                f"round {server_round}: array {shown(wrong[0])} that would be sent is not finite, "
+                "expected finite numbers; correct the initial arrays, or the server optimiser"
+            )
         translated = self.translate(tensors, server_round)
         self._sent = arrays, tensors, translated
         if self.optimizer is not None:
@@ -156,7 +162,11 @@ class MethodStrategy(FedAvg):
                 "aggregate_train: got replies before anything was sent, expected configure_train "
                 "first; call start, or configure_train"
             )
-        answered, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
+        answered, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
+        problems = {
+            reply.metadata.src_node_id: f"its client failed: {plain(reply.error.reason)}"
+            for reply in failed
+        }
         sent, tensors, translated = self._sent
         method = translated.method
         extras = {name: tensor for name, tensor in tensors.items() if name not in translated.names}
@@ -173,17 +183,19 @@ class MethodStrategy(FedAvg):
                     sums.offer(upload, fraction, weight)
             except ValueError as error:
                 node = reply.metadata.src_node_id
-                self.rejected.setdefault(server_round, {})[node] = str(error)
+                problems[node] = str(error)
                 log.warning("round %d: reply of node %d rejected: %s", server_round, node, error)
             else:
                 accepted.append(reply.content)
-        if answered and not accepted:
-            message = f"round {server_round}: all {len(answered)} replies were rejected"
+        if problems:
+            self.rejected[server_round] = problems
+        if problems and not accepted:
+            message = f"round {server_round}: all {len(problems)} clients failed or were rejected"
             if not self._has_accepted:
                 raise ValueError(
-                    f"{message}, expected at least one that can be used; the last of them: "
-                    f"{self.rejected[server_round][answered[-1].metadata.src_node_id]}; build the "
-                    "clients' models as the server does, and send what collect_arrays returns"
+                    f"{message}, expected one at least; the last of them: "
+                    f"{list(problems.values())[-1]}; build the clients' models as the server does, "
+                    "and send what collect_arrays returns"
                 )
             log.warning("%s, the arrays stay as they were", message)
         if not accepted:

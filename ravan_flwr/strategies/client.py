@@ -115,7 +115,8 @@ def choose(
         selection: str (default: "layer"). "layer": the same number of heads in each layer.
             "global": the same number on average, the best of all layers.
         generator: torch.Generator | None (default: None). Generator of random scores and of ties;
-            None uses PyTorch's default generator.
+            None uses PyTorch's default generator. Pass one where the model is made from a fixed
+            seed of PyTorch: all clients would choose the same heads.
         backward: Callable | None (default: None). Function that runs one mini-batch forward and
             backward; required for `score="gradient"`.
 
@@ -290,6 +291,11 @@ def _chosen_rows(module: nn.Module, name: str, number: int) -> Tensor:
 
 def _active_adapter(model: nn.Module) -> str:
     """Return the name of the active adapter; ValueError unless a PEFT model has exactly one."""
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "model: got what torch.compile returns, which has other names, expected the model of "
+            "PEFT; pass that one, or compile it in place by model.compile()"
+        )
     name = getattr(model, "active_adapter", None)
     if not isinstance(name, str):
         raise ValueError(

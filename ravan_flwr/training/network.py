@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 from transformers import AutoConfig, PreTrainedModel
 
-from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.adapters.attach import TARGETS, find_layers
 from ravan_flwr.adapters.stored import store_in
 from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.key import AUTO
@@ -193,6 +193,8 @@ def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
 
 def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
     if spec.targets:
+        for target in spec.targets:
+            find_layers(network, [target])  # raises ValueError if there is none
         return spec.targets
     model_type = str(network.config.model_type)
     if model_type not in TARGETS:

@@ -189,6 +189,21 @@ def test_a_merged_export_can_be_the_model_of_another_run(settings, tmp_path):
     assert loss_of(relabelled.model.network, relabelled) != pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("form", ["peft", "ravan"])
+def test_an_adapter_of_a_backbone_without_a_pooler_has_the_new_one(form, settings, tmp_path):
+    """As in a folder of BertForMaskedLM; the adapted layers are beside it in the same module."""
+    folder = save_model("bert", tmp_path / "model")
+    transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).save_pretrained(folder)
+    given = settings("bert") | {"model": str(folder), "output-dir": str(tmp_path / "runs")}
+    run = simulate(given, 3)
+    main(["export", str(run.run_dir), "--as", form, str(tmp_path / form)])
+    with result_of(run.run_dir) as loaded:
+        expected = loss_of(loaded.model.network, loaded)
+    backbone = build_network(loaded.config.model, loaded.task, seed=99).network
+    saved = peft.PeftModel.from_pretrained(backbone, tmp_path / form)
+    torch.testing.assert_close(loss_of(saved, loaded), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
     """The delta-weight is added in float32, and the sum is rounded to the checkpoint's dtype."""
     folder = save_model("llama", tmp_path / "model", dtype="bfloat16")

@@ -23,14 +23,15 @@ class Network(nn.Module):
 
 def load_model(strategy: str) -> PeftModel:
     """Make the network with its adapter, the same in every process."""
-    torch.manual_seed(0)
     targets, saved = ["first", "second"], ["classifier"]
     config: PeftConfig = LoraConfig(
         r=4, lora_alpha=4, target_modules=targets, modules_to_save=saved
     )
     if strategy == "ravan":
         config = RavanConfig(r=16, num_heads=4, target_modules=targets, modules_to_save=saved)
-    adapted = get_peft_model(Network(), config)
+    with torch.random.fork_rng():  # clients draw heads and batches of their own afterwards
+        torch.manual_seed(0)
+        adapted = get_peft_model(Network(), config)
     assert isinstance(adapted, PeftModel)
     return adapted
 

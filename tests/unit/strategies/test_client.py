@@ -353,6 +353,9 @@ def test_other_mistakes_raise_errors_with_advice():
         choose(other, 0.5)
     with pytest.raises(ValueError, match="got a Small .* make it with get_peft_model"):
         collect_arrays(Small())
+    compiled = torch.compile(ravan(), backend="eager")
+    with pytest.raises(ValueError, match=r"what torch.compile returns.* by model.compile\(\)"):
+        collect_arrays(compiled)
     empty = ArrayRecord({"a": Array(np.zeros(1))})
     with pytest.raises(ValueError, match="make it with get_peft_model"):
         load_arrays(Small(), empty)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 
 from ravan_flwr import strategies
@@ -472,7 +472,10 @@ def test_a_round_of_invalid_replies_alone_changes_nothing(caplog):
     strategy = RavanStrategy()
     got = loop(strategy, start_with_classifier(), replies)
     assert sorted(strategy.rejected) == [2]
-    assert "round 2: all 2 replies were rejected, the arrays stay as they were" in caplog.text
+    assert (
+        "round 2: all 2 clients failed or were rejected, the arrays stay as they were"
+        in caplog.text
+    )
     assert_alike(got, expected)
 
 
@@ -483,6 +486,34 @@ def test_invalid_replies_in_the_first_round_are_an_error():
     message = rf"round 1: all 2 .* the last of them: array '{FIRST}.ravan_H' is missing; build the"
     with pytest.raises(ValueError, match=message):
         loop(RavanStrategy(), start_with_classifier(), replies)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_failed_clients_are_recorded_and_end_a_run_without_any_reply(others):
+    """A client that is built with another rank fails when it loads the arrays."""
+
+    def answer(_, place, message):
+        if message.metadata.message_type == "evaluate":
+            return RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})})
+        if place >= others:
+            return Error(2, "ValueError: got shape (4, 8, 8)\x1b[2K")
+        return content(some_heads(place))
+
+    strategy, initial = RavanStrategy(), record(start_with_classifier())
+    if others:
+        assert strategy.start(Replying(4, answer), initial, num_rounds=1).arrays
+        assert sorted(strategy.rejected[1]) == [3, 4]
+        assert strategy.rejected[1][4].endswith(r"got shape (4, 8, 8)\x1b[2K")
+    else:
+        with pytest.raises(ValueError, match=r"all 4 .* the last of them: its client failed: Val"):
+            strategy.start(Replying(4, answer), initial, num_rounds=2)
+
+
+def test_initial_arrays_that_are_not_finite_are_refused():
+    """Otherwise every client would be rejected for them."""
+    initial = record(start_with_classifier() | {CLASSIFIER: np.full((2, 3), np.nan, np.float32)})
+    with pytest.raises(ValueError, match=f"round 1: array .*{CLASSIFIER}.* is not finite"):
+        RavanStrategy().start(Replying(2, lambda *_: None), initial, num_rounds=1)
 
 
 def test_a_rejection_names_arguments_instead_of_keys():
@@ -521,7 +552,7 @@ def test_a_client_that_trained_a_frozen_factor_is_rejected_with_advice():
     initial = named_factors(states[0] | {"A": flatten(app.initial_A)})
     replies = [named_factors(upload | {"A": flatten(app.initial_A)}) for upload in uploads[1]]
     strategy = FFALoraStrategy()
-    with pytest.raises(ValueError, match="all 4 replies were rejected"):
+    with pytest.raises(ValueError, match="all 4 clients failed or were rejected"):
         loop(strategy, initial, {1: replies})
     for reason in strategy.rejected[1].values():
         assert "lora_A" in reason
