@@ -29,6 +29,12 @@ EXAMPLES = {
     "deliver": "runs/RUN edge",
 }
 
+# Commands of earlier versions -> what does the same.
+EARLIER = {
+    "watch": "`report --live`", "spectrum": "`report --spectrum`", "secure-keys": "`keys`",
+    "fetch": "`hf download`",
+}  # fmt: skip
+
 
 class _Help(argparse.HelpFormatter):
     """Keep line breaks in help texts that have them."""
@@ -73,7 +79,9 @@ def ending_on_signals() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command of a command line. Exit statuses: 1 failed, 2 wrong usage or settings."""
-    parser = _parser()
+    parser, arguments = _parser(), sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in EARLIER:
+        parser.error(f"{arguments[0]!r} is no command any more, use {EARLIER[arguments[0]]}")
     parsed, unknown = parser.parse_known_args(arguments)
     if "command" not in parsed:
         parser.print_help()

@@ -394,6 +394,17 @@ TOPICS = {
     "round-timeout": "slow, unresponsive and faulty clients", "output-dir": "what a run writes",
 }  # fmt: skip
 
+# Keys of earlier versions -> a setting that has their place.
+_EARLIER = {
+    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
+    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
+    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
+    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
+    "server-learning-rate": "server-optimizer=adam:0.01", "packing": "batching=packed",
+    "server-momentum": "server-optimizer=momentum:1:0.9", "quantize": "backbone-dtype=4bit",
+    "robust": "weighting=median", "calibration-steps": "init=data-aware:8",
+}  # fmt: skip
+
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's type; raise ValueError for an unknown key or a wrong value."""
     if name == "num-clients":
@@ -406,6 +417,8 @@ def check_key(name: str, value: Scalar) -> Scalar:
         raise ValueError(
             f"unknown key {name!r}: it is a limit: limits={name}={value}; correct it"
         )
+    if name in _EARLIER:
+        raise ValueError(f"unknown key {name!r}: it is now {_EARLIER[name]}, say; write that")
     if name not in KEYS:
         names = [*KEYS, "num-clients", *LIMITS]
         raise ValueError(

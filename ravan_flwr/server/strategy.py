@@ -17,6 +17,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
+from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
@@ -166,6 +167,15 @@ class FederatedTuning(Strategy):
             (f"{low} to " if low < high else "") + count(high, "local step"),
             self.config.batch_size,
         )  # fmt: skip
+        method = self.method
+        if isinstance(method, MultiHeadMethod) and method.init == "gram-schmidt":
+            columns, side = method.heads * method.rank, method.side
+            if columns > side:
+                log.info(
+                    "init=gram-schmidt: heads x rank = %d, the smallest layer has %d dimensions: "
+                    "the bases of %d heads at a time are orthonormal there",
+                    columns, side, side // method.rank,
+                )  # fmt: skip
         if self.config.secure_aggregation:
             log.info(
                 "secure-aggregation: the server sees sums over at least %d clients, head by head; "

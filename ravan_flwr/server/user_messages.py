@@ -51,6 +51,12 @@ def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
     number = len(list(grid.get_nodes()))
     if not number:
         return
+    if not in_process(grid) and config.num_clients not in (None, number):
+        log.info(
+            "%d nodes, and the preset has %d clients; for as many use flwr run . --stream "
+            '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',
+            *(number, config.num_clients, config.num_clients),
+        )
     sizes = loaded.partition_sizes(number)
     if without := sum(not count for count in sizes):
         message = (

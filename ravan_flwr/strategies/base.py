@@ -26,6 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
+from ravan_flwr.config.key import check_choice
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
@@ -70,6 +71,9 @@ class MethodStrategy(FedAvg):
         server_optimizer: FedAvg | None (default: None). A strategy of Flower, such as
             `FedAdam(eta=0.01)`. It takes a step from the sent arrays towards their new mean, as it
             does for the mean of `FedAvg`. Only for methods whose next arrays are a mean.
+        weighting: str (default: "uniform"). "uniform": the next arrays are the plain mean of the
+            replies, as in the paper; "examples": weighted by `weighted_by_key`, as Flower's. The
+            mean metrics are weighted in both.
         max_update_norm: float (default: 1e15). Replies whose update has a larger norm are rejected.
         seed: int (default: 0). Seed of the server's random numbers (FlexLoRA draws directions for
             unused ranks).
@@ -83,8 +87,8 @@ class MethodStrategy(FedAvg):
     method: ClassVar[str]  # one of METHODS
 
     def __init__(
-        self, *, server_optimizer: FedAvg | None = None, max_update_norm: float = MAX_NORM,
-        seed: int = 0, **fedavg: Any,
+        self, *, server_optimizer: FedAvg | None = None, weighting: str = "uniform",
+        max_update_norm: float = MAX_NORM, seed: int = 0, **fedavg: Any,
     ) -> None:  # fmt: skip
         super().__init__(**fedavg)
         self.optimizer = server_optimizer
@@ -105,7 +109,8 @@ class MethodStrategy(FedAvg):
                 f"max_update_norm = {max_update_norm!r}: expected a number above 0 and at most "
                 f"{MAX_NORM:g}; leave it out to accept every finite update"
             )
-        self.max_update_norm, self.seed = max_update_norm, seed
+        check_choice("weighting", weighting, ("uniform", "examples"))
+        self.max_update_norm, self.seed, self.weighting = max_update_norm, seed, weighting
         self.rejected: dict[int, dict[int, str]] = {}
         self._sent: tuple[ArrayRecord, Tensors, Arrays] | None = None
         self._has_accepted = False  # True once any reply was accepted
@@ -164,7 +169,7 @@ class MethodStrategy(FedAvg):
             )
         answered, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         problems = {
-            reply.metadata.src_node_id: f"its client failed: {plain(reply.error.reason)}"
+            reply.metadata.src_node_id: f"its client failed: {plain(str(reply.error.reason))}"
             for reply in failed
         }
         sent, tensors, translated = self._sent
@@ -227,13 +232,14 @@ class MethodStrategy(FedAvg):
     # Replies.
 
     def _weight(self, reply: Message, common_layout: object) -> float:
-        """Return a reply's weight; ValueError unless its metrics are laid out as most replies'."""
+        """Return a reply's weight; ValueError unless its metrics are valid and like the others'."""
         if _layout(reply) != common_layout:
             raise ValueError(
                 f"its metrics are {shown(_layout(reply))}, most have {shown(common_layout)}"
             )
         (metrics,) = reply.content.metric_records.values()
-        return above_zero(metrics, self.weighted_by_key, MAX_WEIGHT)
+        weight = above_zero(metrics, self.weighted_by_key, MAX_WEIGHT)
+        return weight if self.weighting == "examples" else 1.0
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -124,8 +124,8 @@ class RavanStrategy(MethodStrategy):
         head_mean: str (default: "trained"). "trained": average a head over the replies that trained
             it, as in the paper. "all": average over all replies; a reply that did not train a head
             counts with the head that was sent.
-        weighted_by_key: str (default: "num-examples"). The metric by which replies are weighted.
-            Means are unweighted, as in the paper, if all clients report the same number.
+        weighted_by_key: str (default: "num-examples"). The metric by which metrics are weighted,
+            and, with `weighting="examples"`, the replies.
         **kwargs: The arguments of `MethodStrategy`, and those of `FedAvg`, by name.
     """
 

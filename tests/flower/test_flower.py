@@ -157,6 +157,7 @@ def test_a_failed_run_with_gpu_shares_has_status_failed(superlink, app, tmp_path
     assert superlink.run(app, config, federation) == "finished:failed"
     output = capfd.readouterr().out
     assert "3 nodes with" in output
+    assert "3 nodes, and the preset has 20 clients; for as many use flwr run . --stream" in output
     assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in output
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]

@@ -205,6 +205,8 @@ def test_mistakes_of_an_export_are_errors(tmp_path, capsys):
     stopped = tmp_path / "stopped"
     shutil.copytree(run.run_dir, stopped)
     (stopped / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"form 'lora' is unknown.* one of: peft, ravan, merged"):
+        export_run(run.run_dir, "lora", tmp_path / "x")
     for words, message in (
         (
             [str(stopped), "--as", "peft", str(tmp_path / "z")],

@@ -257,6 +257,15 @@ def test_a_diverged_run_stops_and_keeps_the_last_finite_round(tmp_path, monkeypa
     assert (directory / "checkpoints" / "round-000001.safetensors").exists()
 
 
+@pytest.mark.parametrize(("heads", "rank"), [(8, 13), (4, 24), (8, 12)])
+def test_bases_of_more_than_one_orthonormal_block_are_logged(heads, rank, tmp_path):
+    """A layer of the digits' ViT has 96 dimensions."""
+    settings = {"heads": heads, "rank": rank, "num_rounds": 1, "local_steps": 1}
+    log = (run(tmp_path, num_clients=2, **settings).run_dir / "log.txt").read_text()
+    line = "heads x rank = 104, the smallest layer has 96 dimensions: the bases of 7 heads at a"
+    assert (line in log) == (heads * rank > 96)
+
+
 def test_fewer_clients_than_clients_per_round_all_train(tmp_path):
     simulation = run(tmp_path, num_clients=2, clients_per_round=5)
     records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()

@@ -312,7 +312,7 @@ def test_a_run_without_classes_json_has_a_report_and_a_card(digits, tmp_path):
     earlier = tmp_path / "old"
     shutil.copytree(digits.run_dir, earlier)
     (earlier / "classes.json").unlink()
-    page = write_report([earlier], tmp_path / "report")
+    page = write_report(str(earlier), tmp_path / "report")
     assert "Class by class" not in page.read_text()
     assert not (tmp_path / "report" / "confusion.png").exists()
     main(["export", str(earlier), "--as", "merged", str(tmp_path / "merged")])

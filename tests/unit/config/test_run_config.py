@@ -203,6 +203,10 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
             "unknown key 'sed': did you mean 'seed'. Expected one that `ravan-flwr simulate "
             "--help` lists; correct it",
         ),
+        (
+            {"partition-alpha": 0.3},
+            "unknown key 'partition-alpha': it is now partition=dirichlet:0.3, say; write that",
+        ),
         ({"zzz": 1}, "unknown key 'zzz'. Expected one that `ravan-flwr simulate --help` lists"),
         ({"num-clients": 5}, "num-clients = 5: it is no key of the run config"),
         ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),

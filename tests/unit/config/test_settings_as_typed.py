@@ -2,9 +2,9 @@
 
 import pytest
 
-from ravan_flwr.cli import main
+from ravan_flwr.cli import EARLIER, main
 from ravan_flwr.config.key import nearest
-from ravan_flwr.config.keys import KEYS, as_key_values, read_settings
+from ravan_flwr.config.keys import _EARLIER, KEYS, as_key_values, check_key, read_settings
 from ravan_flwr.specs import Scalar
 
 
@@ -90,6 +90,19 @@ def test_a_typing_error_is_reported_once(words, message, capsys):
         main(["simulate", *words])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_keys_and_commands_of_earlier_versions_name_the_present_ones(capsys):
+    for key, setting in _EARLIER.items():
+        name, value = setting.replace(":COLUMN", ":label").split("=")
+        check_key(name, value)
+        with pytest.raises(ValueError, match=f"unknown key '{key}': it is now {setting}, say"):
+            check_key(key, "1")
+    for command, other in EARLIER.items():
+        with pytest.raises(SystemExit) as end:
+            main([command, "runs/x"])
+        assert end.value.code == 2
+        assert f"'{command}' is no command any more, use {other}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_texts_have_the_sorted_values_of_their_column(folder):
     assert with_labels(spec) is spec
 
 
+def test_a_column_that_is_read_by_its_role_is_logged(folder, caplog):
+    """A typing error in the preset would otherwise choose another column silently."""
+    spec = replace(folder(wines()), columns=(("text", "bodi"), ("label", "label")))
+    load_splits(spec)
+    (line,) = [line for line in caplog.messages if "bodi" in line]
+    assert line.endswith("got no column 'bodi', so 'text' is read, its role")
+
+
 @pytest.mark.parametrize("labels", [[1, None, 0], [None, 1, 0], ["b", None, "a"]])
 def test_examples_without_a_label_are_counted(labels):
     train = datasets.Dataset.from_list([{"text": "x", "label": label} for label in labels])

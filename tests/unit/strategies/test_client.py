@@ -1,6 +1,7 @@
 """A client's work on a PEFT model: load, select, train, collect, restore."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -353,7 +354,7 @@ def test_other_mistakes_raise_errors_with_advice():
         choose(other, 0.5)
     with pytest.raises(ValueError, match="got a Small .* make it with get_peft_model"):
         collect_arrays(Small())
-    compiled = torch.compile(ravan(), backend="eager")
+    compiled: Any = torch.compile(ravan(), backend="eager")
     with pytest.raises(ValueError, match=r"what torch.compile returns.* by model.compile\(\)"):
         collect_arrays(compiled)
     empty = ArrayRecord({"a": Array(np.zeros(1))})

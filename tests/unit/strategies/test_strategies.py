@@ -261,7 +261,8 @@ def assert_alike(got, expected):
 def test_if_all_clients_train_all_heads_ravan_is_fedavg_over_products():
     replies, examples = complete_replies(2), [1, 5, 2]
     expected = loop(FedAvg(), products_alone(), replies, examples)
-    assert_alike(loop(RavanStrategy(), start_with_classifier(), replies, examples), expected)
+    strategy = RavanStrategy(weighting="examples")
+    assert_alike(loop(strategy, start_with_classifier(), replies, examples), expected)
 
 
 @pytest.mark.parametrize(
@@ -486,6 +487,33 @@ def test_invalid_replies_in_the_first_round_are_an_error():
     message = rf"round 1: all 2 .* the last of them: array '{FIRST}.ravan_H' is missing; build the"
     with pytest.raises(ValueError, match=message):
         loop(RavanStrategy(), start_with_classifier(), replies)
+
+
+def test_the_mean_is_plain_or_weighted_by_examples():
+    """Of two replies, of 1 and 3 examples, that change a head to 1 and 3."""
+    replies = [of((HEADS, RANK, RANK), value) for value in (1.0, 3.0)]
+    names = [name for name in products_alone() if name.endswith("ravan_H")]
+    for weighting, mean in (("uniform", 2.0), ("examples", 2.5)):
+        strategy = RavanStrategy(weighting=weighting)
+        got = loop(
+            strategy, start_of_heads(), {1: [dict.fromkeys(names, H) for H in replies]}, [1, 3]
+        )
+        for name in names:
+            np.testing.assert_array_equal(got[name], of((HEADS, RANK, RANK), mean))
+    with pytest.raises(ValueError, match="weighting 'size' is unknown"):
+        RavanStrategy(weighting="size")
+
+
+def test_hetlora_is_weighted_by_norms_alone():
+    """Not by examples as well: with other numbers of examples the next state is the same."""
+    _, states, uploads = app_run("hetlora", rounds=1)
+    initial, replies = named_factors(states[0]), [named_factors(u) for u in uploads[1]]
+    one, other = (
+        loop(strategies.HetLoraStrategy(), initial, {1: replies}, examples)
+        for examples in (None, [1, 1000, 10, 3])
+    )
+    for name, array in one.items():
+        np.testing.assert_array_equal(other[name], array)
 
 
 @pytest.mark.parametrize("others", [0, 2])
