@@ -49,7 +49,7 @@ def test_texts_have_the_sorted_values_of_their_column(folder):
 
 
 def test_a_column_that_is_read_by_its_role_is_logged(folder, caplog):
-    """A typing error in the preset would otherwise choose another column silently."""
+    """A typing error in the preset chooses another column."""
     spec = replace(folder(wines()), columns=(("text", "bodi"), ("label", "label")))
     load_splits(spec)
     (line,) = [line for line in caplog.messages if "bodi" in line]
