@@ -23,12 +23,10 @@ class Network(nn.Module):
 
 def load_model(strategy: str) -> PeftModel:
     """Make the network with its adapter, the same in every process."""
-    targets, saved = ["first", "second"], ["classifier"]
-    config: PeftConfig = LoraConfig(
-        r=4, lora_alpha=4, target_modules=targets, modules_to_save=saved
-    )
+    layers, saved = ["first", "second"], ["classifier"]
+    config: PeftConfig = LoraConfig(r=4, lora_alpha=4, target_modules=layers, modules_to_save=saved)
     if strategy == "ravan":
-        config = RavanConfig(r=16, num_heads=4, target_modules=targets, modules_to_save=saved)
+        config = RavanConfig(r=16, num_heads=4, target_modules=layers, modules_to_save=saved)
     with torch.random.fork_rng():  # clients draw heads and batches of their own afterwards
         torch.manual_seed(0)
         adapted = get_peft_model(Network(), config)
