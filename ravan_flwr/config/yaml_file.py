@@ -6,6 +6,7 @@ description as the expected value.
 """
 
 import itertools
+import re
 from collections.abc import Hashable, Set
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,8 @@ def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
         raise _yaml_error(node, f"{str(node.value)[:40]!r} is no {kind} of YAML") from None
 
 
+# YAML 1.1 takes 3e-3, which has no point, for a text.
+_Loader.add_implicit_resolver(_NUMBERS[1], re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"])
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 for _tag in (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"):
     _Loader.add_constructor(_tag, partial(_scalar, tag=_tag))

@@ -44,7 +44,9 @@ class Sampler:
 
     def __init__(self, config: Config, method: Method, registry: ClientRegistry) -> None:
         self.config, self.method, self.registry = config, method, registry
-        self._not_eligible: list[int] = []  # of the previous round, to log only changes
+        # Of the previous round, to log only changes.
+        self._not_eligible: list[int] = []
+        self._not_connected = 0
 
     def sample(
         self,
@@ -62,6 +64,14 @@ class Sampler:
         )
         number = min(config.clients_per_round, len(clients))
         reserve = config.num_asked(len(clients)) - number
+        all_clients = len(self.registry.clients)
+        not_connected = all_clients - len(eligible) - len(round_log.not_eligible)
+        if not_connected != self._not_connected and number < config.clients_per_round:
+            log.info(
+                "%d of %d clients are not connected: the round asks %d; clients-per-round is %d",
+                *(not_connected, all_clients, number, config.clients_per_round),
+            )
+        self._not_connected = not_connected
         return sample(clients, number, config.seed, round_log.number, reserve)
 
     def eligible(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:

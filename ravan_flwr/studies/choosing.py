@@ -37,8 +37,8 @@ class Score:
         return cls(metric or results[0].metric, values, losses)
 
     def __str__(self) -> str:
-        spread = f" ± {statistics.stdev(self.values):.4f}" if len(self.values) > 1 else ""
-        return f"{self.mean:.4f}{spread}"
+        half_width = interval(self.values).half_width
+        return f"{self.mean:.4f}" + ("" if half_width is None else f" ± {half_width:.4f}")
 
     @property
     def mean(self) -> float:

@@ -21,6 +21,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from scipy import stats
 
+from ravan_flwr.config.key import did_you_mean
 from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.files import append, first_error, write_atomically
 from ravan_flwr.runs.directory import RunDirectory
@@ -95,8 +96,9 @@ class Result(BaseModel):
         name = metric or self.metric
         if name not in self.final or (last and len(self.curve.get(name, [])) < last):
             raise ValueError(
-                f"a run has measured {sorted(self.final)}, expected {name!r} at {last or 1} "
-                "evaluations; evaluate it" + " (time: set devices)" * (name == TIME)
+                f"metric = {name!r}: got a run that has measured {', '.join(sorted(self.final))}, "
+                f"expected this one at {last or 1} evaluations{did_you_mean(name, self.final)} "
+                "Correct the table's metric"
             )
         return statistics.mean(self.curve[name][-last:]) if last else self.final[name]
 

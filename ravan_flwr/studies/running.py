@@ -73,7 +73,10 @@ def run_study(
     runs = unique_runs([*candidates(study, results), *table_runs(study, results)])
     missing = [run for run in runs if results.of(run) is None]
     suffix = "; nothing is run" * tables_only
-    log.info("%s: %d runs of %d are not done%s", study.title, len(missing), len(runs), suffix)
+    # Runs with rates that are still to be chosen are not known yet.
+    least = "at least " * bool(missing and any(row.grid for row in study.rows))
+    numbers = least, len(missing), len(runs)
+    log.info("%s: %s%d runs of %d are not done%s", study.title, *numbers, suffix)
     failed = {str(run): reason for run in missing if (reason := results.failure(run)) is not None}
     for run, reason in failed.items():
         log.warning("failed: %s: %s", run, reason)
@@ -94,7 +97,8 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
     for table in study.tables:
         table_study = Study(study.title, [table])
         while True:
-            for runs in (candidates(table_study, results), table_runs(table_study, results)):
+            for kind in (candidates, table_runs):
+                runs = kind(table_study, results)
                 todo = [run for run in runs if not (results.of(run) or run in attempted)]
                 if todo:
                     break
@@ -103,12 +107,17 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
-            _run(todo, results, options)
+            _run(todo, results, options, table.metric if kind is table_runs else "")
             attempted |= set(todo)
 
 
-def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
-    """Run these runs, and log after each the estimated time left."""
+def _run(
+    todo: Sequence[PlannedRun], results: Results, options: RunOptions, metric: str = ""
+) -> None:
+    """Run these runs, and log after each the estimated time left.
+
+    Raise ValueError after the first run that did not measure `metric`.
+    """
     environment = dict(os.environ)
     if options.jobs > 1:  # runs share the cores; a limit in the environment still applies
         environment[CORES] = str(max(1, usable_cores() // options.jobs))
@@ -131,8 +140,10 @@ def _run(todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> N
             run, last_line = waiting[future], future.result()
             rounds_done += run.num_rounds
             left = minutes((time.monotonic() - started) / rounds_done * (rounds - rounds_done))
-            if results.of(run) is None:
+            if (result := results.of(run)) is None:
                 results.add_failure(run, last_line)
+            elif not result.missed_target(metric):
+                result.value(metric)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last_line)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # start no further run

@@ -63,6 +63,7 @@ from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks import TIME
 
 RATE = "learning-rate"  # the key that a table chooses, unless it names another
 MIN_SEEDS = 3  # for an interval; of two values it is 13 times as wide as their distance
@@ -296,7 +297,7 @@ class _StudyFile(Part):
     title: str
     num_clients: int
     seeds: _Seeds = Field(min_length=1)
-    settings: dict[str, Any]
+    settings: dict[str, Any] = Field(default_factory=dict)
     tables: list[_TableOfFile]
     choose: _Choose = _Choose(learning_rate=[], seeds=[])
 
@@ -332,6 +333,12 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
     except ValidationError as error:
         problem = f"{first_error(error)}; expected what docs/reports.md describes; correct it"
         raise ValueError(f"{where}: {problem}") from None
+    both = sorted({*content.seeds} & {*content.choose.seeds})
+    _require(
+        not both,
+        f"{where}: seeds and choose.seeds both have {both}, expected no seed in both: rates are "
+        "not chosen with seeds that are reported; change one",
+    )
     for table in content.tables:
         tables.append(_TableReader(where, content, table, dict(overrides or {}), tables).read())
     return Study(content.title, tables)
@@ -362,6 +369,7 @@ class _TableReader:
         choosing = [t for t in self.earlier if not t.rates_of]
         source = self._earlier_table("rates-of", table.rates_of, choosing)
         key, grid = (source.chosen_key, source.grid) if source else self._grid()
+        self._require(table.rows, "rows: got none, expected one at least; add one")
         rows = {
             str(name): self._row(str(name), x or {}, key, grid) for name, x in table.rows.items()
         }
@@ -374,6 +382,15 @@ class _TableReader:
             unknown = [name for name in names if name not in rows]
             problem = f"{option} {unknown} are no rows, expected some of {list(rows)}; correct them"
             self._require(not unknown, problem)
+        self._require(
+            against not in table.contrasts,
+            f"contrasts has {against!r}, expected other rows: contrasts are to it; take it away",
+        )
+        timeless = [name for name, config in self.configs.items() if config.devices is None]
+        self._require(
+            table.metric != TIME or not timeless,
+            f"metric = {TIME!r}: rows {timeless} have no simulated time; set devices",
+        )
         self._check_choices(rows)
         self._check_evaluation()
         self._check_last("compare-last", table.compare_last, max)
@@ -407,6 +424,8 @@ class _TableReader:
         study, where = self.study, f"{self.where}: row {name!r}"
         settings = study.settings | self.table.settings | changes
         clients = settings.pop("num-clients", study.num_clients)
+        problem = f"{where}: seed = {settings.get('seed')!r}: every row has the study's seeds"
+        _require("seed" not in settings, f"{problem}, expected no other; leave it out")
         problem = f"{where}: num-clients = {clients!r}: expected a whole number at least 1"
         _require(type(clients) is int and clients >= 1, problem)
         grid = None if key in settings else grid

@@ -1,5 +1,6 @@
 """The strategy with misbehaving nodes, over a Grid of hand-made replies."""
 
+import logging
 import math
 from typing import Any
 
@@ -288,6 +289,18 @@ def test_a_round_needs_min_replies_valid_replies():
         run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
     with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):
         read_config({"limits": "min-replies=4"})
+
+
+def test_a_change_of_the_clients_that_are_not_connected_is_logged(caplog):
+    class Away(Nodes):
+        def get_node_ids(self):
+            return list(self.registered)[bool(self.trained) :]
+
+    caplog.set_level(logging.INFO, "ravan_flwr")
+    notes, _, _ = run(Away(), rounds=3, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert [len(record["clients"]) for record in notes.records] == [4, 3, 3]
+    (line,) = [line for line in caplog.messages if "not connected" in line]
+    assert line == "1 of 4 clients are not connected: the round asks 3; clients-per-round is 4"
 
 
 def test_a_round_waits_for_disconnected_nodes():

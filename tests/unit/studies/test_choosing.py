@@ -353,6 +353,37 @@ def test_each_seed_uses_the_rate_that_is_best_by_the_other_seeds(tmp_path):
     assert {run.name for run in table_runs(study, results)} <= measured  # no further run is made
 
 
+T = {"title": "T", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}}
+
+
+@pytest.mark.parametrize(
+    ("table", "choose", "message"),
+    [
+        ({"contrasts": ["ravan", "fedit"]}, {}, "contrasts has 'ravan', expected other rows"),
+        ({"rows": {"ravan": {"seed": 9}}}, {}, "row 'ravan': seed = 9: every row has the study's"),
+        ({"settings": {"seed": 9}}, {}, "row 'ravan': seed = 9: every row has the study's seeds"),
+        ({"rows": {}}, {}, "table 'T': rows: got none, expected one at least"),
+        ({"metric": "time"}, {}, r"metric = 'time': rows \['ravan', 'fedit'\] have no simulated"),
+        ({}, {"seeds": [2, 100]}, r"seeds and choose.seeds both have \[2\], expected no seed in"),
+    ],
+)
+def test_mistakes_in_a_study_are_found_before_anything_is_run(tmp_path, table, choose, message):
+    with pytest.raises(ValueError, match=message):
+        study_of(tmp_path, tables=[T | table], **choose)
+
+
+def test_rates_may_be_written_without_a_point(tmp_path):
+    """YAML 1.1 takes 3e-3 for a text."""
+    study_of(tmp_path)
+    path = tmp_path / "study.yaml"
+    lines = ["choose: {learning-rate: [1e-3, 3E-03, 1e+0], seeds: [7]}", "title: A study"]
+    lines += ["num-clients: 3", "seeds: [0]", "tables: [{title: 1e-3x, rows: {ravan: {}}}]"]
+    path.write_text("\n".join(lines))
+    (table,) = read_study(path).tables
+    assert table.grid is not None
+    assert (table.title, table.grid.values) == ("1e-3x", (1e-3, 3e-3, 1.0))
+
+
 def with_seeds(path, number):
     content = yaml.safe_load(path.read_text()) | {"seeds": list(range(number))}
     path.write_text(yaml.safe_dump(content, sort_keys=False))

@@ -308,6 +308,7 @@ def test_an_incomplete_contrast_counts_as_planned(tmp_path, random_values):
     raw = stats.ttest_rel(random_values["fedit"], random_values["ravan"]).pvalue
     (line,) = [x for x in lines_of(study.tables[0], results) if x.row == "fedit"]
     assert line.p_holm == pytest.approx(2 * raw)
+    assert "Planned contrasts without a result: hetlora." in markdown(study, results)
 
 
 def test_a_table_may_show_means_of_the_last_evaluations(tmp_path, random_values):

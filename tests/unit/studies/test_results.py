@@ -253,5 +253,5 @@ def test_the_time_of_simulated_devices_is_a_metric():
 
 @pytest.mark.parametrize("directory", [Ended(None), Ended("edge-gpus", **{"until-metric": 0.95})])
 def test_a_run_in_real_time_or_short_of_its_target_has_no_time_metric(directory):
-    with pytest.raises(ValueError, match="time: set devices"):
+    with pytest.raises(ValueError, match="metric = 'time': got a run that has measured accuracy"):
         Result.of(directory).value("time")
