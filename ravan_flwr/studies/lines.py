@@ -203,8 +203,9 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
             f"Significantly different from {table.against} with Holm's correction over the "
             f"{number} planned contrast{'s' * (number != 1)}: {', '.join(rows) or 'none'}."
         )
-        if missing := [n for n in table.contrasts if n not in {x.row for x in lines if x.p_holm}]:
-            texts.append(f"Planned contrasts without a result: {', '.join(missing)}.")
+        tested = {x.row for x in lines if x.p_holm is not None}
+        if missing := ", ".join(name for name in table.contrasts if name not in tested):
+            texts.append(f"Planned contrasts without a result: {missing}.")
     rejected = [(x.row, sum(r.rejected or 0 for r in x.results.values())) for x in lines]
     if counts := ", ".join(f"{row} {number}" for row, number in rejected if number):
         texts.append(f"Rejected or missing replies: {counts}.")

@@ -142,7 +142,7 @@ def _run(
             left = minutes((time.monotonic() - started) / rounds_done * (rounds - rounds_done))
             if (result := results.of(run)) is None:
                 results.add_failure(run, last_line)
-            elif not result.missed_target(metric):
+            elif metric and not result.missed_target(metric):
                 result.value(metric)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last_line)
     except BaseException:
