@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import stat
 import sys
@@ -172,7 +173,8 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     assert read_config(with_preset_path({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  ravan: 1.0e-2  # tune: ")
     assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
-    assert after == "accuracy 0.9100 ± 0.0100, with batch-size=8\n# the end\n"
+    # Three values at a distance of 0.01; the quantile of Student's t is 4.3027.
+    assert after == f"accuracy 0.9100 ± {4.3027 * 0.01 / math.sqrt(3):.4f}, with batch-size=8\n# the end\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
