@@ -174,7 +174,8 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     before, _, after = path.read_text().partition("  ravan: 1.0e-2  # tune: ")
     assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
     # Three values at a distance of 0.01; the quantile of Student's t is 4.3027.
-    assert after == f"accuracy 0.9100 ± {4.3027 * 0.01 / math.sqrt(3):.4f}, with batch-size=8\n# the end\n"
+    half_width = 4.3027 * 0.01 / math.sqrt(3)
+    assert after == f"accuracy 0.9100 ± {half_width:.4f}, with batch-size=8\n# the end\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
