@@ -431,6 +431,14 @@ def check_key(name: str, value: Scalar) -> Scalar:
     return value
 
 
+def check_num_clients(number: object) -> int:
+    """Return a number of clients; raise ValueError unless it is a whole number above 0."""
+    if type(number) is not int or number < 1:
+        problem = "expected a whole number at least 1, such as 20"
+        raise ValueError(f"num-clients = {number!r}: {problem}")
+    return number
+
+
 def read_limits(text: str) -> dict[str, Scalar]:
     """Return the limits in `NAME=NUMBER,NAME=NUMBER` by name."""
     read: dict[str, Scalar] = {}
@@ -500,11 +508,7 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
             )
         config[key] = value
     num_clients = config.pop("num-clients", None)
-    if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
-        raise ValueError(
-            f"num-clients = {num_clients!r}: expected a whole number at least 1, such as 20"
-        )
-    return config, num_clients
+    return config, None if num_clients is None else check_num_clients(num_clients)
 
 
 def _value(key: str, text: str) -> Scalar:

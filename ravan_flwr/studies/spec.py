@@ -3,7 +3,7 @@
     title: ...
     num-clients: 20
     seeds: [0, 1, 2]
-    settings: {num-rounds: 10}              # of all rows
+    settings: {num-rounds: 10}              # optional: of all rows
     choose:                                 # optional: a learning rate for each row of a table
       learning-rate: [1.0e-3, 1.0e-2]
       seeds: [100, 101, 102]
@@ -55,7 +55,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
+from ravan_flwr.config.keys import (
+    KEYS,
+    NOT_OF_RESULT,
+    as_key_values,
+    check_key,
+    check_num_clients,
+)
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
 from ravan_flwr.config.yaml_file import Part, check_names, read_yaml
@@ -426,11 +432,10 @@ class _TableReader:
         clients = settings.pop("num-clients", study.num_clients)
         problem = f"{where}: seed = {settings.get('seed')!r}: every row has the study's seeds"
         _require("seed" not in settings, f"{problem}, expected no other; leave it out")
-        problem = f"{where}: num-clients = {clients!r}: expected a whole number at least 1"
-        _require(type(clients) is int and clients >= 1, problem)
         grid = None if key in settings else grid
         value = grid.values[0] if grid else settings.get(key, KEYS[key].default)
         try:
+            check_num_clients(clients)
             self.configs[name] = read_config(
                 with_preset_path(settings | self.overrides | {key: value})
             )

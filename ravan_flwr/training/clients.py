@@ -1,5 +1,6 @@
 """Count the clients of a simulation: the requested number, or the number of users in the data."""
 
+from ravan_flwr.config.keys import check_num_clients
 from ravan_flwr.config.run_config import Config
 
 
@@ -22,8 +23,8 @@ def number_of_clients(config: Config, num_clients: int | None = None) -> int:
         num_values = len(set(values_of(train, column)))
         check_natural(num_values, num_values if number is None else number, column)
         number = num_values
-    assert number is not None  # without a natural partition the configuration has a number
-    if 0 < number < config.min_replies:
+    number = check_num_clients(number)
+    if number < config.min_replies:
         raise ValueError(
             f"min-replies = {config.min_replies}: got num-clients = {number}, and a round gets no "
             "more replies than that; start more clients, or lower min-replies (with "

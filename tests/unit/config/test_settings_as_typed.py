@@ -5,6 +5,7 @@ import pytest
 from ravan_flwr.cli import EARLIER, main
 from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import _EARLIER, KEYS, as_key_values, check_key, read_settings
+from ravan_flwr.launch.start import read_start
 from ravan_flwr.specs import Scalar
 
 
@@ -90,6 +91,12 @@ def test_a_typing_error_is_reported_once(words, message, capsys):
         main(["simulate", *words])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["3", 2.5, 0, True])
+def test_another_number_of_clients_is_refused_in_python_too(number):
+    with pytest.raises(ValueError, match=rf"num-clients = {number!r}: expected a whole number at"):
+        read_start({}, number)
 
 
 def test_keys_and_commands_of_earlier_versions_name_the_present_ones(capsys):
