@@ -66,5 +66,6 @@ def targets_of(text: str) -> tuple[str, ...]:
     return suffixes
 
 
+EXPORT_FORMS = ("peft", "ravan", "merged")
 # Form of an export -> its folder, in a run's directory or on a device.
 RESULT_FOLDERS = {"peft": "adapter", "merged": "merged"}

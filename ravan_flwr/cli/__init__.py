@@ -32,7 +32,7 @@ EXAMPLES = {
 # Commands of earlier versions -> what does the same.
 EARLIER = {
     "watch": "`report --live`", "spectrum": "`report --spectrum`", "secure-keys": "`keys`",
-    "fetch": "`hf download`",
+    "fetch": "`hf download`", "run": "`simulate --engine flower`",
 }  # fmt: skip
 
 

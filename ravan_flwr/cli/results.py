@@ -8,6 +8,7 @@ from pathlib import Path
 from ravan_flwr.cli.parts import RUN, Commands, add_command, option
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.reports import PORT
+from ravan_flwr.specs import EXPORT_FORMS
 
 # fmt: off
 _CLIENT = option("--client", type=int, metavar="N",
@@ -45,7 +46,7 @@ def add(commands: Commands) -> None:
         _CLIENT, note="A row that cannot be read has no answer, and the reason.")
     add_command(commands, "export", _export,
         "write a run's result as a folder that other software loads",
-        RUN, option("--as", dest="form", required=True, choices=("peft", "ravan", "merged"),
+        RUN, option("--as", dest="form", required=True, choices=EXPORT_FORMS,
             help="for PeftModel.from_pretrained a LoRA (peft), or the heads themselves (ravan, "
             "with ravan-flwr installed); or a whole transformers model (merged)"),
         option("folder", type=Path, metavar="FOLDER", help="a folder that is new"), _CLIENT)

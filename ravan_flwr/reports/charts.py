@@ -239,12 +239,13 @@ def panels(
         for axes in grid[len(series) :]:
             axes.set_visible(False)
         if _end_far_apart(series) if logarithmic is None else logarithmic:
-            places = sorted({x for line in series for xs, _ in line.runs for x in xs})
             grid[0].set_xscale("log")
-            grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
             if logarithmic:  # a few values, often within one decade
+                places = sorted({x for line in series for xs, _ in line.runs for x in xs})
                 shown = places[:: -(-len(places) // 4)]
                 grid[0].set_xticks(shown, [f"{place:g}" for place in shown])
+            else:
+                grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
             grid[0].xaxis.set_minor_locator(NullLocator())
         if reference is not None and len(series) > 1:
             figure.legend(

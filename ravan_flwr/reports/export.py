@@ -40,6 +40,7 @@ from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.specs import EXPORT_FORMS
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network, stored_dtype
 
@@ -48,7 +49,7 @@ _BILINEAR = 2  # of Pillow
 
 def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
     """Write a finished run's result to a new folder; `client` as for `result_of`."""
-    check_choice("export: form", form, ("peft", "ravan", "merged"))
+    check_choice("export: form", form, EXPORT_FORMS)
     folder = Path(folder)
     directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

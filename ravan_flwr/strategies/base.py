@@ -194,16 +194,8 @@ class MethodStrategy(FedAvg):
                 accepted.append(reply.content)
         if problems:
             self.rejected[server_round] = problems
-        if problems and not accepted:
-            message = f"round {server_round}: all {len(problems)} clients failed or were rejected"
-            if not self._has_accepted:
-                raise ValueError(
-                    f"{message}, expected one at least; the last of them: "
-                    f"{list(problems.values())[-1]}; build the clients' models as the server does, "
-                    "and send what collect_arrays returns"
-                )
-            log.warning("%s, the arrays stay as they were", message)
         if not accepted:
+            self._report_unchanged(server_round, list(problems.values()))
             return None, None
         self._has_accepted = True
         metrics = self.train_metrics_aggr_fn(accepted, self.weighted_by_key)
@@ -216,6 +208,18 @@ class MethodStrategy(FedAvg):
         if self.optimizer is not None:
             changed |= self._stepped(server_round, changed)
         return _record(sent, changed, translated), metrics
+
+    def _report_unchanged(self, server_round: int, problems: Sequence[str]) -> None:
+        """Log that all replies of a round were unused; ValueError if no reply was ever accepted."""
+        if not problems:
+            return
+        message = f"round {server_round}: all {len(problems)} clients failed or were rejected"
+        if not self._has_accepted:
+            raise ValueError(
+                f"{message}, expected one at least; the last of them: {problems[-1]}; build the "
+                "clients' models as the server does, and send what collect_arrays returns"
+            )
+        log.warning("%s, the arrays stay as they were", message)
 
     # The server optimiser gets one reply: the mean.
 

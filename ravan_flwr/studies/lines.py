@@ -197,14 +197,14 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
             f"With any of the rates that are as good, of both rows, this holds for: {robust}."
         )
     if table.contrasts:
-        rows = [x.row for x in lines if x.p_holm is not None and x.p_holm < 0.05]
+        p_values = {x.row: x.p_holm for x in lines if x.p_holm is not None}
+        rows = [row for row, p in p_values.items() if p < 0.05]
         number = len(table.contrasts)
         texts.append(
             f"Significantly different from {table.against} with Holm's correction over the "
             f"{number} planned contrast{'s' * (number != 1)}: {', '.join(rows) or 'none'}."
         )
-        tested = {x.row for x in lines if x.p_holm is not None}
-        if missing := ", ".join(name for name in table.contrasts if name not in tested):
+        if missing := ", ".join(name for name in table.contrasts if name not in p_values):
             texts.append(f"Planned contrasts without a result: {missing}.")
     rejected = [(x.row, sum(r.rejected or 0 for r in x.results.values())) for x in lines]
     if counts := ", ".join(f"{row} {number}" for row, number in rejected if number):

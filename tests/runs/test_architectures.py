@@ -261,6 +261,8 @@ def test_targets_can_be_set(settings):
     assert names == [f"model.layers.{i}.{end}" for i in (0, 1) for end in ends]
     with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['nothing'\].*o_proj"):
         _ = ModelAndData(read_config(settings("llama") | {"targets": "nothing"})).model
+    with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['mlp.up_prj'\]"):
+        _ = ModelAndData(read_config(settings("llama") | {"targets": "q_proj,mlp.up_prj"})).model
 
 
 def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp_path, monkeypatch):
