@@ -91,6 +91,10 @@ class ExampleBudget(PrivacyBudget):
         return sampling_rate(self.config.batch_size, client.examples)
 
     @property
+    def rounds(self) -> int:
+        return max((times.rounds for times in self.counts.values()), default=0)
+
+    @property
     def epsilon(self) -> float:
         """Return the largest epsilon that a client has spent.
 

@@ -38,6 +38,9 @@ NAME = "privacy.json"
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
 LEAST_NORM, MOST_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
 CLOSE = 1e-6  # relative difference of two accounts of the same releases, on different machines
+# Rounds that are repeated, as after going back, are counted again. Still, no account has more than
+# this times the recorded rounds, of which UNRECORDED may be missing: computing it takes minutes.
+REPEATED, UNRECORDED = 10, 100
 Rounds = Annotated[int, Field(ge=1, le=KEYS["num-rounds"].high)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 
@@ -108,25 +111,35 @@ class PrivacyBudget(ABC):
     ) -> Iterator[str]:
         """Yield conflicts of a file with the settings, with its own counts, and with the records.
 
-        The spent epsilon follows from the other values, and no round has spent more.
+        The spent epsilon follows from the other values, and no round has spent more. It is computed
+        last: for counts and noise that are not the run's that could take minutes and gigabytes.
         """
         multiplier = content["noise-multiplier"]
         for key, of_run in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
             if of_run not in (None, content[key]):
                 yield f"{key} = {content[key]!r}, and the run has {of_run!r}"
-        spent = cls(config, lambda _: None, content).epsilon
-        if not math.isclose(content["epsilon"], spent, rel_tol=CLOSE):
-            yield f"epsilon = {content['epsilon']!r}, and its counts spend {spent!r}"
-        for record in records:
-            privacy: Mapping[str, Any] = record.get("privacy", {})
+        budgets: list[Mapping[str, Any]] = [record.get("privacy", {}) for record in records]
+        for record, privacy in zip(records, budgets, strict=True):
             if not math.isclose(privacy.get("noise-multiplier", 0.0), multiplier, rel_tol=CLOSE):
                 yield f"noise-multiplier = {multiplier!r}, and round {record['round']} has another"
+        account = cls(config, lambda _: None, content)
+        if account.rounds > REPEATED * (len(records) + UNRECORDED):
+            yield f"it counts {account.rounds:,} rounds, and the records have {len(records):,}"
+        spent = account.epsilon
+        if not math.isclose(content["epsilon"], spent, rel_tol=CLOSE):
+            yield f"epsilon = {content['epsilon']!r}, and its counts spend {spent!r}"
+        for record, privacy in zip(records, budgets, strict=True):
             if privacy.get("epsilon", math.inf) > spent * (1 + CLOSE):
                 yield f"epsilon = {spent!r}, and round {record['round']} has more"
 
     @abstractmethod
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
         """Fix a new run's noise multiplier; log what the run will spend."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """Return how many rounds are counted, of the client that was counted most often."""
 
     @property
     @abstractmethod
@@ -199,14 +212,16 @@ class ClientBudget(PrivacyBudget):
         self.norm = self.config.clip_norm or FIRST_NORM
 
     def restore(self, memory: Mapping[str, Tensor]) -> None:
-        if self.config.clip_norm or (norm := memory.get(CLIP_NORM)) is None:
+        # The account is of noise in proportion to the norm, so that it holds for any norm.
+        norm = memory.get(CLIP_NORM)
+        if self.config.clip_norm or (norm is None and not self.releases):
             return
-        self.norm = float(norm) if norm.numel() == 1 else math.nan
+        self.norm = float(norm) if norm is not None and norm.numel() == 1 else math.nan
         if not LEAST_NORM <= self.norm <= MOST_NORM:
             raise ValueError(
-                f"checkpoint: {CLIP_NORM} is {norm.tolist()}, expected one number from "
-                f"{LEAST_NORM:g} to {MOST_NORM:g}; restore the checkpoint, or go back with "
-                "resume=RUN@N"
+                f"checkpoint: {CLIP_NORM} is {'missing' if norm is None else norm.tolist()}, "
+                f"expected one number from {LEAST_NORM:g} to {MOST_NORM:g}; restore the "
+                "checkpoint, or go back with resume=RUN@N"
             )
 
     @property
@@ -233,6 +248,10 @@ class ClientBudget(PrivacyBudget):
                 "round would have, and the clients of this run are not protected by it",
                 self.config.noise_cohort,
             )
+
+    @property
+    def rounds(self) -> int:
+        return self.releases
 
     @property
     def epsilon(self) -> float:

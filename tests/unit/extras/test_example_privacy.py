@@ -326,6 +326,17 @@ def test_an_invalid_account_is_refused(changes, message, tmp_path):
         ExampleBudget.of(other, directory, start)
 
 
+def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
+    tmp_path, monkeypatch
+):
+    config = read_config({"privacy": "example", "epsilon": 8.0, "local-steps": STEPS})
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(record_of(1)) + "\n")
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | {"asked": {"3": [0.5, 10**6]}}))
+    monkeypatch.setattr(example_privacy, "epsilon_of", None)
+    with pytest.raises(ValueError, match="it counts 1,000,000 rounds, and the records have 1"):
+        ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=1))
+
+
 def test_a_resumed_run_needs_its_account(tmp_path):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):

@@ -191,6 +191,29 @@ def test_an_adaptive_clip_norm_is_kept_for_a_resumed_run():
     assert after.multiplier == budget.multiplier
 
 
+def test_a_resumed_run_needs_the_clip_norm_that_has_adapted():
+    """Without it the norm would silently be the first round's again."""
+    notes, _, files, _ = run_rounds(Nodes(), rounds=2, clip_norm="auto")
+    before = files[-1][1]
+    assert before["releases"] == 2
+    memory = {name: tensor for name, tensor in notes.memory.items() if name != CLIP_NORM}
+    assert len(memory) < len(notes.memory)
+    with pytest.raises(ValueError, match=r"checkpoint: privacy/clip-norm is missing, expected"):
+        run_rounds(Nodes(), 1, memory=memory, before=before, clip_norm="auto")
+    run_rounds(Nodes(), 1, memory=memory, before=before | {"releases": 0}, clip_norm="auto")
+
+
+def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
+    """Noise and sensitivity are both proportional to the norm, so that epsilon is without it."""
+    before = run_rounds(Nodes(), rounds=2)[2][-1][1]
+    accounts = []
+    for memory in ({}, {CLIP_NORM: torch.tensor([0.25])}):
+        _, budget, files, _ = run_rounds(Nodes(), 1, memory=memory, before=before)
+        accounts.append((budget.epsilon, budget.as_record(), files))
+    assert accounts[0] == accounts[1]
+    assert accounts[0][0] == epsilon_of(1.0, 0.5, 1e-5, 3)
+
+
 ACCOUNT = {
     "noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releases": 5,
     "epsilon": epsilon_of(1.0, 0.5, 1e-5, 5),
@@ -268,6 +291,36 @@ def test_an_account_with_derived_noise_must_match_the_records(spent, message, tm
     write_rounds(tmp_path, map(record_of, (1, 2, 3, 4)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
     assert ClientBudget.of(config, directory, start) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"releases": 10**6}, "it counts 1,000,000 rounds, and the records have 3"),
+        ({"releases": 10**6, "epsilon": 2e5}, "it counts 1,000,000 rounds"),
+        ({"noise-multiplier": 1e-3}, r"noise-multiplier = 0\.001, and round 1 has another"),
+    ],
+)
+def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
+    changes, message, tmp_path, monkeypatch
+):
+    """With a million releases, or so little noise, epsilon takes a minute and gigabytes."""
+    config = read_config({"privacy": "client", "epsilon": 8.0})
+    write_rounds(tmp_path, map(record_of, (1, 2, 3)))
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
+    monkeypatch.setattr("ravan_flwr.server.privacy_budget.epsilon_of", None)
+    with pytest.raises(ValueError, match=message):
+        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=3))
+
+
+def test_rounds_that_were_repeated_are_within_the_account(tmp_path):
+    """A run that went back from round 900 to round 2, and had no room there, is resumed."""
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
+    write_rounds(tmp_path, map(record_of, (1, 2)))
+    (tmp_path / NAME).write_text(json.dumps(spending(releases=900)))
+    budget = ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=2))
+    assert budget is not None
+    assert budget.releases == 900
 
 
 @pytest.mark.parametrize("norm", [-0.1, 0.0, math.nan, math.inf, 1e-200, [0.1, 0.2], []])
