@@ -24,6 +24,9 @@ import pytest
 
 from testing import ROOT
 from tests.fork_server import ALL, HAS_GPU, WITHOUT_HUB, WORKER, ForkServer, Python
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 # Compiled modules are stored, also if the shell forbids it: else each process of the tests would
 # compile all tests, or the whole package.
@@ -92,7 +95,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not torch.accelerator.is_available():
         return None
     if ALONE in os.environ:
-        pytest.skip("this machine has an accelerator, where no worker is forked")
+        pytest.skip("there is a GPU, where no worker is forked")
     command = [sys.executable, "-m", "pytest", "-n", "0", pyfuncitem.nodeid]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {ALONE: "1"}, capture_output=True, text=True

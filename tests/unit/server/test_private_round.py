@@ -192,7 +192,7 @@ def test_an_adaptive_clip_norm_is_kept_for_a_resumed_run():
 
 
 def test_a_resumed_run_needs_the_clip_norm_that_has_adapted():
-    """Without it the norm would silently be the first round's again."""
+    """Without it the run would go on with the norm of the first round."""
     notes, _, files, _ = run_rounds(Nodes(), rounds=2, clip_norm="auto")
     before = files[-1][1]
     assert before["releases"] == 2

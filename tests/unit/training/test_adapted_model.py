@@ -231,7 +231,7 @@ def test_a_changed_weight_changes_the_backbones_fingerprint(tmp_path):
 
 def test_a_missing_device_is_refused():
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"device = 'cuda:1' is not there: PyTorch sees 0 CUDA"):
         pick_device("cuda:1")
     assert pick_device("auto").type in {"cpu", "mps"}

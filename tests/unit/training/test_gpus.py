@@ -346,7 +346,7 @@ def test_a_process_without_the_machines_gpus_is_advised(tmp_path):
     assert "has 1 GPU." in (explain_unused_gpus(nowhere, machine(tmp_path / "wsl", SMALL)) or "")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which is used")
 def test_device_errors_explain_why_a_gpu_may_be_unusable(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
     monkeypatch.delenv(found_gpus.VISIBLE, raising=False)
@@ -426,7 +426,7 @@ def test_each_run_of_a_study_has_its_own_gpu(tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
 def test_an_unused_gpu_is_logged_once_unless_the_cpu_was_requested(tmp_path, monkeypatch, caplog):
     if found_gpus.DRIVER.is_dir():
-        pytest.skip("the machine has GPUs of its own to tell of")
+        pytest.skip("there is a GPU of this machine to tell of")
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
     found_gpus.log_unused_gpus.cache_clear()
     try:
