@@ -3,7 +3,8 @@
 Flower's deployment runtime starts a process for every message, which loads this module first. The
 module asks the node's warm worker. It imports torch if the node has none.
 
-    query      the node's description: its data, budget fraction and software
+    query      the node's description: its data, budget fraction and software; or its partition, and
+               why it cannot take part
     train      a round of local steps from the server's broadcast
     calibrate  the method's calibration on this node's data, before the first round
     evaluate   the global model's metrics on this node's validation split
@@ -16,35 +17,53 @@ module asks the node's warm worker. It imports torch if the node has none.
 """
 
 from functools import partial
+from logging import getLogger
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.replay_guard import answer_once, enforce_run_scope
-from ravan_flwr.config.node_config import read_node, use_cache
+from ravan_flwr.config.node_config import Node, read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.secure import LIGHT, PHASES
 
 app = ClientApp()
+log = getLogger(__name__)
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
     enforce_run_scope(message, context)
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
+    try:
+        reply = _records_of(kind, content, context, node)
+    except Exception as error:
+        if kind != "query":
+            raise
+        if is_on_a_device():  # elsewhere the server's log has it
+            log.exception("this device cannot take part")
+        sentence = isinstance(error, ValueError | RuntimeError)
+        reason = str(error) if sentence else f"{type(error).__name__}: {error}"
+        refused = ConfigRecord({"partition-id": node.partition_id, "reason": reason})
+        reply = RecordDict({"refused": refused})
+    return Message(reply, reply_to=message)
+
+
+def _records_of(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     answer_once(kind, content, context, node.partition_id)
     if kind in LIGHT:
         from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
 
-        return Message(answer_phase(kind, content, context, node), reply_to=message)
+        return answer_phase(kind, content, context, node)
     if node.warm_worker:
         from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
 
-        return Message(worker.ask(kind, content, context), reply_to=message)
+        return worker.ask(kind, content, context)
     use_cache(node.cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
-    return Message(answers.answer(kind, content, context), reply_to=message)
+    return answers.answer(kind, content, context)
 
 
 app.query()(partial(_answer, "query"))

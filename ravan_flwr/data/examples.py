@@ -235,8 +235,8 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         expected = ", ".join(labels)
     if wrong:
         raise ValueError(
-            f"{where}: got unknown labels {some_of(wrong)}; expected {expected}; rename them, or "
-            "take the examples out"
+            f"{where}: got unknown labels {some_of(wrong)}; expected {expected}; add them to the "
+            "labels of the preset, rename them, or take the examples out"
         )
     return numbers
 

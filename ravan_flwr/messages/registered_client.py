@@ -65,6 +65,12 @@ def read_registered_client(
     return RegisteredClient(node_id=node_id, **values | texts | {"derived": tuple(derived)})
 
 
+def partition_in(answer: Mapping[str, Any]) -> int | None:
+    """Return the partition in an untrusted answer, also if the rest is not valid; None without."""
+    number = answer.get("partition-id")
+    return number if type(number) is int and 0 <= number < MOST_PARTITIONS else None
+
+
 def check_same_app(
     client: RegisteredClient, code: str, backbone: str, derived: Sequence[float]
 ) -> None:
@@ -72,13 +78,14 @@ def check_same_app(
     if client.code != code:
         raise ValueError(
             f"its ravan_flwr has fingerprint {client.code}, expected {code}: other files than the "
-            "server's; in a simulation the SuperLink was started in another checkout, so end it "
-            "and run again"
+            "server's; install the server's version on the device; in a simulation the SuperLink "
+            "was started in another checkout, so end it and run again"
         )
     if client.backbone != backbone:
         raise ValueError(
             f"its backbone has fingerprint {client.backbone}, expected {backbone}: another model, "
-            f"revision or library (it has {client.versions}); give it the server's"
+            f"revision or library (it has {client.versions}); copy the server's model to the "
+            "device, and install the server's constraints.txt there"
         )
     check_derived(client.derived, derived, client.versions)
 
@@ -93,6 +100,6 @@ def check_derived(derived: object, expected: Sequence[float], versions: str = ""
     if not same:
         raise ValueError(
             f"its bases have fingerprint {shown(list(numbers[:20]))}, expected {list(expected)}: "
-            f"they were made from another seed, rank, scheme or library {versions}; give it the "
-            "server's"
+            f"they were made from another seed, rank, scheme or library {versions}; install the "
+            "server's constraints.txt on the device"
         )

@@ -21,10 +21,11 @@ from flwr.serverapp import Grid
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.plain_text import listed
+from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import (
     RegisteredClient,
     check_same_app,
+    partition_in,
     read_registered_client,
 )
 from ravan_flwr.methods.tensors import Tensors
@@ -58,6 +59,7 @@ class Node:
     last_query: str = ""  # id of the last query
     num_queries: int = 0
     client: RegisteredClient | None = None
+    partition: int | None = None  # as it says, also if it is refused; None: not known
     refused: str = ""  # the reason
     # By kind of message: a node that answers only one kind must be skipped for the other kind.
     missed_replies: dict[str, int] = field(default_factory=dict)  # in a row
@@ -69,6 +71,11 @@ class Node:
     # ("" if the reply is unused).
     late: dict[str, tuple[RegisteredClient, str]] = field(default_factory=dict)
     heard: float = 0.0  # when it last replied, in seconds since 1970
+
+    @property
+    def name(self) -> str:
+        """Return the partition that the node says it has, or else its id, of up to 20 digits."""
+        return f"node {self.node_id}" if self.partition is None else f"partition {self.partition}"
 
     @property
     def failures(self) -> int:
@@ -321,7 +328,11 @@ class ClientRegistry:
         try:
             with as_value_error():
                 answers = content_of(reply).config_records
-                answer = answers.get("client", ConfigRecord())
+                refused = answers.get("refused")
+                answer = refused or answers.get("client", ConfigRecord())
+                node.partition = partition_in(answer)
+                if refused is not None:
+                    raise ValueError(plain(str(refused.get("reason") or "it gives no reason")))
                 client = read_registered_client(node.node_id, answer, len(self.derived))
                 check_same_app(client, self.code, self.backbone, self.derived)
         except ValueError as error:
@@ -358,7 +369,7 @@ class ClientRegistry:
         self._note(node, None, reason)
         self._refused_now.append(reason)
         if len(self._refused_now) <= REFUSALS_LOGGED:
-            log.warning("refused node %d: %s", node.node_id, reason)
+            log.warning("refused %s: %s", node.name, reason)
 
     def _note(self, node: Node, client: RegisteredClient | None, refused: str) -> None:
         """Store a node's client, or the reason of its refusal; drop cached lists of clients."""

@@ -7,6 +7,7 @@ number of values in a dense upload of its client.
 """
 
 import math
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from ravan_flwr.tasks.base import Measures
 MOST_LOSS = 1e9
 MOST_SECONDS = 1e9
 MOST_STEPS = 1e9
+_FOR_USERS = re.compile(r"<class 'ValueError'>:<'(.*)'>", re.DOTALL)  # Flower's text of an error
 IN_UNIT_RANGE = ("accuracy", "f1")  # metrics from 0 to 1
 
 
@@ -160,8 +162,10 @@ def most_validation_size(trained: int, fraction: float) -> int:
 def content_of(reply: Message) -> RecordDict:
     """Return a reply's content; raise ValueError with the node's reason if it is an error."""
     if reply.has_error():
-        reason = plain((reply.error.reason or "").strip()) or "no reason given"
-        if reply.error.code == UNREADABLE:
+        text = (reply.error.reason or "").strip()
+        sentence = _FOR_USERS.fullmatch(text)
+        reason = plain(sentence[1] if sentence else text) or "no reason given"
+        if sentence or reply.error.code == UNREADABLE:
             raise ValueError(reason)
         raise ValueError(f"it failed with code {reply.error.code}: {reason}")
     return reply.content

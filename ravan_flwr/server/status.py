@@ -103,7 +103,8 @@ class Status:
                 for client in self._described()
             ],
             "refused": [
-                {"node": str(node_id), "reason": reason}
-                for node_id, reason in self._registry.refused.items()
+                {"node": node.name, "reason": node.refused}
+                for node in self._registry.nodes.values()
+                if node.refused
             ],
         }

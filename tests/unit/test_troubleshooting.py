@@ -4,11 +4,16 @@ import csv
 import re
 import shlex
 
+import datasets
 import pytest
 
 from ravan_flwr.cli import EXAMPLES, _parser, main
+from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.registered_client import check_same_app
 from scripts import check_words
 from tests import ROOT
+from tests.hand_made import DERIVED, registered_client
 from tests.own_models import make_bert
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -64,6 +69,44 @@ def test_a_mistake_prints_the_error_on_the_page(command, printed, folder, monkey
     output = " ".join(capsys.readouterr().err.split())
     pattern = ".*".join(re.escape(part.strip()) for part in printed.split("..."))
     assert re.search(pattern, output), output
+
+
+def other_code():
+    check_same_app(registered_client(), "other", "b", DERIVED)
+
+
+def other_model():
+    check_same_app(registered_client(), code_fingerprint(), "other", DERIVED)
+
+
+def other_bases():
+    check_same_app(registered_client(), code_fingerprint(), "b", [3.0, 4.0])
+
+
+def other_label():
+    label_numbers(datasets.Dataset.from_dict({"label": ["c"]}), ("a", "b"), "train")
+
+
+VERSION = ("install the server's version on the device", "end it and run again")
+MODEL = ("copy the server's model", "constraints.txt")
+LABELS = ("add them to the labels of the preset", "rename them", "take the examples out")
+REFUSED = [
+    (other_code, "its ravan_flwr has fingerprint", VERSION),
+    (other_model, "its backbone has fingerprint", MODEL),
+    (other_bases, "bases have", ("constraints.txt",)),
+    (other_label, "got unknown labels", LABELS),
+]
+
+
+@pytest.mark.parametrize(("fail", "symptom", "remedies"), REFUSED)
+def test_a_refusal_and_the_page_give_the_same_remedy(fail, symptom, remedies):
+    rows = [line.replace("`", "") for line in PAGE.splitlines() if line.startswith("| ")]
+    (row,) = (row for row in rows if symptom in row)
+    with pytest.raises(ValueError, match=symptom) as error:
+        fail()
+    for remedy in remedies:
+        assert remedy in row
+        assert remedy in str(error.value)
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

@@ -392,8 +392,40 @@ def test_the_number_of_logged_refusals_is_limited(caplog):
         run(Nodes(500, backbone="other"))
     logged = [record.message for record in caplog.records if "refused" in record.message]
     assert len(logged) == 6
-    assert logged[0].startswith("refused node 11: its backbone")
+    assert logged[0].startswith("refused partition 499: its backbone")
     assert logged[-1].startswith("refused 495 nodes more: its backbone")
+
+
+CANNOT = ConfigRecord({"partition-id": 3, "reason": "got unknown labels c; expected\na, b"})
+FLOWERS = "<class 'ValueError'>:<'node config: partition-id is missing, expected 'a' number'>"
+
+
+@pytest.mark.parametrize(
+    ("make", "logged"),
+    [
+        (lambda m: Message(RecordDict({"refused": CANNOT}), reply_to=m),
+         r"refused partition 3: got unknown labels c; expected\na, b"),
+        (lambda m: Message(Error(2, FLOWERS), reply_to=m),
+         "refused node 11: node config: partition-id is missing, expected 'a' number"),
+        (lambda m: Message(Error(2, "<class 'OSError'>:<'no disk'>"), reply_to=m),
+         "refused node 11: it failed with code 2: <class 'OSError'>:<'no disk'>"),
+        (lambda m: Message(RecordDict({"refused": ConfigRecord({"partition-id": -1})}), reply_to=m),
+         "refused node 11: it gives no reason"),
+    ],
+)  # fmt: skip
+def test_a_device_that_cannot_take_part_goes_by_its_partition_and_one_sentence(
+    make, logged, caplog
+):
+    def behave(partition, message):
+        return (
+            make(message) if partition == 3 and message.metadata.message_type == "query" else None
+        )
+
+    _, strategy, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=3)
+    assert [line for line in caplog.messages if "refused" in line] == [logged]
+    assert len(strategy.registry.clients) == 3
+    name, _, reason = logged.removeprefix("refused ").partition(": ")
+    assert strategy.status._now()["refused"] == [{"node": name, "reason": reason}]
 
 
 def test_the_number_of_connected_clients_is_logged(caplog):
@@ -407,7 +439,9 @@ def test_the_number_of_connected_clients_is_logged(caplog):
 
 
 def test_without_an_eligible_node_the_run_stops_with_the_reason():
-    message = r"no node to train on: all 4 were refused: its backbone [^;]*; give it the server's$"
+    message = (
+        r"no node to train on: all 4 were refused: its backbone [^;]*; copy the server's [^;]*$"
+    )
     with pytest.raises(RuntimeError, match=message):
         run(Nodes(backbone="other"))
     empty = Nodes()
