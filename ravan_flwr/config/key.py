@@ -138,17 +138,74 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """Return the end of a sentence: a question with the nearest choice, or a full stop."""
-    near = nearest(value, choices)
-    return f": did you mean {near!r}?" if near else "."
+    """Return the end of a sentence: a question with what may be meant, or a full stop."""
+    choices = tuple(choices)
+    others = OTHER_NAMES.get(_plain_word(value), ())
+    meant = [name for name in others if name.partition("=")[0] in choices]
+    meant = meant or [near for near in [nearest(value, choices)] if near]
+    return f": did you mean {' or '.join(map(repr, meant))}?" if meant else "."
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """Return the shortest choice that has the value's words, or one that is spelt like it."""
     plain = {choice.lower(): choice for choice in sorted(choices, key=len)}
-    word = str(value).lower().replace("_", "-")
+    word = _plain_word(value)
+    plural = [choice for choice in plain if choice in (f"{word}s", word.removesuffix("s"))]
     longer = [choice for choice in plain if len(word) > 2 and f"-{word}" in f"-{choice}"]
     whole = [choice for choice in longer if f"-{word}-" in f"-{choice}-"]
     swapped = [choice for choice in plain if sorted(choice) == sorted(word)]
-    near = whole or longer or swapped or difflib.get_close_matches(word, plain, 1, 0.82)
+    near = plural or whole or longer or swapped or difflib.get_close_matches(word, plain, 1, 0.82)
     return plain[near[0]] if near else None
+
+
+def _plain_word(value: object) -> str:
+    return str(value).lower().replace("_", "-")
+
+
+# What other programs and papers call a key or a method -> what may be meant by it, with a value if
+# that is a part of the answer.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    name: tuple(meant.split())
+    for meant, names in {
+        "learning-rate": "lr client-lr eta step-size",
+        "local-epochs": "num-epochs num-local-epochs num-train-epochs epoch e",
+        "local-steps": "num-steps max-steps",
+        "num-rounds": "comm-rounds communication-rounds global-rounds num-server-rounds",
+        "num-clients": "num-users n-clients num-supernodes client-num-in-total",
+        "clients-per-round": "fraction-fit participation join-ratio sample-fraction frac",
+        "batch-size": "bs b local-bs per-device-train-batch-size",
+        "micro-batch-size": "mbs",
+        "max-length": "max-seq-length max-seq-len seq-len",
+        "max-gradient-norm": "max-grad-norm grad-clip",
+        "weight-decay": "wd",
+        "proximal-mu": "mu fedprox-mu",
+        "partition=dirichlet:0.3 lora-scale": "alpha",
+        "partition=dirichlet:0.3": "dirichlet dirichlet-alpha dir-alpha non-iid",
+        "partition=iid": "iid",
+        "heads": "num-heads n-heads nheads",
+        "rank": "r",
+        "rank lora-rank": "lora-r lora-dim",
+        "lora-scale": "lora-alpha",
+        "targets": "target-modules",
+        "method": "algorithm algo strategy fl-algorithm",
+        "model": "model-name model-name-or-path backbone",
+        "data": "dataset dataset-name data-path data-dir",
+        "device=cuda": "gpu gpus use-gpu num-gpus cuda",
+        "device=cpu": "cpu no-cuda",
+        "processes": "workers num-workers n-jobs",
+        "precision=bfloat16": "bf16",
+        "precision=float16": "fp16",
+        "backbone-dtype=4bit": "load-in-4bit",
+        "backbone-dtype=8bit": "load-in-8bit",
+        "server-optimizer=adam:0.01": "server-lr",
+        "server-optimizer=momentum:1:0.9": "momentum",
+        "tracking=wandb": "wandb use-wandb report-to",
+        "tracking=mlflow": "mlflow",
+        "tracking=tensorboard": "tensorboard",
+        "output-dir": "save-dir log-dir logdir",
+        "fedit full": "fedavg fed-avg",
+        "fedit": "lora fedlora fed-lora",
+        "full": "fft fine-tuning finetuning full-fine-tuning",
+    }.items()
+    for name in names.split()
+}

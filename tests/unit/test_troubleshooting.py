@@ -6,6 +6,8 @@ import shlex
 
 import datasets
 import pytest
+from flwr.common.config import fuse_dicts
+from flwr.supercore.error.catalog import API_ERROR_MAP
 
 from ravan_flwr.cli import EXAMPLES, _parser, main
 from ravan_flwr.data.examples import label_numbers
@@ -85,6 +87,16 @@ def other_bases():
 
 def other_label():
     label_numbers(datasets.Dataset.from_dict({"label": ["c"]}), ("a", "b"), "train")
+
+
+def test_the_page_has_flowers_error_of_a_wrong_key():
+    """Flower prints these words without the key; its log has the second."""
+    (paragraph,) = (line for line in PAGE.splitlines() if "Invalid run configuration" in line)
+    assert "Invalid run configuration." in {spec.public_message for spec in API_ERROR_MAP.values()}
+    with pytest.raises(ValueError, match="Key 'lr' is not present") as error:
+        fuse_dicts({"seed": 0}, {"lr": 0.1})
+    assert "`Key 'lr' is not present`" in paragraph
+    assert str(error.value).startswith("Key 'lr' is not present")
 
 
 VERSION = ("install the server's version on the device", "end it and run again")

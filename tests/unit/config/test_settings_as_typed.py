@@ -3,9 +3,10 @@
 import pytest
 
 from ravan_flwr.cli import EARLIER, main
-from ravan_flwr.config.key import nearest
+from ravan_flwr.config.key import OTHER_NAMES, nearest
 from ravan_flwr.config.keys import _EARLIER, KEYS, as_key_values, check_key, read_settings
 from ravan_flwr.launch.start import read_start
+from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
 
@@ -125,6 +126,56 @@ def test_a_part_of_a_name_suggests_the_key(typed, meant, capsys):
     with pytest.raises(SystemExit):
         main(["simulate", f"{typed}=1"])
     assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("head", "'heads'"),
+        ("lr", "'learning-rate'"),
+        ("epochs", "'local-epochs'"),
+        ("num_epochs", "'local-epochs'"),
+        ("clients", "'num-clients'"),
+        ("alpha", "'partition=dirichlet:0.3' or 'lora-scale'"),
+        ("dirichlet", "'partition=dirichlet:0.3'"),
+        ("bs", "'batch-size'"),
+        ("batch_size", "'batch-size'"),
+        ("r", "'rank'"),
+        ("lora_r", "'rank' or 'lora-rank'"),
+        ("lora_alpha", "'lora-scale'"),
+        ("num_heads", "'heads'"),
+        ("gpu", "'device=cuda'"),
+        ("wandb", "'tracking=wandb'"),
+        ("num_rounds", "'num-rounds'"),
+        ("local_epochs", "'local-epochs'"),
+        ("LR", "'learning-rate'"),
+    ],
+)
+def test_the_usual_name_of_a_key_is_answered_with_ours(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"{typed}=1"])
+    assert f"unknown key {typed!r}: did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("fedavg", "'fedit' or 'full'"), ("FedAvg", "'fedit' or 'full'"), ("lora", "'fedit'")],
+)
+def test_the_usual_name_of_a_method_is_answered_with_ours(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"method={typed}"])
+    assert f"method {typed!r} is unknown: did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_other_names_lead_to_what_exists():
+    """No key or method has another one's other name."""
+    for name, meant in OTHER_NAMES.items():
+        assert name not in {*KEYS, *METHODS, *_EARLIER}
+        for setting in meant:
+            key, _, value = setting.partition("=")
+            assert key in {*KEYS, *METHODS, "num-clients"}, name
+            if value:
+                check_key(key, value)
 
 
 @pytest.mark.parametrize("engine", ["process", "flower"])
