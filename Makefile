@@ -105,10 +105,12 @@ release: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11"; exit 1; }
-	@echo "Making the environment $(VENV) (some minutes; later runs skip this)"
+	@echo "Step 1 of 2: making the Python environment $(VENV) (some minutes in all; later runs skip this)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "Installing the packages of constraints.txt"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	@echo "Step 2 of 2: pip installs the versions of constraints.txt into it: PyTorch, transformers, Flower," \
+		"and the tools for tests and documents"
+	@test -t 1 || quiet=--quiet; \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 	@echo "Installed"
 

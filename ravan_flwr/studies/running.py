@@ -2,14 +2,19 @@
 
 import logging
 import os
+import re
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import fmean
+from tempfile import TemporaryFile
+from typing import IO, cast
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
@@ -114,7 +119,7 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
 def _run(
     todo: Sequence[PlannedRun], results: Results, options: RunOptions, metric: str = ""
 ) -> None:
-    """Run these runs, and log after each the estimated time left.
+    """Run these runs, and log after each round and run the estimated time left.
 
     Raise ValueError after the first run that did not measure `metric`.
     """
@@ -128,18 +133,24 @@ def _run(
     def execute(run: PlannedRun) -> str:
         gpu_slot = gpu_slots.get()
         try:
-            return children.run(options.command(run, results.folder), environment | gpu_slot)
+            clock.begin(run)
+            command = options.command(run, results.folder)
+            return children.run(command, environment | gpu_slot, partial(report, run))
         finally:
             gpu_slots.put(gpu_slot)
 
+    def report(run: PlannedRun, line: str) -> None:
+        if match := _ROUND.search(line):
+            left = minutes(clock.round(run, float(match["seconds"])))
+            log.info("%d/%d  left %s  %s: %s", todo.index(run) + 1, len(todo), left, run, match[1])
+
     children, pool = _Children(), ThreadPoolExecutor(options.jobs)
-    started, rounds_done, rounds = time.monotonic(), 0, sum(run.num_rounds for run in todo)
+    clock = _Clock(todo, options.jobs)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, last_line = waiting[future], future.result()
-            rounds_done += run.num_rounds
-            left = minutes((time.monotonic() - started) / rounds_done * (rounds - rounds_done))
+            left = minutes(clock.end(run))
             if (result := results.of(run)) is None:
                 results.add_failure(run, last_line)
             elif metric and not result.missed_target(metric):
@@ -153,6 +164,52 @@ def _run(
         pool.shutdown()
 
 
+# What a run logs for each round, by `runs.console.Progress`.
+_ROUND = re.compile(r"(round +\d+/\d+  .*?  (?P<seconds>\d+\.\d) s)  left ")
+
+
+class _Clock:
+    """Estimate the time left of many runs: of their rounds, and of a start and an end of each.
+
+    Rounds take the mean time of those so far. A run takes its other time, in which it loads its
+    model and writes its result, as the mean of the runs so far.
+    """
+
+    def __init__(self, todo: Sequence[PlannedRun], jobs: int) -> None:
+        self._left = {run: run.num_rounds for run in todo}  # rounds
+        self._jobs = jobs
+        self._begun: dict[PlannedRun, float] = {}
+        self._rounds: dict[PlannedRun, list[float]] = {}  # seconds
+        self._others: dict[PlannedRun, float] = {}  # seconds so far in no round
+        self._lock = threading.Lock()
+
+    def begin(self, run: PlannedRun) -> None:
+        """Note that a run begins."""
+        with self._lock:
+            self._begun[run], self._rounds[run] = time.monotonic(), []
+
+    def round(self, run: PlannedRun, seconds: float) -> float:
+        """Note a round; return the seconds left of all runs."""
+        with self._lock:
+            self._rounds[run].append(seconds)
+            self._left[run] = max(0, self._left[run] - 1)
+            return self._estimate(run)
+
+    def end(self, run: PlannedRun) -> float:
+        """Note that a run has ended, maybe before its last round; return the seconds left."""
+        with self._lock:
+            self._left[run] = 0
+            return self._estimate(run)
+
+    def _estimate(self, run: PlannedRun) -> float:
+        passed = time.monotonic() - self._begun[run]
+        self._others[run] = max(0.0, passed - sum(self._rounds[run]))
+        rounds = [seconds for of_run in self._rounds.values() for seconds in of_run]
+        to_begin = len(self._left) - len(self._begun)
+        left = fmean(rounds or [0.0]) * sum(self._left.values())
+        return (left + fmean(self._others.values()) * to_begin) / self._jobs
+
+
 class _Children:
     """Start the processes of runs, each in a thread that waits for it, and terminate them."""
 
@@ -160,20 +217,35 @@ class _Children:
         self._lock, self._ended = threading.Lock(), False
         self._started: list[subprocess.Popen[str]] = []
 
-    def run(self, command: list[str], environment: dict[str, str]) -> str:
-        """Run a command; return its line that starts with "done", else the last line."""
+    def run(
+        self, command: list[str], environment: dict[str, str], report: Callable[[str], None]
+    ) -> str:
+        """Run a command; return its line that starts with "done", else the last line.
+
+        `report` is called with each line of its output when it comes.
+        """
         devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with self._lock:
-            if self._ended:
-                return "the study was ended"
-            try:
-                child = subprocess.Popen(
-                    command, env=environment, text=True, stdin=devnull, stdout=pipe, stderr=pipe
-                )
-            except OSError as error:
-                return str(error)
-            self._started.append(child)
-        lines = child.communicate()[child.returncode != 0].strip().splitlines()
+        with TemporaryFile("w+") as errors:
+            with self._lock:
+                if self._ended:
+                    return "the study was ended"
+                try:
+                    child = subprocess.Popen(
+                        command, env=environment, text=True, stdin=devnull, stdout=pipe,
+                        stderr=errors,
+                    )  # fmt: skip
+                except OSError as error:
+                    return str(error)
+                self._started.append(child)
+            lines = []
+            with child:
+                for line in cast(IO[str], child.stdout):
+                    report(line)
+                    lines.append(line)
+            if child.returncode:
+                errors.seek(0)
+                lines = errors.readlines()
+        lines = "".join(lines).strip().splitlines()
         lines = lines or [f"it ended with status {child.returncode} and said nothing"]
         return next((line for line in reversed(lines) if line.startswith("done")), lines[-1])
 

@@ -6,6 +6,7 @@ So the memory of a step is counted, not guessed, for every number of heads.
 """
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from ravan_flwr.secure.schedule import GIVEN, Schedule, Traffic, make_schedule, 
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
+from ravan_flwr.training.device import computing_with, suitable_threads
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
@@ -42,6 +44,8 @@ from ravan_flwr.training.network import (
     pretrained_parameters,
 )
 
+# The most operations (on a CPU, on a GPU) and bytes of a step that a plan tries, for its time.
+MOST_TRIED, MOST_TRIED_BYTES = (2e10, 2e12), 2_000_000_000
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
 
@@ -228,6 +232,45 @@ def step_operations(config: Config, fraction: float) -> tuple[float, float]:
         if loss.requires_grad:
             loss.backward()
     return passes * forward, passes * counted.get_total_flops()
+
+
+@lru_cache(maxsize=64)
+def step_seconds(config: Config) -> float:
+    """Measure a step of a client with the whole budget on this machine, without weights or data.
+
+    Its numbers are random, and it has as many threads as in a run. A step of many operations is
+    tried with fewer examples, and its time is in proportion. Raise ValueError if the model takes
+    too much memory for that.
+    """
+    device, operations = likely_device(config.device), step_operations(config, 1.0)[1]
+    on_gpu, memory = device == "cuda", step_memory(config, 1.0)
+    number = int(config.batch_size * MOST_TRIED[on_gpu] / max(1.0, operations))
+    number = max(1, min(number, config.micro_batch_size or config.batch_size))
+    most = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MOST_TRIED_BYTES
+    if (needs := memory.weights + memory.trained) > most:
+        raise ValueError(f"the model takes {needs / 1e9:.1f} GB, expected {most / 1e9:.1f} at most")
+    skeleton = Skeleton(config)
+    skeleton.receive(1.0)
+    skeleton.choose(1.0)
+    network, task = skeleton.network.to_empty(device=device).train(), skeleton.task
+    for tensor in (*network.parameters(), *network.buffers()):
+        # Plausible numbers: with gradients close to zero a CPU is many times slower.
+        is_matrix = tensor.is_floating_point() and tensor.ndim > 1
+        tensor.data.normal_(std=0.02) if is_matrix else tensor.data.fill_(tensor.ndim == 1)
+    shapes = meta_batch(network, task, number)
+    batch = {name: torch.ones_like(tensor, device=device) for name, tensor in shapes.items()}
+    dtype, seconds = PRECISIONS[config.precision], list[float]()
+    size = sum(parameter.numel() for parameter in network.parameters())
+    with computing_with(suitable_threads(size, config.batch_size)):
+        while len(seconds) < 3 and sum(seconds) < 2.0:  # the first is slower
+            begun = time.perf_counter()
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                loss = task.loss(network, batch)
+            if loss.requires_grad:
+                loss.backward()
+            float(loss.detach())  # waits for a GPU
+            seconds.append(time.perf_counter() - begun)
+    return min(seconds) * config.batch_size / number
 
 
 def cast_weights(config: Config, network: nn.Module) -> int:

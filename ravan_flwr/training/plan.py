@@ -12,11 +12,13 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGET_FRACTIONS, METHODS, affordable
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.example_gradients import check_trained
+from ravan_flwr.runs.console import minutes
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.cost import Skeleton, step_memory
+from ravan_flwr.training.cost import Skeleton, step_memory, step_seconds
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
+from ravan_flwr.training.network import likely_device
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
 
@@ -135,6 +137,8 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         _time_text(config, num_clients),
     )
     yield _row("the run", f"{rounds} rounds: at most {all_up:,} bytes up, {all_down:,} down")
+    if method.trainable_parameters() or skeleton.classifier_size:
+        yield _row("time", _measured(config, clients * (config.local_steps or 0)))
     if config.max_bytes is not None:
         within = max(
             0, int((config.max_bytes - calibration_bytes) // bytes_of_round(config, skeleton))
@@ -143,6 +147,24 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
         yield _row("max-bytes", f"{config.max_bytes:,.0f}: enough for {enough} rounds")
     if config.privacy != "none":
         yield _row("privacy", *_privacy(config, skeleton, num_clients))
+
+
+def _measured(config: Config, steps: int) -> str:
+    """Return how long this machine takes for so many steps in a round, from one that is tried."""
+    device = likely_device(config.device)
+    try:
+        seconds = step_seconds(config)
+    except Exception as error:  # noqa: BLE001 (a model of any kind, on any device; the rest holds)
+        return f"not estimated: no step was tried on this machine ({device}): {error}"
+    text = f"a step takes about {seconds:.2g} s on this machine ({device})"
+    if steps:
+        a_round = minutes(steps * seconds)
+        the_run = minutes(config.num_rounds * steps * seconds)
+        text += f": {a_round} a round, {the_run} for the run"
+    return (
+        f"{text}. Tried just now, with made-up weights and examples. Clients one after another; "
+        "evaluations, messages and what privacy takes are not counted"
+    )
 
 
 def _time_text(config: Config, num_clients: int) -> str:

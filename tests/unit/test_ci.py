@@ -1,5 +1,6 @@
 """CI runs every test: what tests need is installed, and a skip that is not listed fails."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -116,3 +117,32 @@ def test_ci_installs_what_tests_need_or_fails(run_ci):
     done = run_ci("exit 100")
     assert done.returncode != 0
     assert "make" not in done.stdout
+
+
+PROGRAM = """#!/bin/sh
+if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+if [ "$2" = pip ]; then echo "pip: $*"; fi
+"""  # stands in for Python, also in the environment that it makes
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_make_says_what_it_installs_and_pip_shows_its_progress_in_a_terminal(terminal, tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(PROGRAM)
+    (tmp_path / "python").chmod(0o755)
+    command = ["make", "PYTHON=./python", ".venv/.installed"]
+    reader, writer = os.openpty() if terminal else os.pipe()
+    subprocess.run(command, cwd=tmp_path, stdout=writer, check=True)
+    os.close(writer)
+    with open(reader, closefd=True, errors="replace") as file:  # noqa: PTH123 (a descriptor)
+        lines: list[str] = []
+        with contextlib.suppress(OSError):  # of a terminal at its end
+            lines += file
+    out = "".join(lines)
+    assert "Step 1 of 2: making the Python environment .venv" in out
+    assert "Step 2 of 2: pip installs" in out
+    assert "PyTorch" in out.partition("Step 2")[2]
+    (pip,) = (line for line in out.splitlines() if line.startswith("pip: "))
+    assert ("--quiet" in pip) == (not terminal)
+    assert "-c constraints.txt -e .[dev,docs]" in pip

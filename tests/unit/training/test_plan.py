@@ -1,12 +1,17 @@
 """A plan agrees with a run."""
 
+import re
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
 from ravan_flwr.preset_wizard.model_summary import suggested_heads
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cost import largest_fraction, step_memory
+from ravan_flwr.training.cost import largest_fraction, step_memory, step_seconds
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import describe, plan_of
 from testing.tiny import save_model
@@ -81,6 +86,48 @@ def test_the_papers_rule_for_the_number_of_heads():
     assert suggested_heads(49_152, 768) == 8
     assert suggested_heads(98_304, 768) == 4
     assert suggested_heads(768**2, 768) == 1
+
+
+@pytest.fixture
+def half_seconds(monkeypatch):
+    """Let each step take half a second; a step that was measured is not measured again."""
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 2)
+    monkeypatch.setattr("ravan_flwr.training.cost.time", clock)
+    step_seconds.cache_clear()
+    yield
+    step_seconds.cache_clear()
+
+
+@pytest.mark.usefixtures("half_seconds")
+def test_a_plan_estimates_time_from_a_step_that_it_tries_on_this_machine():
+    def time_of(**settings):
+        (row,) = re.findall(r"^time .*(?:\n .*)*", plan_of(settings, 20), re.MULTILINE)
+        return " ".join(row.split())
+
+    # Three clients of fifty steps in a round; twenty rounds.
+    row = time_of(device="cpu")
+    assert "a step takes about 0.5 s on this machine (cpu): 1 min 15 s a round, 25 min" in row
+    assert "Tried just now, with made-up weights and examples" in row
+    assert "evaluations, messages and what privacy takes are not counted" in row
+    # Of a step in two parts, one part is tried. With epochs, the steps depend on the data.
+    row = time_of(**{"device": "cpu", "micro-batch-size": 16, "local-epochs": 1})
+    assert "a step takes about 1 s on this machine (cpu). Tried" in row
+
+
+def test_a_plan_of_a_model_that_is_too_large_to_try_says_so(monkeypatch):
+    monkeypatch.setattr("ravan_flwr.training.cost.MOST_TRIED_BYTES", 1000)
+    step_seconds.cache_clear()
+    plan = " ".join(plan_of({"device": "cpu"}).split())
+    assert "time not estimated: no step was tried on this machine (cpu): the model takes" in plan
+    assert "time " not in plan_of({"method": "none", "classifier": "frozen"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_of_every_method_can_be_tried(method):
+    settings = config(method=method, device="cpu", batch_size=4)
+    step_seconds.cache_clear()
+    assert 0 < step_seconds(settings) < 60
 
 
 def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
