@@ -57,8 +57,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch, Encoded
 from ravan_flwr.training import local_steps, model_and_data
 from ravan_flwr.training.footprint import Footprint, footprint
-from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
+from ravan_flwr.training.local_steps import Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 from testing import tiny
 from testing.tiny import ARCHITECTURES, save_data, save_model
 

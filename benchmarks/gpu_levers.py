@@ -43,7 +43,8 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
+from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.step import PRECISIONS, LocalSteps
 
 MOST_APART = 1e-4
 FIRST = "one at a time"

@@ -31,7 +31,6 @@ from ravan_flwr.secure.schedule import GIVEN, Schedule, Traffic, make_schedule, 
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
@@ -41,6 +40,7 @@ from ravan_flwr.training.network import (
     prepare_network,
     pretrained_parameters,
 )
+from ravan_flwr.training.step import PRECISIONS
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 

@@ -33,14 +33,16 @@ from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.captured import CapturedSteps, CudaGraphs
 from ravan_flwr.training.device import pick_device, suitable_threads
-from ravan_flwr.training.local_steps import evaluate_all
+from ravan_flwr.training.local_steps import LocalResult, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
     DTYPES,
     backbone_dtype,
     backbone_fingerprint,
     build_network,
+    captures_steps,
     keeps_casts,
     prepare_network,
 )
@@ -111,6 +113,8 @@ class ModelAndData:
         self.config = config = settle(config)
         self.task = make_task(config)
         self._rows: list[np.ndarray] = []  # the rows of each client
+        # Results of clients that were trained with others, before their own message is answered.
+        self.trained_ahead: list[tuple[object, LocalResult]] = []
         self._local_examples: dict[str, Encoded] = {}  # a device's own examples, by path
 
     @cached_property
@@ -135,6 +139,8 @@ class ModelAndData:
         )
         if keeps_casts(config):
             keep_casts(model.network)
+        if device.type == "cuda" and captures_steps(config):
+            model.captured = CapturedSteps(CudaGraphs())
         return model
 
     @cached_property

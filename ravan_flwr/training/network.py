@@ -356,6 +356,12 @@ def keeps_casts(config: Config) -> bool:
     return not without_casts and not trains_backbone(vars(config))
 
 
+def captures_steps(config: Config) -> bool:
+    """Return whether steps on a GPU are captured as CUDA graphs, where all can be."""
+    eager = config.gradient_checkpointing or config.packing or config.privacy == "example"
+    return config.cuda_graphs == "auto" and not eager
+
+
 def likely_device(name: str) -> str:
     """Return the device type that `pick_device` would return, whether or not the device exists."""
     if name == AUTO:
