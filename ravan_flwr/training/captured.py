@@ -128,7 +128,8 @@ class FixedState:
     def __init__(self, network: nn.Module, step: Step) -> None:
         """Take the tensors where they are now; no two may share an address."""
         addresses = set[int]()
-        for tensor in _tensors(network).values():
+        # Buffers first: a weight may be a buffer's tensor for now, as in `ResidualLoRALinear`.
+        for tensor in (*network.buffers(), *network.parameters()):
             if tensor.numel() and tensor.data_ptr() in addresses:
                 tensor.data = tensor.data.clone()
             addresses.add(tensor.data_ptr())
