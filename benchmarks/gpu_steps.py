@@ -16,19 +16,12 @@ the same network in a plain loop with PEFT's LoRA, autocast and AdamW.
 
 import argparse
 import itertools
-import json
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.gpu import failure, loaded_of
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors, split_classifier
@@ -38,7 +31,6 @@ from ravan_flwr.training.captured import Capture, CapturedSteps, CudaGraphs
 from ravan_flwr.training.local_steps import LocalResult, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps
-from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
 from testing.recorder import Recorder
 
 BATCH, CLIENTS = 16, 40  # 36 examples a client: two whole batches and a short one
@@ -116,9 +108,12 @@ def check_method(config: dict[str, Scalar], device: str, capture: Capture) -> tu
     replayed = rounds(loaded)
     model.captured = None
     results = [[*itertools.chain(*one)] for one in (eager, replayed, rounds(loaded))]
-    failed = [g for state in captured.states.values() for g in state.graphs.values() if g is None]
+    graphs = [graph for state in captured.states.values() for graph in state.graphs.values()]
+    failed = [graph for graph in graphs if graph is None]
     is_same = same(results[0], results[1]) and same(results[0], results[2])
-    okay = is_same and captured.number > len(failed) == 0 or not model.method.trainable_parameters()
+    okay = (
+        is_same and captured.number > len(failed) == 0
+    ) or not model.method.trainable_parameters()
     return okay, f"{captured.number} graphs, {len(failed)} not captured, same bits: {is_same}"
 
 
@@ -137,7 +132,9 @@ def check(device: str) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Check, or time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "recorder", "cpu"), default="cuda")
     parser.add_argument("--check", action="store_true", help="compare the bits of uploads")
     options = parser.parse_args(arguments)

@@ -125,11 +125,13 @@ class Heads(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """Return sum_i s_i B_i H_i A_i x for x (..., in), in the factored form."""
-        heads, rank = len(self.A_stack) // self.H.shape[-1], self.H.shape[-1]
+        heads = len(self.A_stack) // self.H.shape[-1]
         clients = len(self.H) // heads
         if not autocasts(x):
             x = x.to(self.A_stack.dtype)
-        u = F.linear(x, cast_once(self.A_stack, x)).view(clients, -1, heads, rank)
+        A = cast_once(self.A_stack, x)
+        rank = len(A) // heads  # of the kept copy, which may have zeros beyond r
+        u = F.linear(x, A).view(clients, -1, heads, rank)
         v = self._apply_cores(u.transpose(1, 2).flatten(0, 1))  # (clients * heads, tokens, r)
         v = v.view(clients, heads, -1, rank).transpose(1, 2).reshape(*x.shape[:-1], heads * rank)
         return F.linear(v, cast_once(self.B_stack, v))
@@ -232,7 +234,9 @@ def _products(H: Tensor, s: Tensor) -> Tensor:
 
 
 def _apply(u: Tensor, cores: Tensor) -> Tensor:
-    """Return C_i u_i for heads and tokens, (heads, tokens, r)."""
+    """Return C_i u_i for heads and tokens, (heads, tokens, r); u may have zeros beyond r."""
+    if zeros := u.shape[-1] - cores.shape[-1]:
+        cores = F.pad(cores, (0, zeros, 0, zeros))
     return torch.bmm(u, cores.to(u.dtype).mT)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ravan_flwr.adapters.stored import refresh_cast
 from ravan_flwr.tasks.base import Batch
 from ravan_flwr.training.step import Step
 
@@ -145,17 +146,18 @@ class FixedState:
     def adopt(self, network: nn.Module, step: Step) -> None:
         """Move a client's tensors to these addresses, and begin its optimiser anew."""
         tensors = _tensors(network)
+        moved = {n: t for n, t in tensors.items() if t.data_ptr() != self.tensors[n].data_ptr()}
+        places = {self.tensors[name].data_ptr() for name in moved}
+        for tensor in tensors.values():  # that lies where another one is to be
+            if tensor.data_ptr() in places:
+                tensor.data = tensor.data.clone()
         for name, own in tensors.items():
             place = self.tensors[name]
             if own.data_ptr() != place.data_ptr():
                 place.copy_(own.data)
                 own.data = place
         for name, (key, cast) in self.casts.items():
-            source: Any = tensors[name]
-            kept = (source._version, key[1]), cast
-            if source.kept_cast is None or not _same(source.kept_cast, kept):
-                cast.copy_(source.detach())
-                source.kept_cast = kept
+            refresh_cast(tensors[name], key[1], cast)
         for place, own in zip(self.anchors, step.anchors, strict=True):
             place.copy_(own)
         self.rate.fill_(step.rate)
@@ -275,11 +277,6 @@ class CapturedClient:
                 graphs = self.state.graphs if self.state else {}
                 graphs.update({key: None for key, kept in graphs.items() if kept is graph})
         return loss
-
-
-def _same(cast: Any, other: Any) -> bool:
-    """Return whether two kept casts have one key, and are one tensor."""
-    return bool(cast[0] == other[0]) and cast[1] is other[1]
 
 
 def _examples(part: Batch) -> int:

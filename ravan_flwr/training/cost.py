@@ -36,6 +36,7 @@ from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
     backbone_dtype,
     build_skeleton,
+    captures_steps,
     likely_device,
     prepare_network,
     pretrained_parameters,
@@ -52,11 +53,12 @@ class StepMemory:
     weights: int  # frozen tensors: backbone and bases
     trained: int  # values, gradients and Adam's moments of the trained parameters
     activations: int  # saved for the backward pass
+    graph: int = 0  # of a captured step, which keeps its memory while other steps need theirs
 
     @property
     def added(self) -> int:
         """Return the bytes of a step beyond the model itself."""
-        return self.trained + self.activations
+        return self.trained + self.activations + self.graph
 
     @property
     def total(self) -> int:
@@ -202,7 +204,10 @@ def step_memory(config: Config, fraction: float) -> StepMemory:
         activations += step_memory(reference, fraction).activations // _checkpoints(config, network)
     activations += cast_weights(config, network) + task.transient(network.config, number)
     size = _bytes(trained)
-    return StepMemory(weights - (size - copies) - skeleton.saved_bytes, ADAM * size, activations)
+    captured = likely_device(config.device) == "cuda" and captures_steps(config)
+    graph = activations if captured else 0
+    kept = weights - (size - copies) - skeleton.saved_bytes
+    return StepMemory(kept, ADAM * size, activations, graph)
 
 
 @lru_cache(maxsize=64)

@@ -296,7 +296,7 @@ def read_batches(
         batch = collate(examples.take(rows))
         return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
-    if device.type == "cpu":
+    if device.type == "cpu" or examples.device == device:
         yield from (collate(examples.take(rows)) for rows in order)
         return
     with ThreadPoolExecutor(1) as reader:

@@ -347,6 +347,13 @@ def backbone_dtype(config: Config, device: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.float32
 
 
+def computes_narrowly(config: Config, device: str) -> bool:
+    """Return whether a frozen network's residual stream is in bfloat16 (adapters/stored.py)."""
+    is_default = config.backbone_dtype == AUTO and config.quantize == "none"
+    is_frozen = not trains_backbone(vars(config))
+    return device == "cuda" and config.precision == "bfloat16" and is_default and is_frozen
+
+
 def keeps_casts(config: Config) -> bool:
     """Return whether weights cast to a 16-bit precision are kept from step to step.
 

@@ -17,6 +17,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
+from ravan_flwr.training.network import likely_device
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
 
@@ -43,6 +44,12 @@ def describe(config: Config) -> str:
     )
     size = config.micro_batch_size or config.batch_size
     assumed = f"Assumed: {size} examples at a time, Adam; docs/gpu.md has what is counted"
+    exact = config.precision == "float32" and config.float32_matmul == "highest"
+    if exact and likely_device(config.device) == "cuda":
+        assumed += (
+            "\nOn a GPU float32-matmul=tf32 and precision=bfloat16 are several times as fast as "
+            "exact float32"
+        )
     return "\n\n".join(["\n".join(part) for part in parts] + [assumed])
 
 
@@ -85,7 +92,8 @@ def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
             yield f"{fraction:<9g}not eligible: the method is trained whole or not at all"
             continue
         memory = step_memory(config, fraction)
-        parts = (memory.weights, memory.trained, memory.activations, memory.total)
+        kept = memory.activations + memory.graph
+        parts = (memory.weights, memory.trained, kept, memory.total)
         number = skeleton.method.parts
         trains = "all" if number is None else f"{affordable(fraction, number)}/{number}"
         yield (
