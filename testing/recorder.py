@@ -6,11 +6,13 @@ reading a value while recording is an error.
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+TRACING = "transformers.masking_utils.is_tracing"
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
 
 
@@ -25,7 +27,8 @@ class Recorder:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record `run`; return a function that replays it."""
         operations = _Operations()
-        with operations:
+        # transformers asks whether a step is being captured, and then reads no values of a mask.
+        with mock.patch(TRACING, return_value=True), operations:
             run()
         self.recordings += 1
         return operations.replay

@@ -27,6 +27,7 @@ Batch = dict[str, Tensor]  # every tensor's first dimension runs over the exampl
 Columns = dict[str, np.ndarray]
 
 EVALUATION_BATCH = 256  # examples that are evaluated or predicted at a time
+IGNORED = -100  # a label without a loss: padding
 BLOCK = 4096  # examples that are copied to a device at a time
 IN_MEMORY = 2**28  # bytes of encoded examples in memory; larger tables are read from their file
 
@@ -124,6 +125,7 @@ class Task(ABC):
     auto_class: ClassVar[str]  # transformers' auto class that loads the network
     pipeline: ClassVar[str]  # transformers' pipeline for a trained model; "" if there is none
     peft_type: ClassVar[str | None] = None  # PEFT's task type
+    multiple: int = 1  # of a batch's length in tokens: captured steps need few lengths
     masks: ClassVar[bool] = True  # whether attention gets a mask when examples may be padded
 
     def __init__(

@@ -32,6 +32,7 @@ from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.tasks.text import rounded_up
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.captured import CapturedSteps, CudaGraphs
 from ravan_flwr.training.device import free_memory, pick_device, suitable_threads
@@ -147,6 +148,8 @@ class ModelAndData:
             keep_casts(model.network, multiple=8 if on_gpu else 1)
         if on_gpu and captures_steps(config):
             model.captured = CapturedSteps(CudaGraphs())
+            # At most eight lengths of texts.
+            self.task.multiple = rounded_up(-(-self.task.max_length // 8), 8) or 1
         if on_gpu:  # of the process, for the model that it has
             high = config.float32_matmul == "tf32"
             torch.set_float32_matmul_precision("high" if high else "highest")

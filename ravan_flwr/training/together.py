@@ -26,13 +26,11 @@ from torch.nn import functional as F
 from ravan_flwr.adapters import LoRALinear, MultiHeadLinear
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.tasks.base import IGNORED, Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import Classification, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.local_steps import LocalResult, read_batches, training_order
 from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
-
-PADDING = -100  # the label of padding
 
 
 @dataclass(frozen=True)
@@ -249,9 +247,9 @@ def _train(
         labels = batch["labels"]
         with torch.autocast(model.device.type, dtype, enabled=dtype is not None):
             logits = classification.logits(model.network, batch).float()
-            by_example = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="none")
+            by_example = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         sums = by_example.view(number, -1).sum(1)
-        losses = sums / (labels != PADDING).view(number, -1).sum(1)
+        losses = sums / (labels != IGNORED).view(number, -1).sum(1)
         losses.sum().backward()
         return losses.detach()
 
@@ -296,4 +294,4 @@ class _Padded(Encoded):
     def take(self, rows: np.ndarray) -> Batch:
         batch = super().take(np.maximum(rows, 0))
         labels, padding = batch["labels"], torch.from_numpy(rows < 0)
-        return batch | {"labels": labels.masked_fill(padding.to(labels.device), PADDING)}
+        return batch | {"labels": labels.masked_fill(padding.to(labels.device), IGNORED)}
