@@ -353,7 +353,8 @@ def classes() -> Iterator[str]:
 def fitting(room: float, need: Footprint) -> str:
     """Return how many clients fit beside the server, or that both fit as one process."""
     if room >= need.server + need.client:
-        return str(min(MAX_CLIENTS_PER_GPU, int((room - need.server) // need.client)))
+        number = int((room - need.server) // (need.client + need.graph))
+        return str(min(MAX_CLIENTS_PER_GPU, max(1, number)))
     return "in process" if room >= max(need.client, need.server) else "no"
 
 

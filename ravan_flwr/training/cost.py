@@ -53,16 +53,17 @@ class StepMemory:
     weights: int  # frozen tensors: backbone and bases
     trained: int  # values, gradients and Adam's moments of the trained parameters
     activations: int  # saved for the backward pass
-    graph: int = 0  # of a captured step, which keeps its memory while other steps need theirs
+    # A captured step keeps its activations' memory; without room for that, steps are not captured.
+    graph: int = 0
 
     @property
     def added(self) -> int:
         """Return the bytes of a step beyond the model itself."""
-        return self.trained + self.activations + self.graph
+        return self.trained + self.activations
 
     @property
     def total(self) -> int:
-        return self.weights + self.added
+        return self.weights + self.added + self.graph
 
 
 class Skeleton:

@@ -333,11 +333,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def backbone_dtype(config: Config, device: str) -> torch.dtype:
     """Return the dtype of the backbone on a device; `auto` is the checkpoint's, on a GPU.
 
+    A GPU that computes in bfloat16 stores it so (`computes_narrowly`).
+
     Pretrained weights that are trained, even in a calibration round only, are in float32. In 16
     bits a step of 1e-5 does not change a weight of 0.02.
     """
     if config.backbone_dtype in DTYPES:
         return DTYPES[config.backbone_dtype]
+    if computes_narrowly(config, device):
+        return torch.bfloat16
     if device != "cuda" or trains_backbone(vars(config)):
         return torch.float32
     try:
