@@ -81,7 +81,6 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -n 0 -v -m gpu tests $(ARGS)
 	@mkdir -p bench
 	$(BIN)/python -m benchmarks.gpu --limit 3600 --page docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu_levers --json bench/gpu_levers.json
 
 gpu-first: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu --limit 600 --page docs/gpu.md $(ARGS)

@@ -7,14 +7,14 @@
 Each part is a process of its own, which ends when its time is up; its results until then are in
 the table:
 
-- sync: three steps in which no operation may wait for the GPU.
+- captured: captured steps, and several clients in one pass, beside eager ones (gpu_steps.py).
 - right: a first round changes weights of 16 bits; float16 agrees with float32; gradients in each
   precision and in 4 bits are compared with float64's of the same weights.
 - tests: the tests marked gpu, of precision, heads, plan, evaluation and budget.
+- sync: three eager steps in which no operation may wait for the GPU.
 - steps: the preset's own path, from the examples' file to the upload: milliseconds a step, the
-  fraction of it in which the GPU waits (waiting.py), kernels and memory; each lever on or off; one
+  fraction of it in which the GPU waits (waiting.py), kernels and memory; a few variants; one
   evaluation; one, two and four processes of clients.
-- levers: several clients in one pass, and graphs of a step (gpu_levers.py).
 
 Models have the presets' shapes and random weights, examples are random: no hub is needed.
 """
@@ -32,18 +32,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import masking_utils
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
 from benchmarks.waiting import kernels, traced, waiting_share
 from ravan_flwr import simulate
@@ -54,11 +50,11 @@ from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, USABLE
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.tasks.base import Batch, Encoded
-from ravan_flwr.training import local_steps, model_and_data
+from ravan_flwr.training import model_and_data
 from ravan_flwr.training.footprint import Footprint, footprint
-from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
+from ravan_flwr.training.local_steps import Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 from testing import tiny
 from testing.tiny import ARCHITECTURES, save_data, save_model
 
@@ -253,109 +249,31 @@ def tests(options: argparse.Namespace) -> Iterator[Row]:
     yield "all of these", summary[-1].strip("= ") if summary else f"status {done.returncode}"
 
 
-@contextmanager
-def casting_always() -> Iterator[None]:
-    """Let autocast cast frozen weights in every step."""
-    with mock.patch.object(model_and_data, "keep_casts"):
-        yield
-
-
-def cast_norms(network: nn.Module) -> None:
-    """Cast a LayerNorm's output once instead of in each layer that reads it."""
-
-    def cast(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.to(torch.bfloat16)
-
-    for module in network.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.register_forward_hook(cast)
-
-
-def compile_blocks(network: nn.Module) -> None:
-    """Compile each block."""
-    for module in network.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=False)
-
-
-@contextmanager
-def examples_on_the_device() -> Iterator[None]:
-    """Copy all examples of a client to the device before the first step."""
-
-    def batches(
-        examples: Encoded,
-        lay_out: Callable[[Batch], Batch],
-        order: Iterator[np.ndarray],
-        device: torch.device,
-    ) -> Iterator[Batch]:
-        all_examples = lay_out(examples.take(np.arange(len(examples))))
-        on_device = {name: tensor.to(device) for name, tensor in all_examples.items()}
-        for rows in order:
-            chosen = torch.from_numpy(rows).to(device)
-            yield {name: tensor.index_select(0, chosen) for name, tensor in on_device.items()}
-
-    with mock.patch.object(local_steps, "_batches", batches):
-        yield
-
-
-@contextmanager
-def masks_without_looking() -> Iterator[None]:
-    """Make a mask of attention from padding without looking whether there is any.
-
-    Networks look to use a kernel without a mask, and wait for the GPU in every step.
-    """
-    looking = masking_utils._ignore_causal_mask_sdpa
-
-    def look(padding: Tensor | None, *arguments: Any) -> bool:
-        return padding is None and looking(padding, *arguments)
-
-    with mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", look):
-        yield
-
-
-@dataclass(frozen=True)
-class Lever:
-    """A variant of the computation of a step."""
-
-    settings: dict[str, Scalar] = field(default_factory=dict)
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
-    change: Callable[[nn.Module], None] = lambda _: None
-    anywhere: bool = True  # also without an effect, or without kernels for it
-
-
 AS_IT_IS = "as it is"
-LEVERS = {
-    AS_IT_IS: Lever(),
-    "precision=float32": Lever({"precision": "float32"}),
-    "examples on the device": Lever(context=examples_on_the_device),
-    "masks without looking": Lever(context=masks_without_looking),
-    "weights cast in every step": Lever(context=casting_always),
-    "backbone-dtype=bfloat16": Lever({"backbone-dtype": "bfloat16"}),
-    "gradient-checkpointing=true": Lever({"gradient-checkpointing": True}),
-    "a LayerNorm's output cast once": Lever(change=cast_norms, anywhere=False),
-    "each block compiled": Lever(change=compile_blocks, anywhere=False),
-    "backbone-dtype=4bit": Lever({"backbone-dtype": "4bit"}, anywhere=False),
+VARIANTS: dict[str, dict[str, Scalar]] = {
+    AS_IT_IS: {},
+    "cuda-graphs=off": {"cuda-graphs": "off"},
+    "gradient-checkpointing=true": {"gradient-checkpointing": True},
+    "backbone-dtype=4bit": {"backbone-dtype": "4bit"},
 }
 
 
 def steps(options: argparse.Namespace) -> Iterator[Row]:
-    """Time a client's steps, each lever on or off, an evaluation, and processes side by side."""
-    for name, lever in LEVERS.items():
-        if not lever.anywhere and options.device != "cuda":
+    """Time a client's steps in some variants, an evaluation, and processes side by side."""
+    for name, changes in VARIANTS.items():
+        if "4bit" in name and options.device != "cuda":
             continue
         loaded = None
         gc.collect()  # the model of the row before, which its peak of memory must not include
         try:
-            with lever.context():
-                loaded = loaded_of(options, options.preset, **lever.settings)
-                lever.change(loaded.model.network)
-                yield f"{options.preset}, {name}", timed_steps(loaded, options)
-                if name == AS_IT_IS:
-                    began, number = time.perf_counter(), sum(map(len, loaded.test_sets.values()))
-                    loaded.evaluate()
-                    rate = number / (time.perf_counter() - began)
-                    yield f"{options.preset}, an evaluation", f"{rate:,.0f} examples a second"
-        except Exception as error:  # noqa: BLE001 (a lever that fails is a finding)
+            loaded = loaded_of(options, options.preset, **changes)
+            yield f"{options.preset}, {name}", timed_steps(loaded, options)
+            if name == AS_IT_IS:
+                began, number = time.perf_counter(), sum(map(len, loaded.test_sets.values()))
+                loaded.evaluate()
+                rate = number / (time.perf_counter() - began)
+                yield f"{options.preset}, an evaluation", f"{rate:,.0f} examples a second"
+        except Exception as error:  # noqa: BLE001 (a variant that fails is a finding)
             yield f"{options.preset}, {name}", failure(error)
     for processes in (1, 2) if options.small else (1, 2, 4):
         number, rounds = (2, 1) if options.small else (20, 2)
@@ -394,24 +312,11 @@ def timed_steps(loaded: ModelAndData, options: argparse.Namespace) -> str:
     return f"{report}, the GPU waits {waits:.0%}, {kernels(trace) // 5} kernels, {peak:.1f} GB"
 
 
-def levers(options: argparse.Namespace) -> Iterator[Row]:
-    """Measure several clients in one pass, and CUDA graphs."""
-    from benchmarks import gpu_levers  # noqa: PLC0415 (it uses this module)
+def captured(options: argparse.Namespace) -> Iterator[Row]:
+    """Time captured steps, and several clients in one pass (gpu_steps.py)."""
+    from benchmarks import gpu_steps  # noqa: PLC0415 (it uses this module)
 
-    levers_options = gpu_levers.parse_arguments(
-        ["--device", options.device, "--folder", str(options.folder)]
-    )
-    if options.small:
-        (
-            levers_options.small,
-            levers_options.steps,
-            levers_options.repeat,
-            levers_options.backend,
-        ) = True, 2, 1, "eager"
-    for preset in PRESETS[:2]:
-        for line in gpu_levers.measure(preset, precision_of(options), levers_options):
-            what = f"{preset}, 8 clients {line['row']}"
-            yield what, line.get("failed") or f"{line['quicker']:.2f} times as quick"
+    yield from gpu_steps.times(options)
 
 
 # Capacity, by the plan.
@@ -448,7 +353,8 @@ def classes() -> Iterator[str]:
 def fitting(room: float, need: Footprint) -> str:
     """Return how many clients fit beside the server, or that both fit as one process."""
     if room >= need.server + need.client:
-        return str(min(MAX_CLIENTS_PER_GPU, int((room - need.server) // need.client)))
+        number = int((room - need.server) // (need.client + need.graph))
+        return str(min(MAX_CLIENTS_PER_GPU, max(1, number)))
     return "in process" if room >= max(need.client, need.server) else "no"
 
 
@@ -461,11 +367,11 @@ def failure(error: Exception) -> str:
 
 # name -> (function, fraction of the remaining time)
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = {
-    "sync": (sync, 1),
+    "captured": (captured, 5),
     "right": (right, 2),
     "tests": (tests, 3),
+    "sync": (sync, 1),
     "steps": (steps, 5),
-    "levers": (levers, 3),
 }
 
 

@@ -34,8 +34,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch
 from ravan_flwr.tasks.extensions import Packs, task_with
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 
 LENGTH, END = 512, "<|endoftext|>"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -34,8 +34,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import EVALUATION_BATCH, Encoded
 from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
-from ravan_flwr.training.local_steps import LocalSteps, evaluate_all, train_locally
+from ravan_flwr.training.local_steps import evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
 BERT_MINI: dict[str, Any] = {

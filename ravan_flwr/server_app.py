@@ -53,6 +53,7 @@ from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
     report_default_learning_rate,
+    report_float32,
     report_result,
 )
 from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
@@ -135,6 +136,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
+        report_float32(loaded, config)
         for message in without_effect(context.run_config):
             log.warning("%s", message)
         with _recording_failure(directory):

@@ -3,6 +3,9 @@
 W and b are frozen; B (out, r) and A (r, in) are trained, or one of them. `scale` is LoRA's
 alpha / r as one number, so that its meaning does not depend on the rank.
 
+Several clients can be computed in one pass (training/together.py). B and A are then those of all
+clients, (clients * out, r) and (clients * r, in).
+
 `ProductSum` sums products B A and decomposes the sum, without the (out, in) matrix while the rank
 is small. A sum of products is one product: the B side by side, times the A stacked. Its singular
 value decomposition follows from that of a small core: with QR decompositions B = Q R and A^T = P S,
@@ -31,8 +34,11 @@ class LoRALinear(nn.Module):
         self.A = nn.Parameter(A.detach().to(device, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        u = F.linear(x, self.A)
         y: Tensor = self.base(x)
+        clients = len(self.B) // self.base.out_features
+        if clients > 1:
+            return y + self._of_clients(x, clients).to(y.dtype)
+        u = F.linear(x, self.A)
         plain = type(self.base) in (nn.Linear, StoredLinear)
         if plain and u.dtype == y.dtype == self.B.dtype:
             # In place: no tensor for the product, and no separate pass for the sum.
@@ -41,6 +47,12 @@ class LoRALinear(nn.Module):
             )
             return flat.view(y.shape)
         return y + F.linear(u if self.scale == 1 else self.scale * u, self.B)
+
+    def _of_clients(self, x: Tensor, clients: int) -> Tensor:
+        """Return scale B A x with the factors of each client, whose examples are in order."""
+        A, B = self.A.view(clients, -1, x.shape[-1]), self.B.view(clients, -1, self.B.shape[-1])
+        u = torch.bmm(x.reshape(clients, -1, x.shape[-1]).to(A.dtype), A.mT)
+        return torch.bmm(u, self.scale * B.mT).view(*x.shape[:-1], -1)
 
     def delta_weight(self) -> Tensor:
         """Return scale B A, (out, in)."""

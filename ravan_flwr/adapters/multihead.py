@@ -7,6 +7,10 @@ A client whose budget does not allow all heads trains some of them (`train_heads
 in the forward pass as constants. They have no gradient and no optimiser state, and none of their
 activations is kept for the backward pass.
 
+Several clients can be computed in one pass (training/together.py). H and s are then those of all
+clients, (clients * heads, r, r) and (clients * heads,), and the examples of x are in the order of
+the clients.
+
 The layer has two exact forms, factored as above and merged (merged.py). It takes the cheaper one,
 which depends on its shapes, the number of tokens, and the number of trained heads.
 """
@@ -87,7 +91,7 @@ class MultiHeadLinear(nn.Module):
 
     def trained_heads(self) -> list[int]:
         """Return the heads that are trained now, in ascending order."""
-        return list(range(self.heads)) if self.subset is None else self.subset.heads
+        return list(range(len(self.H))) if self.subset is None else self.subset.heads
 
     def products(self) -> Tensor:
         """Return s_i H_i of the heads that are trained now, (K, r, r), for the upload."""
@@ -104,8 +108,8 @@ class Heads(NamedTuple):
 
     B_stack: Tensor  # (out, heads * r)
     A_stack: Tensor  # (heads * r, in)
-    H: Tensor  # (heads, r, r)
-    s: Tensor  # (heads,)
+    H: Tensor  # (heads, r, r), or (clients * heads, r, r)
+    s: Tensor  # (heads,), or (clients * heads,)
     subset: "_Subset | None" = None  # the heads that are trained, if not all
 
     def cores(self) -> Tensor:
@@ -121,12 +125,15 @@ class Heads(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """Return sum_i s_i B_i H_i A_i x for x (..., in), in the factored form."""
-        heads, rank, _ = self.H.shape
+        heads = len(self.A_stack) // self.H.shape[-1]
+        clients = len(self.H) // heads
         if not autocasts(x):
             x = x.to(self.A_stack.dtype)
-        u = F.linear(x, cast_once(self.A_stack, x)).view(-1, heads, rank).transpose(0, 1)
-        v = self._apply_cores(u)
-        v = v.transpose(0, 1).reshape(*x.shape[:-1], heads * rank)
+        A = cast_once(self.A_stack, x)
+        rank = len(A) // heads  # of the kept copy, which may have zeros beyond r
+        u = F.linear(x, A).view(clients, -1, heads, rank)
+        v = self._apply_cores(u.transpose(1, 2).flatten(0, 1))  # (clients * heads, tokens, r)
+        v = v.view(clients, heads, -1, rank).transpose(1, 2).reshape(*x.shape[:-1], heads * rank)
         return F.linear(v, cast_once(self.B_stack, v))
 
     def _apply_cores(self, u: Tensor) -> Tensor:
@@ -180,11 +187,13 @@ def merges(x: Tensor, weight: Tensor, bias: Tensor | None, heads: Heads, form: s
     """Return whether to use the merged form: if it keeps small updates, and is cheaper."""
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return False  # as in Fed-SB's first round; the merged form needs constants
+    count, rank, _ = heads.H.shape
+    if count * rank > len(heads.A_stack):
+        return False  # several clients share no merged weight
     if form != "auto":
         return form == "merged"
     if x.dtype != heads.A_stack.dtype or not keeps_small_updates(weight, x):
         return False
-    count, rank, _ = heads.H.shape
     trained = count if heads.subset is None else len(heads.subset.heads)
     if not torch.is_grad_enabled():
         trained = 0
@@ -202,11 +211,12 @@ class _Subset(nn.Module):
     def __init__(self, layer: MultiHeadLinear, heads: Sequence[int]) -> None:
         super().__init__()
         self.heads = sorted(heads)
-        order = [*self.heads, *(i for i in range(layer.heads) if i not in self.heads)]
+        chosen, total = set(self.heads), len(layer.H)
+        order = [*self.heads, *(i for i in range(total) if i not in chosen)]
         for name, values in {
             "index": self.heads,
             "others": order[len(heads) :],
-            "position": sorted(range(layer.heads), key=order.__getitem__),
+            "position": sorted(range(total), key=order.__getitem__),
         }.items():
             tensor = torch.tensor(values, dtype=torch.long, device=layer.H.device)
             self.register_buffer(name, tensor, persistent=False)
@@ -224,7 +234,9 @@ def _products(H: Tensor, s: Tensor) -> Tensor:
 
 
 def _apply(u: Tensor, cores: Tensor) -> Tensor:
-    """Return C_i u_i for heads and tokens, (heads, tokens, r)."""
+    """Return C_i u_i for heads and tokens, (heads, tokens, r); u may have zeros beyond r."""
+    if zeros := u.shape[-1] - cores.shape[-1]:
+        cores = F.pad(cores, (0, zeros, 0, zeros))
     return torch.bmm(u, cores.to(u.dtype).mT)
 
 

@@ -3,7 +3,8 @@
 Each function turns records into records, in any process. `training/` does the computation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -38,6 +39,7 @@ from ravan_flwr.training.private_steps import (
     sampling_rate,
     train_privately,
 )
+from ravan_flwr.training.together import train_together
 
 log = getLogger(__name__)
 
@@ -93,18 +95,41 @@ def _query(client: ClientRequest) -> RecordDict:
     return RecordDict({"client": ConfigRecord(registered.as_config())})
 
 
+def train_ahead(jobs: Sequence[tuple[RecordDict, Context]]) -> None:
+    """Train the clients of several `train` messages in one pass, before these are answered.
+
+    The answer to each message then finds its result. A client that does not fit trains when its
+    message is answered, as if this function had not been called.
+    """
+    clients = []
+    for content, context in jobs:
+        with suppress(ValueError):  # raised again by the answer to the message
+            client = ClientRequest(content, context)
+            client.load_fixed_tensors()
+            clients.append((client, client.work))
+    loaded = clients[0][0].loaded
+    results = train_together(loaded.model, loaded.task, [work for _, work in clients])
+    loaded.trained_ahead = [
+        (client.content, result)
+        for (client, _), result in zip(clients, results, strict=True)
+        if result is not None
+    ]
+
+
 def _train(client: ClientRequest) -> RecordDict:
     client.load_fixed_tensors()
     if client.config.privacy == "example":
         return _train_privately(client)
     personal = client.find_personal()
-    result = train_locally(
+    ahead = client.loaded.trained_ahead
+    found = [result for content, result in ahead if content is client.content]
+    result = found[0] if found else train_locally(
         *client.training_inputs,
         client.granted_fraction,
         client.steps,
         client.client_round,
         personal,
-    )
+    )  # fmt: skip
     reply = _trained(client, result)
     if result.personal:
         store_personal(client.context.state, result.personal)
@@ -153,6 +178,8 @@ def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
         sparse = sparsify(change, client.sparsity[1], change.keys())
     upload = encode(sparse, client.wire, client.client_round.generator("wire up"))
     values = client.upload_metrics
+    if "seconds" in values:
+        values["seconds"] += result.seconds
     if client.config.privacy == "none":
         values |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
         values |= {"skipped-steps": result.skipped} if result.skipped else {}

@@ -26,8 +26,10 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_fraction
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.local_steps import LocalSteps, steps_of
+from ravan_flwr.training.local_steps import steps_of
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
+from ravan_flwr.training.step import LocalSteps
+from ravan_flwr.training.together import ClientWork
 
 log = getLogger(__name__)
 
@@ -127,6 +129,12 @@ class ClientRequest:
         """Return the arguments that all kinds of local training start with."""
         loaded = self.loaded
         return loaded.model, loaded.task, self.trained_on, self.broadcast
+
+    @property
+    def work(self) -> ClientWork:
+        """Return what to train, for a pass with other clients."""
+        own = self.trained_on, self.broadcast, self.granted_fraction, self.steps, self.client_round
+        return ClientWork(*own)
 
     @property
     def broadcast(self) -> Tensors:

@@ -160,8 +160,15 @@ class Config:
     processes: int | None = auto_key("clients that train at a time in a run in process, each in a "
         "process of its own; auto: as many as there are cores for, where that saves time", low=1,
         high=4_096, of_result=False)
+    clients_per_pass: int | None = auto_key("clients that a run in process trains at a time as "
+        "one batch; auto: as many as keep a GPU busy, one on a CPU", low=1, high=4_096,
+        of_result=False)
+    cuda_graphs: str = key("auto", "auto: capture a training step on a GPU once, and replay it "
+        "where that is quicker", choices=("auto", "off"), of_result=False)
     precision: str = preset_key("float32", "floating-point type of training steps and evaluations",
         choices=("float32", "bfloat16", "float16"))
+    float32_matmul: str = key("highest", "matrix products of float32 on a GPU; tf32 rounds their "
+        "factors to 10 bits, which is several times as fast", choices=("highest", "tf32"))
     gradient_checkpointing: bool = preset_key(False, "keep few activations and compute the others "
         "twice, to save memory")
     backbone_dtype: str = preset_key(AUTO, "type of the frozen backbone's numbers: 16 bits change "

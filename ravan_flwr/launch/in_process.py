@@ -17,7 +17,7 @@ from flwr.app import Context, RecordDict
 from ravan_flwr import server_app
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.launch.in_process_grid import InProcessGrid
-from ravan_flwr.launch.parallel_clients import start_pool
+from ravan_flwr.launch.parallel_clients import clients_per_pass, start_pool
 from ravan_flwr.launch.start import Start, read_start
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
@@ -76,6 +76,7 @@ def run(start: Start, callbacks: Iterable[object] = ()) -> Simulation:
             grid.give_keys(Path(stack.enter_context(keys)))
         usable_cores()  # raises its errors here, before the run has a directory
         grid.start_pool = partial(start_pool, run_config, config, number)
+        grid.clients_per_pass = partial(clients_per_pass, config, number)
         stack.callback(grid.close)
         server_app.run(grid, context, callbacks)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))

@@ -9,6 +9,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from logging import getLogger
 from pathlib import Path
 
 from flwr.app import Context, Message, MessageType, RecordDict
@@ -22,6 +24,8 @@ from ravan_flwr.launch.workers import Job, WorkerPool
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
+
+log = getLogger(__name__)
 
 LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # the messages that workers answer
 
@@ -39,6 +43,11 @@ class InProcessGrid(Grid):
         # Start workers, if any, before the first client computes.
         self.start_pool: Callable[[], WorkerPool | None] = lambda: None
         self._pool: WorkerPool | None = None  # None: clients run one after the other
+        # How many clients train in one pass if there are no workers; called once.
+        self.clients_per_pass: Callable[[], int] | None = None
+        self._per_pass = 1
+        self._trained_ahead = set[str]()  # ids of the messages of the last pass
+        self._expected: Sequence[str] = ()  # ids of messages whose replies will be pulled, in order
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # deadline of the replies to the messages that were pushed last
         self._nodes: tuple[list[int], list[NodeInfo]] = [], []  # ids, and their NodeInfos
@@ -113,6 +122,8 @@ class InProcessGrid(Grid):
         """Queue messages, and return their ids; clients run when their replies are pulled."""
         if self._pool is None:
             self._pool, self.start_pool = self.start_pool(), lambda: None
+            if self._pool is None and self.clients_per_pass is not None:
+                self._per_pass, self.clients_per_pass = self.clients_per_pass(), None
         self._until = time.monotonic() + self._timeout
         return [self._push(message) for message in messages]
 
@@ -141,6 +152,7 @@ class InProcessGrid(Grid):
 
     def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
         """Let workers begin messages whose replies will be pulled; return the ids to pull."""
+        self._expected = message_ids
         if self._pool is not None:
             waiting = filter(None, map(self._waiting.get, message_ids))
             self._pool.expect(map(self._job, filter(is_local_work, waiting)))
@@ -150,6 +162,8 @@ class InProcessGrid(Grid):
         """Return a client's reply; TimeoutError if it comes too late."""
         job = self._job(message)
         if self._pool is None or not is_local_work(message):
+            if self._pool is None and message.metadata.message_type == MessageType.TRAIN:
+                self._train_ahead(message)
             reply = reply_of(message, job.context)
         elif (answer := self._pool.answer(job)) is None:
             raise TimeoutError
@@ -157,6 +171,27 @@ class InProcessGrid(Grid):
             reply = answer
         set_message_id(reply, str(uuid.uuid4()))
         return reply
+
+    def _train_ahead(self, message: Message) -> None:
+        """Train a client in one pass with the next ones of its budget, unless a pass has done so.
+
+        The messages of these clients are answered as ever; the answers find the results.
+        """
+        if self._per_pass == 1 or message.metadata.message_id in self._trained_ahead:
+            return
+        waiting = filter(None, map(self._waiting.get, self._expected))
+        others = (one for one in waiting if _is_like(one, message))
+        messages = [message, *islice(others, self._per_pass - 1)]
+        self._trained_ahead = {one.metadata.message_id for one in messages}
+        if len(messages) == 1:
+            return
+        from ravan_flwr.client.answers import train_ahead  # noqa: PLC0415 (imports transformers)
+
+        try:
+            train_ahead([(one.content, self._job(one).context) for one in messages])
+        except Exception as error:  # noqa: BLE001 (out of memory, or what a client's answer raises)
+            self._per_pass = 1
+            log.warning("clients train one by one from now on, since one pass failed: %s", error)
 
     def _job(self, message: Message) -> Job:
         return Job(message, self._contexts[message.metadata.dst_node_id], self._until)
@@ -174,6 +209,15 @@ class InProcessGrid(Grid):
 def node_and_kind(message: Message) -> tuple[int, str]:
     """Return the id of a message's client, and the kind of the message."""
     return message.metadata.dst_node_id, message.metadata.message_type
+
+
+def _is_like(message: Message, other: Message) -> bool:
+    """Return whether two messages ask for training with the same budget fraction."""
+    kinds = [one.metadata.message_type for one in (message, other)]
+    if kinds != [MessageType.TRAIN, MessageType.TRAIN]:
+        return False
+    ours, theirs = (one.content.config_records["config"] for one in (message, other))
+    return ours["budget-fraction"] == theirs["budget-fraction"]
 
 
 def is_local_work(message: Message) -> bool:

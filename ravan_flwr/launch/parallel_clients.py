@@ -1,4 +1,4 @@
-"""Decide how many clients of a run in process compute at a time, and start their workers.
+"""Decide how many clients of a run in process compute at a time: in one pass, or in processes.
 
 `processes=N` sets the number. With `auto`, workers are started if they can be forked and the run is
 long enough: as many as the cores allow with the usual number of threads of a client. So the results
@@ -18,14 +18,20 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.launch.workers import WorkerPool, fork_worker, spawn_worker
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.cost import step_operations
 from ravan_flwr.training.device import most_workers
+from ravan_flwr.training.local_steps import steps_of
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
+from ravan_flwr.training.together import reason_for_one_by_one
 
 log = getLogger(__name__)
 
 # Parameters times examples, over all steps of a run, from which "auto" starts workers. Less work
 # takes a second or two; starting a worker takes a tenth of a second.
 MIN_WORK = 10**9
+
+# Floating-point operations of a step that keep a large GPU busy, and the most clients for them.
+BUSY, MAX_PER_PASS = 1e11, 32
 
 
 def start_pool(
@@ -48,6 +54,8 @@ def start_pool(
     )
     number = most.number
     if config.processes is None:
+        if (config.clients_per_pass or 1) > 1:
+            return None
         if not may_fork or _work(config, num_clients, loaded) < MIN_WORK:
             return None
         # As many as fit in memory, if each takes as much as this process.
@@ -69,6 +77,32 @@ def start_pool(
         count(pool.processes, "client"), count(most.threads, "thread"),
     )  # fmt: skip
     return pool
+
+
+def clients_per_pass(config: Config, num_clients: int) -> int:
+    """Return how many clients train in one pass of a run without workers (training/together.py).
+
+    With `auto`, on a CPU or with a network that keeps a GPU busy, it is one.
+    """
+    loaded = get_model_and_data(config)
+    number, asked = config.clients_per_pass, config.max_concurrent(num_clients)
+    if number is None and loaded.model.device.type != "cuda":
+        return 1
+    if number is None:
+        number = min(MAX_PER_PASS, round(BUSY / step_operations(config, 1.0)[1]))
+    number = min(number, asked)
+    if number <= 1:
+        return 1
+    steps = steps_of(config, 1, config.batch_size)
+    reason = reason_for_one_by_one(loaded.model, loaded.task, steps)
+    if config.privacy == "example" or config.secure_aggregation:
+        reason = "privacy=example and secure-aggregation train each client on its own"
+    if reason:
+        if config.clients_per_pass is not None:
+            log.info("clients-per-pass = %d: clients train one by one: %s", number, reason)
+        return 1
+    log.info("%d clients train in one pass", number)
+    return number
 
 
 def _work(config: Config, num_clients: int, loaded: ModelAndData) -> float:

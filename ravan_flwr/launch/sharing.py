@@ -111,7 +111,10 @@ def _most_fitting(config: Config, gpus: Sequence[Gpu], runs: int) -> int:
     needs = footprint(config)
     rooms = [USABLE * _free(gpu, runs) for gpu in gpus]
     rooms[0] -= needs.server
-    fitting = [int(room // needs.client) for room in rooms]
+    # Without room for captured steps a client computes eagerly.
+    fitting = [
+        max(int(room // (needs.client + needs.graph)), int(room >= needs.client)) for room in rooms
+    ]
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]
         raise ValueError(

@@ -39,6 +39,7 @@ class DualLoRALinear(LoRALinear):
     personal_weight: float | None = None  # a during training; None: a depends on the input
     mean: Tensor  # m
     total: Tensor  # the sum of the inputs in this training
+    count: Tensor  # their number
 
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float) -> None:
         super().__init__(base, B, A, scale)
@@ -51,7 +52,8 @@ class DualLoRALinear(LoRALinear):
         self.personal_A = nn.Parameter(A.detach().to(device, copy=True))
         self.register_buffer("mean", mean.to(device, copy=True), persistent=False)
         self.register_buffer("total", torch.zeros_like(self.mean), persistent=False)
-        self.personal_weight, self.count = None, 0
+        self.register_buffer("count", torch.zeros((), device=device), persistent=False)
+        self.personal_weight = None
 
     def train_personal(self, *, personal: bool) -> None:
         """Train the personal factors with a = 1/2, or the global factors with a = 0."""
@@ -63,7 +65,7 @@ class DualLoRALinear(LoRALinear):
 
     def mean_input(self) -> Tensor:
         """Return the mean input of the personal factors' last training."""
-        return self.total / self.count if self.count else self.mean
+        return torch.where(self.count > 0, self.total / self.count.clamp(min=1), self.mean)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.personal_weight == 0:

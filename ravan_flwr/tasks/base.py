@@ -27,6 +27,8 @@ Batch = dict[str, Tensor]  # every tensor's first dimension runs over the exampl
 Columns = dict[str, np.ndarray]
 
 EVALUATION_BATCH = 256  # examples that are evaluated or predicted at a time
+IGNORED = -100  # a label without a loss: padding
+BLOCK = 4096  # examples that are copied to a device at a time
 IN_MEMORY = 2**28  # bytes of encoded examples in memory; larger tables are read from their file
 
 
@@ -52,9 +54,34 @@ class Encoded:
         """Return a batch of these rows."""
         chosen = self.rows[rows]
         if isinstance(self.table, dict):
-            index = torch.from_numpy(chosen)
-            return {name: tensor[index] for name, tensor in self.table.items()}
+            index = torch.from_numpy(chosen).to(self.device, non_blocking=True)
+            return {name: tensor.index_select(0, index) for name, tensor in self.table.items()}
         return tensors_of(self.table, chosen)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device from which examples are read."""
+        in_memory = isinstance(self.table, dict)
+        return next(iter(self.table.values())).device if in_memory else torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the table."""
+        if isinstance(self.table, dict):
+            return sum(tensor.nbytes for tensor in self.table.values())
+        return int(self.table.data.nbytes)
+
+    def on(self, device: torch.device) -> "Encoded":
+        """Return the examples with their whole table in the memory of a device."""
+        if isinstance(self.table, dict):
+            return replace(self, table={n: t.to(device) for n, t in self.table.items()})
+        number, table = len(self.table), Batch()
+        for rows in np.array_split(np.arange(number), -(-number // BLOCK)):
+            for name, tensor in tensors_of(self.table, rows).items():
+                if name not in table:
+                    table[name] = tensor.new_empty(number, *tensor.shape[1:], device=device)
+                table[name][rows[0] : rows[-1] + 1] = tensor
+        return replace(self, table=table)
 
     def only(self, name: str) -> "Encoded":
         """Return the examples with this tensor only; no other is then read from a file."""
@@ -98,6 +125,7 @@ class Task(ABC):
     auto_class: ClassVar[str]  # transformers' auto class that loads the network
     pipeline: ClassVar[str]  # transformers' pipeline for a trained model; "" if there is none
     peft_type: ClassVar[str | None] = None  # PEFT's task type
+    multiple: int = 1  # of a batch's length in tokens: captured steps need few lengths
     masks: ClassVar[bool] = True  # whether attention gets a mask when examples may be padded
 
     def __init__(

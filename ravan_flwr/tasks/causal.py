@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.tasks.base import Batch, Measures
+from ravan_flwr.tasks.base import IGNORED, Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, ExampleTokens, next_is_learned
 from ravan_flwr.tasks.extensions import ByExample, Packs
 from ravan_flwr.tasks.forms import Row, conversation, messages_of
@@ -52,7 +52,7 @@ class Causal(Decoder, Packs, ByExample):
         return batch | {"positions": positions, "targets": ids.flatten()[positions + 1]}
 
     def size(self, batch: Batch) -> int:
-        return len(batch["targets"])
+        return int((batch["targets"] != IGNORED).sum())
 
     def sizes(self, batch: Batch) -> Tensor:
         texts, length = batch["input_ids"].shape
@@ -60,14 +60,14 @@ class Causal(Decoder, Packs, ByExample):
         return sizes.float()
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        return summed_loss(network, **batch) / len(batch["targets"])
+        return summed_loss(network, **batch) / (batch["targets"] != IGNORED).sum()
 
     def measure(
         self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
     ) -> dict[str, float]:  # fmt: skip
         loss = float(summed_loss(network, **batch))
-        return {"loss": loss, "tokens": float(len(batch["targets"]))}
+        return {"loss": loss, "tokens": float(self.size(batch))}
 
     @property
     def measures(self) -> Measures:

@@ -17,14 +17,24 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationConfig
 
 from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import (
+    IGNORED,
+    Batch,
+    Columns,
+    Encoded,
+    Shapes,
+    as_rows,
+    encoded_as_it_is,
+    mapped,
+)
 from ravan_flwr.tasks.extensions import Predicts
 from ravan_flwr.tasks.forms import Form, Row, end_of_turn
-from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
+from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer, rounded_up
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
 from ravan_flwr.tasks.tokens import (
     Tokens,
@@ -184,12 +194,17 @@ class Decoder(Predicts):
         return int(self.reader.model_max_length)
 
     def collate(self, batch: Batch) -> Batch:
-        length = int(batch["length"].max())
+        length = rounded_up(int(batch["length"].max()), self.multiple)
         ids = batch["input_ids"][:, :length].long()
         if "learned" not in batch:
             return _left_padded(ids, batch["length"])
         positions = next_is_learned(batch)[:, :length].flatten().nonzero().squeeze(1)
-        return {"input_ids": ids, "positions": positions, "targets": ids.flatten()[positions + 1]}
+        targets = ids.flatten()[positions + 1]
+        if self.multiple > 1:  # few numbers of targets, too
+            zeros = (1 << (len(targets) - 1).bit_length()) - len(targets)
+            positions = F.pad(positions, (0, zeros))
+            targets = F.pad(targets, (0, zeros), value=IGNORED)
+        return {"input_ids": ids, "positions": positions, "targets": targets}
 
     # The network's options, sizes and memory.
 

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, as_rows, encoded_as_it_is, mapped
+from ravan_flwr.tasks.base import (
+    IGNORED,
+    Batch,
+    Columns,
+    Encoded,
+    Shapes,
+    as_rows,
+    encoded_as_it_is,
+    mapped,
+)
 from ravan_flwr.tasks.extensions import ByExample, Predicts
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
@@ -26,12 +35,11 @@ from ravan_flwr.tasks.text import (
     describe,
     fixed_length,
     load_tokenizer,
+    rounded_up,
     token_counts,
     tokenize,
     trim,
 )  # fmt: skip
-
-IGNORED = -100  # a target that is padding
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +118,10 @@ class TextToText(Predicts, ByExample):
 
     def collate(self, batch: Batch) -> Batch:
         if "labels" not in batch:  # a batch for prediction
-            return trim(batch)
+            return trim(batch, self.multiple)
         labels = batch["labels"].long()
-        length = int((labels != IGNORED).sum(1).max())
-        return trim(batch) | {"labels": labels[:, :length]}
+        length = rounded_up(int((labels != IGNORED).sum(1).max()), self.multiple)
+        return trim(batch, self.multiple) | {"labels": labels[:, :length]}
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return _losses(network, batch).mean()

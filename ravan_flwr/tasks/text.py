@@ -64,7 +64,7 @@ class Text(Classification):
         return token_counts(examples)
 
     def collate(self, batch: Batch) -> Batch:
-        return trim(batch)
+        return trim(batch, self.multiple)
 
     def check_sizes(self) -> None:
         check_positions(self.model_config, self.max_length)
@@ -199,13 +199,21 @@ def token_counts(examples: Encoded) -> np.ndarray:
     return np.concatenate(counts)
 
 
-def trim(batch: Batch) -> Batch:
-    """Drop the columns in which every text of the batch is padding; token ids become int64."""
-    length = int(batch["attention_mask"].sum(1).max())
+def trim(batch: Batch, multiple: int = 1) -> Batch:
+    """Drop columns in which every text of the batch is padding; token ids become int64.
+
+    The number of the columns that are left is a multiple of `multiple`, if there are so many.
+    """
+    length = rounded_up(int(batch["attention_mask"].sum(1).max()), multiple)
     return {
         name: tensor[:, :length].long() if name in _BY_TOKEN else tensor
         for name, tensor in batch.items()
     }
+
+
+def rounded_up(length: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a length."""
+    return -(-length // multiple) * multiple
 
 
 _BY_TOKEN = {"input_ids", "attention_mask", "token_type_ids"}

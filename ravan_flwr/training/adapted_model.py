@@ -15,6 +15,7 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
+from ravan_flwr.training.captured import CapturedSteps
 from ravan_flwr.training.device import computing_with, release_cached_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 
@@ -44,11 +45,12 @@ class AdaptedModel:
                 "pretrained language-model head, expected 'frozen'; set classifier=frozen"
             )
         self._initial_classifier = self._flat_classifier()
+        self.captured: CapturedSteps | None = None  # None: every step is computed eagerly
         self.examples_are_independent = False  # set by the check in private_steps.py
         self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._idle_state = self.initial_state()
-        self._load(self._idle_state)
+        self.load(self._idle_state)
 
     def initial_state(self) -> Tensors:
         """Return the global state before the first round, with the classifier if it is trained."""
@@ -151,18 +153,19 @@ class AdaptedModel:
         initial state again.
         """
         try:
-            self._load(tensors)
+            self.load(tensors)
             if personal is not None:
                 self._load_personal(personal)
             with computing_with(self.threads):
                 yield
         finally:
-            self._load(self._idle_state)
+            self.load(self._idle_state)
             for parameter in self.network.parameters():
                 parameter.grad = None
             release_cached_memory(self.device)
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a broadcast, or a global state, within `holding`."""
         self.method.load(self.adapters, split_classifier(tensors)[0])
         if self._sends_classifier:
             shape = self._initial_classifier.shape

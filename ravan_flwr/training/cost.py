@@ -33,16 +33,17 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.device import computing_with, suitable_threads
-from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
     backbone_dtype,
     build_skeleton,
+    captures_steps,
     likely_device,
     prepare_network,
     pretrained_parameters,
 )
+from ravan_flwr.training.step import PRECISIONS
 
 # The most operations (on a CPU, on a GPU) and bytes of a step that a plan tries, for its time.
 MOST_TRIED, MOST_TRIED_BYTES = (2e10, 2e12), 2_000_000_000
@@ -56,6 +57,8 @@ class StepMemory:
     weights: int  # frozen tensors: backbone and bases
     trained: int  # values, gradients and Adam's moments of the trained parameters
     activations: int  # saved for the backward pass
+    # A captured step keeps its activations' memory; without room for that, steps are not captured.
+    graph: int = 0
 
     @property
     def added(self) -> int:
@@ -64,7 +67,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.added
+        return self.weights + self.added + self.graph
 
 
 class Skeleton:
@@ -206,7 +209,10 @@ def step_memory(config: Config, fraction: float) -> StepMemory:
         activations += step_memory(reference, fraction).activations // _checkpoints(config, network)
     activations += cast_weights(config, network) + task.transient(network.config, number)
     size = _bytes(trained)
-    return StepMemory(weights - (size - copies) - skeleton.saved_bytes, ADAM * size, activations)
+    captured = likely_device(config.device) == "cuda" and captures_steps(config)
+    graph = activations if captured else 0
+    kept = weights - (size - copies) - skeleton.saved_bytes
+    return StepMemory(kept, ADAM * size, activations, graph)
 
 
 @lru_cache(maxsize=64)

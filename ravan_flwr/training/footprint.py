@@ -30,6 +30,7 @@ class Footprint:
 
     client: int
     server: int
+    graph: int = 0  # of a client's captured step, beside which it computes others
 
 
 def footprint(config: Config) -> Footprint:
@@ -37,8 +38,8 @@ def footprint(config: Config) -> Footprint:
     step, evaluation = step_memory(config, 1.0), evaluation_memory(config)
     resident = CONTEXT + step.weights
     if config.evaluate_on == "server":
-        return Footprint(resident + step.added, resident + evaluation)
-    return Footprint(resident + max(step.added, evaluation), resident)
+        return Footprint(resident + step.added, resident + evaluation, step.graph)
+    return Footprint(resident + max(step.added, evaluation), resident, step.graph)
 
 
 def evaluation_memory(config: Config) -> int:

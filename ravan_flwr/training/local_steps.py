@@ -21,6 +21,8 @@ from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import evaluation_batches, split_batches, training_batches
+from ravan_flwr.training.captured import CapturedClient
+from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
 
 
 def learning_rate_in_round(config: Config, number: int) -> float:
@@ -34,25 +36,6 @@ def learning_rate_in_round(config: Config, number: int) -> float:
     end = start / 50 if schedule["end"] == AUTO else float(schedule["end"])
     progress = (number - warm_up) / max(1, config.num_rounds - warm_up)
     return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2)
-
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class LocalSteps:
-    """The settings of a client's training in one round."""
-
-    number: int
-    batch_size: int
-    learning_rate: float
-    precision: str
-    proximal_mu: float = 0.0  # FedProx adds mu / 2 |w - w at the start of the round|^2 to the loss
-    batching: str = "random"
-    micro_batch_size: int | None = None  # examples per backward pass; None: the whole batch
-    packing: bool = False  # several short texts in one row
-    weight_decay: float = 0.0
-    max_gradient_norm: float = 0.0  # 0: no clipping
 
 
 def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
@@ -73,6 +56,7 @@ class LocalResult:
     personal: Tensors  # the client's personal parameters; empty for most methods
     train_loss: float  # mean over the steps, without the proximal term and the scoring batch
     skipped: int = 0  # steps without effect, because float16 overflowed
+    seconds: float = 0.0  # that were spent on it before its message, together with other clients
 
 
 def train_locally(
@@ -132,8 +116,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
-        lengths = task.lengths(examples) if steps.batching == "length" else None
-        order = self.draw_batches(len(examples), lengths, client_round)
+        order = self.draw_batches(client_round)
         parts, self.part_counts = split_batches(order, steps.micro_batch_size or steps.batch_size)
         collate = (
             task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
@@ -148,16 +131,13 @@ class Stepper:
         self.losses: list[Tensor] = []
         model.network.train()
 
-    def draw_batches(
-        self, number: int, lengths: np.ndarray | None, client_round: ClientRound
-    ) -> Iterator[np.ndarray]:
+    def draw_batches(self, client_round: ClientRound) -> Iterator[np.ndarray]:
         """Yield the rows of each step's batch, without end."""
-        random = client_round.generator("batches")
-        return training_batches(number, self.steps.batch_size, random, lengths)
+        return training_order(self.task, self.examples, self.steps, client_round)
 
     def read(self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]) -> Iterator[Any]:
         """Yield the examples of each part of a batch, in the order of the steps."""
-        return _batches(self.examples, collate, parts, self.device)
+        return read_batches(self.examples, collate, parts, self.device)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Run a round's steps on these parameters, with a new optimiser."""
@@ -165,23 +145,22 @@ class Stepper:
         if not parameters:  # a method without adapters, with a frozen classifier
             self.backward()  # for the loss only
             return
-        optimizer = self._optimizer(parameters)
-        anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
+        step = self.step_of(parameters)
         for _ in range(self.steps.number):
-            optimizer.zero_grad(set_to_none=True)
-            self.backward()
-            if anchors or self.steps.max_gradient_norm:
-                self.scaler.unscale_(optimizer)
-            if anchors:
-                _pull_back(parameters, anchors, self.steps.proximal_mu)
-            if self.steps.max_gradient_norm:
-                torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
-            self.scaler.step(optimizer)
-            if self.scaler.is_enabled():  # count a skipped step, without waiting for the GPU
-                unit = torch.ones((), device=self.device)
-                before = self.scaler.scale(unit)
-                self.scaler.update()
-                self.skipped += self.scaler.scale(unit) < before
+            self.losses.append(step(self._next_parts()))
+        self.skipped = step.finish()
+
+    def step_of(self, parameters: Sequence[Tensor]) -> Step | CapturedClient:
+        """Return a function that runs one step: captured on a GPU, if the model has such steps."""
+        captured = self.model.captured
+        step = Step(
+            parameters,
+            self.steps,
+            self.scaler,
+            self.backward_parts,
+            capturable=captured is not None,
+        )
+        return step if captured is None else captured.client(self.model.network, step)
 
     def round(
         self, fraction: float, client_round: ClientRound, rows: Tensors | None = None
@@ -197,21 +176,13 @@ class Stepper:
         skipped = int(self.skipped)
         return LocalResult(model.upload(method), model.personal_state(), self.mean_loss(), skipped)
 
-    def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """Return Adam, or AdamW with weight decay."""
-        learning_rate, decay = self.steps.learning_rate, self.steps.weight_decay
-        fused = True if self.device.type != "mps" else None  # False would disable foreach, too
-        if decay:
-            return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=decay, fused=fused)
-        return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
-
     def mean_loss(self) -> float:
         """Return the mean loss over the steps, or over a calibration's batches."""
         return float(torch.stack(self.losses).mean())
 
     def backward(self) -> None:
         """Compute the gradients of the next batch's mean loss, part by part."""
-        self.losses.append(self._backward_parts(self._next_parts()))
+        self.losses.append(self.backward_parts(self._next_parts()))
 
     def measure(self, sums: Sequence[Tensor]) -> None:
         """Run `backward` while hooks add terms to `sums` that are proportional to the gradients.
@@ -226,7 +197,7 @@ class Stepper:
         while True:
             for tensor in sums:
                 tensor.zero_()
-            loss, scale = self._backward_parts(parts), self.scaler.get_scale()
+            loss, scale = self.backward_parts(parts), self.scaler.get_scale()
             if all(bool(tensor.isfinite().all()) for tensor in sums):
                 break
             if scale < 1:
@@ -243,7 +214,7 @@ class Stepper:
         """Return the parts of the next batch."""
         return [next(self.batches) for _ in range(next(self.part_counts))]
 
-    def _backward_parts(self, parts: Sequence[Batch]) -> Tensor:
+    def backward_parts(self, parts: Sequence[Batch]) -> Tensor:
         """Add the gradients of a batch's mean loss, and return the loss."""
         if len(parts) == 1:
             return self._backward(parts[0])
@@ -266,12 +237,13 @@ class Stepper:
             return self.task.loss(self.model.network, batch)
 
 
-def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -> None:
-    """Add the gradient of the proximal term, mu (w - anchor)."""
-    with torch.no_grad():
-        for parameter, anchor in zip(parameters, anchors, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter - anchor, alpha=mu)
+def training_order(
+    task: Task, examples: Encoded, steps: LocalSteps, client_round: ClientRound
+) -> Iterator[np.ndarray]:
+    """Yield the rows of each batch of a client's round, without end."""
+    lengths = task.lengths(examples) if steps.batching == "length" else None
+    random = client_round.generator("batches")
+    return training_batches(len(examples), steps.batch_size, random, lengths)
 
 
 def measured_sums(
@@ -282,7 +254,7 @@ def measured_sums(
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     sums: dict[str, float] = {}
     with _inference(model.network, precision):
-        batches = _batches(examples, task.collate, iter(order), model.device)
+        batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):
             answers = examples.answers_of(rows)
             _add(sums, task.measure(model.network, batch, answers, tally))
@@ -310,7 +282,7 @@ def evaluate_all(
     return together | by_set if len(sets) > 1 else together
 
 
-def _batches(
+def read_batches(
     examples: Encoded,
     collate: Callable[[Batch], Batch],
     order: Iterator[np.ndarray],
@@ -324,7 +296,7 @@ def _batches(
         batch = collate(examples.take(rows))
         return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
-    if device.type == "cpu":
+    if device.type == "cpu" or examples.device == device:
         yield from (collate(examples.take(rows)) for rows in order)
         return
     with ThreadPoolExecutor(1) as reader:

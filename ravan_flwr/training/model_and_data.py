@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.adapters.stored import keep_casts, quantize
+from ravan_flwr.adapters.stored import keep_casts, narrow, quantize
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.examples import device_examples, load_splits, some_of, with_labels
 from ravan_flwr.data.model_folder import model_folder
@@ -32,16 +32,21 @@ from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.tasks.text import rounded_up
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.device import pick_device, suitable_threads
-from ravan_flwr.training.local_steps import evaluate_all
+from ravan_flwr.training.captured import CapturedSteps, CudaGraphs
+from ravan_flwr.training.device import free_memory, pick_device, suitable_threads
+from ravan_flwr.training.local_steps import LocalResult, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
     DTYPES,
     backbone_dtype,
     backbone_fingerprint,
     build_network,
+    captures_steps,
+    computes_narrowly,
     keeps_casts,
+    likely_device,
     prepare_network,
 )
 from ravan_flwr.training.private_steps import encode_each
@@ -53,6 +58,7 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     settings = {name: getattr(config, name) for name in names}
     # A merged weight in few bits loses small updates (adapters/merged.py).
     full_precision = config.precision == "float32" and config.quantize == "none"
+    full_precision = full_precision and config.float32_matmul == "highest"
     settings["layer_form"] = "auto" if full_precision else "factored"
     settings["init"] = config.parts("init")[""]
     return get_method(config.method)(Settings(**settings), layers, size)
@@ -111,6 +117,8 @@ class ModelAndData:
         self.config = config = settle(config)
         self.task = make_task(config)
         self._rows: list[np.ndarray] = []  # the rows of each client
+        # Results of clients that were trained with others, before their own message is answered.
+        self.trained_ahead: list[tuple[object, LocalResult]] = []
         self._local_examples: dict[str, Encoded] = {}  # a device's own examples, by path
 
     @cached_property
@@ -122,6 +130,8 @@ class ModelAndData:
         device = pick_device(config.device)
         stored_dtype = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, stored_dtype)
+        if computes_narrowly(config, device.type):
+            narrow(backbone.network, torch.bfloat16, backbone.classifier)
         if config.quantize != "none":  # before the move: unquantized, the network may not fit
             dtype = DTYPES[config.precision]
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
@@ -133,8 +143,16 @@ class ModelAndData:
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
         )
+        on_gpu = device.type == "cuda"
         if keeps_casts(config):
-            keep_casts(model.network)
+            keep_casts(model.network, multiple=8 if on_gpu else 1)
+        if on_gpu and captures_steps(config):
+            model.captured = CapturedSteps(CudaGraphs())
+            # At most eight lengths of texts.
+            self.task.multiple = rounded_up(-(-self.task.max_length // 8), 8) or 1
+        if on_gpu:  # of the process, for the model that it has
+            high = config.float32_matmul == "tf32"
+            torch.set_float32_matmul_precision("high" if high else "highest")
         return model
 
     @cached_property
@@ -156,7 +174,7 @@ class ModelAndData:
     def test_sets(self) -> dict[str, Encoded]:
         """Encode the server's test examples, which no client has."""
         names = dict(self.config.data.tests)
-        return {name: self.task.encode(self.splits[name]) for name in names}
+        return {name: self._placed(self.task.encode(self.splits[name])) for name in names}
 
     def evaluate(
         self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
@@ -168,7 +186,24 @@ class ModelAndData:
 
     @cached_property
     def _shared(self) -> Encoded:
-        return self.task.encode(self._train)
+        return self._placed(self.task.encode(self._train))
+
+    def _placed(self, examples: Encoded) -> Encoded:
+        """Return examples of one size in a GPU's memory, if they take little of what is free.
+
+        Texts are cut to the longest one of a batch, whose length would have to be read from there.
+        """
+        config = self.config
+        if (
+            likely_device(config.device) != "cuda"
+            or config.privacy == "example"
+            or not len(examples)
+        ):
+            return examples
+        if self.task.lengths(examples.select(np.arange(1))) is not None:
+            return examples
+        device = self.model.device
+        return examples.on(device) if examples.nbytes < free_memory(device) / 4 else examples
 
     def partition(self, partition_id: int, number: int) -> Examples:
         """Return the examples of a client, one of `number`."""

@@ -333,11 +333,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def backbone_dtype(config: Config, device: str) -> torch.dtype:
     """Return the dtype of the backbone on a device; `auto` is the checkpoint's, on a GPU.
 
+    A GPU that computes in bfloat16 stores it so (`computes_narrowly`).
+
     Pretrained weights that are trained, even in a calibration round only, are in float32. In 16
     bits a step of 1e-5 does not change a weight of 0.02.
     """
     if config.backbone_dtype in DTYPES:
         return DTYPES[config.backbone_dtype]
+    if computes_narrowly(config, device):
+        return torch.bfloat16
     if device != "cuda" or trains_backbone(vars(config)):
         return torch.float32
     try:
@@ -347,6 +351,13 @@ def backbone_dtype(config: Config, device: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.float32
 
 
+def computes_narrowly(config: Config, device: str) -> bool:
+    """Return whether a frozen network's residual stream is in bfloat16 (adapters/stored.py)."""
+    is_default = config.backbone_dtype == AUTO and config.quantize == "none"
+    is_frozen = not trains_backbone(vars(config))
+    return device == "cuda" and config.precision == "bfloat16" and is_default and is_frozen
+
+
 def keeps_casts(config: Config) -> bool:
     """Return whether weights cast to a 16-bit precision are kept from step to step.
 
@@ -354,6 +365,12 @@ def keeps_casts(config: Config) -> bool:
     """
     without_casts = config.precision == "float32" or config.gradient_checkpointing
     return not without_casts and not trains_backbone(vars(config))
+
+
+def captures_steps(config: Config) -> bool:
+    """Return whether steps on a GPU are captured as CUDA graphs, where all can be."""
+    eager = config.gradient_checkpointing or config.packing or config.privacy == "example"
+    return config.cuda_graphs == "auto" and not eager
 
 
 def likely_device(name: str) -> str:

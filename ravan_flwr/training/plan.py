@@ -45,6 +45,12 @@ def describe(config: Config) -> str:
     )
     size = config.micro_batch_size or config.batch_size
     assumed = f"Assumed: {size} examples at a time, Adam; docs/gpu.md has what is counted"
+    exact = config.precision == "float32" and config.float32_matmul == "highest"
+    if exact and likely_device(config.device) == "cuda":
+        assumed += (
+            "\nOn a GPU float32-matmul=tf32 and precision=bfloat16 are several times as fast as "
+            "exact float32"
+        )
     return "\n\n".join(["\n".join(part) for part in parts] + [assumed])
 
 
@@ -87,7 +93,8 @@ def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
             yield f"{fraction:<9g}not eligible: the method is trained whole or not at all"
             continue
         memory = step_memory(config, fraction)
-        parts = (memory.weights, memory.trained, memory.activations, memory.total)
+        kept = memory.activations + memory.graph
+        parts = (memory.weights, memory.trained, kept, memory.total)
         number = skeleton.method.parts
         trains = "all" if number is None else f"{affordable(fraction, number)}/{number}"
         yield (

@@ -37,7 +37,8 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dropout_from
+from ravan_flwr.training.local_steps import LocalResult, Stepper, dropout_from
+from ravan_flwr.training.step import LocalSteps
 
 log = getLogger(__name__)
 
@@ -144,18 +145,13 @@ class PrivateStepper(Stepper):
         self.rate = sampling_rate(steps.batch_size, len(examples))
         super().__init__(model, task, examples, steps, client_round)
 
-    def draw_batches(
-        self,
-        number: int,
-        lengths: np.ndarray | None,  # noqa: ARG002 (batches are fully random)
-        client_round: ClientRound,  # noqa: ARG002
-    ) -> Iterator[np.ndarray]:
+    def draw_batches(self, client_round: ClientRound) -> Iterator[np.ndarray]:  # noqa: ARG002
         """Yield Poisson samples of the rows, from the system's entropy, without end.
 
         Batches have different sizes, and may be empty. A known seed would reveal their examples.
         """
         while True:
-            yield subsample(number, self.rate)
+            yield subsample(len(self.examples), self.rate)
 
     def read(
         self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
@@ -175,13 +171,14 @@ class PrivateStepper(Stepper):
         """Return NaN: a loss would reveal information on the examples."""
         return math.nan
 
-    def backward(self) -> None:
-        """Write a private gradient into the parameters."""
-        for _ in range(next(self.part_counts)):
-            self._add_clipped(next(self.batches))
+    def backward_parts(self, parts: Sequence[Any]) -> Tensor:
+        """Write a private gradient into the parameters; the loss is not measured."""
+        for rows in parts:
+            self._add_clipped(rows)
         released = self.clipped.release(self.rate * len(self.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):
             parameter.grad = gradient.to(parameter)
+        return torch.tensor(math.nan)
 
     def _add_clipped(self, rows: np.ndarray) -> None:
         """Add the clipped gradients of these examples; an example that fails adds nothing.

@@ -51,7 +51,8 @@ class Workload:
 
     def memory_shortage(self, fraction: float, client: int) -> str:
         """Return an error text if a device has too little memory for a step, else ""."""
-        need, memory = step_memory(self.config, fraction).total, self.devices[client].memory
+        step, memory = step_memory(self.config, fraction), self.devices[client].memory
+        need = step.weights + step.added
         if need <= memory:
             return ""
         kind = self.devices[client].kind

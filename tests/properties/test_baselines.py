@@ -19,8 +19,9 @@ from ravan_flwr.methods import METHODS, affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.seeding import ClientRound, generator
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally
+from ravan_flwr.training.local_steps import calibrate_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 from tests.methods import (
     LAYERS,
     FakeTraining,

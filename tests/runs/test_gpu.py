@@ -19,9 +19,10 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_fraction, step_memory
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
-from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.machine import visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
+from ravan_flwr.training.step import LocalSteps
 from testing.tiny import small_decoder
 from tests import ROOT
 

@@ -15,8 +15,9 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps
 from testing.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")

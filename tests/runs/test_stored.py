@@ -15,9 +15,10 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_dtype, stored_dtype
+from ravan_flwr.training.step import LocalSteps
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 KINDS = ["llama", "phi3", "bert", "t5", "vit"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.tasks.generation import IGNORED
+from ravan_flwr.tasks.base import IGNORED
 from ravan_flwr.tasks.question_answering import QuestionAnswering
 from ravan_flwr.tasks.text_to_label import TextToLabel
 from ravan_flwr.training.model_and_data import ModelAndData

@@ -16,15 +16,10 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.training.bundled import read_backbone, read_backbone_config
 from ravan_flwr.training.device import pick_device
-from ravan_flwr.training.local_steps import (
-    LocalSteps,
-    _pull_back,
-    calibrate_locally,
-    evaluate_all,
-    train_locally,
-)
+from ravan_flwr.training.local_steps import calibrate_locally, evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_fingerprint, build_network
+from ravan_flwr.training.step import LocalSteps, pull_back
 from scripts.pretrain_digits_vit import encode_backbone
 from testing.tiny import save_model
 
@@ -152,7 +147,7 @@ def test_the_proximal_gradient_equals_that_of_its_loss(shared):
     weights = [torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.zeros(1))]
     anchors = [torch.tensor([0.5, 4.0]), torch.zeros(1)]
     torch.cat([*weights]).sin().sum().backward()
-    _pull_back(weights, anchors, 0.3)
+    pull_back(weights, anchors, 0.3)
     for weight, anchor in zip(weights, anchors, strict=True):
         written = weight.sin().sum() + 0.15 * (weight - anchor).square().sum()
         (expected,) = torch.autograd.grad(written, weight)

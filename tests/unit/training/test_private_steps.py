@@ -203,7 +203,7 @@ def test_drawn_examples_do_not_depend_on_the_seed(loaded):
     orders = []
     for _ in range(2):
         stepper = PrivateStepper(loaded.model, loaded.task, examples, steps, WORK, QUIET)
-        order = stepper.draw_batches(len(examples), None, WORK)
+        order = stepper.draw_batches(WORK)
         orders.append([next(order).tolist() for _ in range(20)])
     assert orders[0] != orders[1]
     assert len({len(rows) for rows in orders[0]}) > 3  # Poisson sampling: batches differ in size

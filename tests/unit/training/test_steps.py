@@ -13,13 +13,13 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
-    Stepper,
-    _batches,
     learning_rate_in_round,
+    read_batches,
     steps_of,
     train_locally,
 )
 from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import adam
 
 WORK = ClientRound(0, 1, 0)
 QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}
@@ -54,20 +54,17 @@ def test_only_pinned_memory_is_copied_asynchronously(device, asynchronous):
     examples = Encoded({"pixels": torch.zeros(4)}, np.arange(4))
     order = iter([np.arange(2), np.arange(2, 4)])
     pixels: Any = Pixels()
-    batches = _batches(examples, lambda _: {"pixels": pixels}, order, torch.device(device))
+    batches = read_batches(examples, lambda _: {"pixels": pixels}, order, torch.device(device))
     assert len([*batches]) == 2
     assert copies == [asynchronous] * 2
 
 
 @pytest.mark.parametrize(("device", "fused"), [("cpu", True), ("cuda", True), ("mps", None)])
-def test_adam_is_fused_or_pytorchs_default(loaded, device, fused, monkeypatch):
+def test_adam_is_fused_or_pytorchs_default(device, fused, monkeypatch):
     """`fused=False` would update one parameter after the other."""
-    steps = steps_of(read_config(QUICK), 1, 10)
-    stepper = Stepper(loaded.model, loaded.task, loaded.partition(0, 5).train, steps, WORK)
-    stepper.device = torch.device(device)
     options = {}
     monkeypatch.setattr(torch.optim, "Adam", lambda _, **kwargs: options.update(kwargs))
-    stepper._optimizer([])
+    adam([], 0.1, 0.0, torch.device(device))
     assert options["fused"] is fused
 
 

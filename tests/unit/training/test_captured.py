@@ -1,0 +1,229 @@
+"""Captured steps give the bits of eager ones; the recorder stands in for CUDA graphs."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_steps import FURTHER, check_method
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training import captured
+from ravan_flwr.training.captured import CapturedClient, CapturedSteps, FixedState
+from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps, Step
+from testing.recorder import Recorder
+from testing.tiny import ARCHITECTURES, OF_DECODERS, save_data, save_model, save_speaker
+
+RUNS: dict[str, dict[str, Scalar]] = {**{name: {"method": name} for name in METHODS}, **FURTHER}
+STEPS: dict[str, Any] = {
+    "number": 4, "batch_size": 12, "learning_rate": 0.01, "precision": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_replayed_steps_upload_the_bits_of_eager_ones(name):
+    okay, line = check_method(RUNS[name], "cpu", Recorder())
+    assert okay, line
+
+
+def without_moving(state, network, step):
+    """Reset the optimiser, but leave a client's tensors where they are."""
+    return copied(state, network, step, move=False)
+
+
+def with_the_first_rate(state, network, step):
+    """Move a client's tensors, but keep the learning rate of the captured step."""
+    rate = state.rate.clone()
+    copied(state, network, step, move=True)
+    state.rate.copy_(rate)
+
+
+def copied(state, network, step, *, move):
+    places = state.tensors
+    if not move:
+        state.tensors = {n: t.data for n, t in captured._tensors(network).items()}
+    adopt(state, network, step)
+    state.tensors = places
+
+
+adopt = FixedState.adopt
+
+
+@pytest.mark.parametrize("mutant", [without_moving, with_the_first_rate])
+def test_a_wrong_replay_is_noticed(mutant, monkeypatch):
+    monkeypatch.setattr(FixedState, "adopt", mutant)
+    monkeypatch.setattr(CapturedClient, "finish", lambda client: client.step.skipped)
+    okay, line = check_method({"method": "fedit"}, "cpu", Recorder())
+    assert not okay
+    assert "same bits: False" in line
+
+
+@pytest.fixture
+def loaded():
+    return ModelAndData(read_config({"device": "cpu", "lora-rank": 2}))
+
+
+def upload(loaded, client=0, **options):
+    steps = LocalSteps(**STEPS | options)
+    examples = loaded.partition(client, 40).train
+    state = loaded.model.initial_state()
+    work = ClientRound(0, 1, client)
+    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
+
+
+def failing(after):
+    """Return a capture that fails after so many steps."""
+
+    class Failing(Recorder):
+        def __call__(self, run):
+            for _ in range(after):
+                run()
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    return Failing()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_step_that_cannot_be_captured_is_computed_eagerly(loaded, after, caplog):
+    expected = upload(loaded)
+    loaded.model.captured = CapturedSteps(failing(after))
+    with caplog.at_level(logging.INFO, "ravan_flwr"):
+        results = [upload(loaded), upload(loaded)]
+    for result in results:
+        assert torch.equal(result.upload["H"], expected.upload["H"])
+        assert result.train_loss == expected.train_loss
+    assert [record.getMessage() for record in caplog.records] == [
+        "steps are not captured as a CUDA graph: CUDA error: out of memory"
+    ]
+
+
+def test_a_step_that_reads_a_value_is_not_captured(loaded, monkeypatch):
+    logits = type(loaded.task).logits
+
+    def looking(task, network, batch):
+        read = logits(task, network, batch)
+        return read if float(read.detach().sum()) < 1e9 else -read
+
+    monkeypatch.setattr(type(loaded.task), "logits", looking)
+    expected = upload(loaded)
+    loaded.model.captured = CapturedSteps(Recorder())
+    assert torch.equal(upload(loaded).upload["H"], expected.upload["H"])
+    (state,) = loaded.model.captured.states.values()
+    assert [*state.graphs.values()] == [None]
+
+
+def test_one_graph_serves_clients_with_other_rates_and_batches(loaded):
+    recorder = Recorder()
+    options = [{}, {"learning_rate": 0.003}, {"learning_rate": 0.001, "number": 7}]
+    expected = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
+    loaded.model.captured = CapturedSteps(recorder)
+    results = [upload(loaded, n, **changes) for n, changes in enumerate(options)]
+    assert recorder.recordings == 1
+    for one, other in zip(results, expected, strict=True):
+        assert torch.equal(one.upload["H"], other.upload["H"])
+
+
+def test_further_shapes_are_computed_eagerly(loaded, monkeypatch):
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 2)
+    recorder = Recorder()
+    sizes = [4, 6, 8, 10]
+    expected = [upload(loaded, batch_size=size) for size in sizes]
+    loaded.model.captured = CapturedSteps(recorder)
+    for size, other in zip(sizes * 2, expected * 2, strict=True):
+        assert torch.equal(upload(loaded, batch_size=size).upload["H"], other.upload["H"])
+    assert recorder.recordings == 2
+
+
+def test_a_tensor_that_moves_while_a_client_trains_is_an_error(loaded, monkeypatch):
+    loaded.model.captured = CapturedSteps(Recorder())
+    upload(loaded)
+    logits = type(loaded.task).logits
+
+    def moving(task, network, batch):
+        parameter = next(network.parameters())
+        parameter.data = parameter.data.clone()
+        return logits(task, network, batch)
+
+    monkeypatch.setattr(type(loaded.task), "logits", moving)
+    with pytest.raises(RuntimeError, match="cuda-graphs=off"):
+        upload(loaded, batch_size=10)
+
+
+def test_the_quicker_kind_of_step_is_kept(loaded, monkeypatch):
+    """The second client's first steps are timed: three eager ones, three replayed ones."""
+    clock = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    expected = [upload(loaded, n, number=9, batch_size=8) for n in range(3)]
+    for slower in (True, False):
+        recorder = Recorder()
+        recorder.compares = True
+        loaded.model.captured = CapturedSteps(recorder)
+        step, replay = Step.__call__, captured.Graph.__call__
+        times = {"eager": 1.0, "replayed": 2.0 if slower else 0.5}
+
+        def eager(self, parts, step=step, times=times):
+            clock[0] += times["eager"]
+            return step(self, parts)
+
+        def replayed(self, parts, replay=replay, times=times):
+            clock[0] += times["replayed"]
+            return replay(self, parts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "__call__", eager)
+            patch.setattr(captured.Graph, "__call__", replayed)
+            results = [upload(loaded, n, number=9, batch_size=8) for n in range(3)]
+        for one, other in zip(results, expected, strict=True):
+            assert torch.equal(one.upload["H"], other.upload["H"])
+        (state,) = loaded.model.captured.states.values()
+        assert (None in state.graphs.values()) is slower
+
+
+def test_a_model_is_as_before_after_captured_clients(loaded):
+    before = {name: tensor.clone() for name, tensor in loaded.model.network.state_dict().items()}
+    loaded.model.captured = CapturedSteps(Recorder())
+    upload(loaded)
+    after = loaded.model.network.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("preset", ["glue-llama", "newsgroups-t5", "medical", "preference"])
+def test_padded_texts_are_captured_in_few_lengths(preset, tmp_path):
+    """Losses do not count padding, so few lengths, and few graphs, serve all batches."""
+    task = "rte" if preset == "glue-llama" else ""
+    save_data(preset, tmp_path / "data", task, 60, 10)
+    kind, folder = ARCHITECTURES[preset], tmp_path / "model"
+    if preset in OF_DECODERS:
+        save_speaker(kind, folder)
+    else:  # dropout would draw other numbers for other shapes
+        save_model(kind, folder, **({"dropout_rate": 0.0} if kind == "t5" else {}))
+    config: dict[str, Scalar] = {
+        "preset": preset, "model": str(tmp_path / "model"), "data": str(tmp_path / "data"),
+        "device": "cpu", "partition": "iid", "rank": 2, "batch-size": 4, "max-length": 48,
+        "precision": "float32", "backbone-dtype": "float32", "gradient-checkpointing": False,
+        "micro-batch-size": 4,
+    }  # fmt: skip
+    loaded = ModelAndData(read_config(config | ({"glue-task": task} if task else {})))
+    results, captured_steps = [], CapturedSteps(Recorder())
+    for is_captured in (False, True):
+        if is_captured:
+            loaded.model.captured, loaded.task.multiple = captured_steps, 16
+        steps = LocalSteps(8, 4, 0.01, "float32")
+        state = {name: t + 0.01 for name, t in loaded.model.initial_state().items()}
+        examples, work = loaded.partition(0, 2).train, ClientRound(0, 1, 0)
+        results.append(train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work))
+    eager, replayed = results
+    assert replayed.train_loss == pytest.approx(eager.train_loss, rel=1e-4)
+    (fixed,) = captured_steps.states.values()
+    assert None not in fixed.graphs.values()
+    assert 1 <= len(fixed.graphs) <= 6
+    for name, tensor in eager.upload.items():
+        assert torch.allclose(tensor, replayed.upload[name], rtol=1e-2, atol=1e-3)

@@ -1,0 +1,209 @@
+"""Several clients in one pass are the same clients one by one."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ravan_flwr import simulate
+from ravan_flwr.client import answers
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods.base import split_classifier
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.captured import CapturedSteps
+from ravan_flwr.training.local_steps import Stepper, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.step import LocalSteps, Step
+from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
+from testing.recorder import Recorder
+
+STEPS: dict[str, Any] = {
+    "number": 6, "batch_size": 16, "learning_rate": 0.003, "precision": "float32",
+}  # fmt: skip
+METHODS = ["ravan", "fedit", "ffa-lora", "fed-sb", "hetlora", "rolora"]
+
+
+def made(method="ravan", **settings):
+    config = {"device": "cpu", "method": method, **settings}
+    return ModelAndData(read_config({name.replace("_", "-"): v for name, v in config.items()}))
+
+
+def works(loaded, number=3, fraction=1.0, **options):
+    """Return clients of 36 examples, and one of 5, with a state that is not zero."""
+    random = torch.Generator().manual_seed(1)
+    state = {
+        name: tensor + 0.01 * torch.randn(tensor.shape, generator=random)
+        for name, tensor in loaded.model.initial_state().items()
+    }
+    own, classifier = split_classifier(state)
+    steps = LocalSteps(**STEPS | options)
+    clients = []
+    for client in range(number):
+        examples = loaded.partition(client, 40).train
+        examples = examples.select(np.arange(5)) if client == 1 else examples
+        broadcast = {**loaded.model.method.broadcast(own, fraction), **classifier}
+        clients.append(ClientWork(examples, broadcast, fraction, steps, ClientRound(0, 1, client)))
+    return clients
+
+
+def in_one_pass(loaded, clients):
+    results = train_together(loaded.model, loaded.task, clients)
+    assert None not in results
+    return [result for result in results if result is not None]
+
+
+def one_by_one(loaded, clients):
+    return [
+        train_locally(
+            loaded.model, loaded.task, c.examples, c.broadcast, c.fraction, c.steps, c.client_round
+        )
+        for c in clients
+    ]
+
+
+def distance(results, expected):
+    return max(
+        float((one.upload[name].double() - tensor.double()).norm() / tensor.double().norm())
+        for one, other in zip(results, expected, strict=True)
+        for name, tensor in other.upload.items()
+    )
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("classifier", ["frozen", "trained"])
+@pytest.mark.parametrize("method", METHODS)
+def test_uploads_and_losses_are_those_of_single_clients(method, classifier, fraction, captured):
+    loaded = made(method, classifier=classifier)
+    if fraction < 1 and not loaded.model.method.parts:
+        pytest.skip("the method trains all or nothing")
+    clients = works(loaded, fraction=fraction)
+    expected = one_by_one(loaded, clients)
+    loaded.model.captured = CapturedSteps(Recorder()) if captured else None
+    results = in_one_pass(loaded, clients)
+    # Adam magnifies the rounding of gradients near zero.
+    assert distance(results, expected) < 1e-4
+    assert distance(results[:1], expected[1:2]) > 1e-2  # clients differ
+    for one, other in zip(results, expected, strict=True):
+        assert one.train_loss == pytest.approx(other.train_loss, rel=1e-5)
+        if "heads" in one.upload:
+            assert torch.equal(one.upload["heads"], other.upload["heads"])
+    loaded.model.captured = None
+    again = one_by_one(loaded, clients)
+    assert all(
+        torch.equal(one.upload[name], tensor)
+        for one, other in zip(again, expected, strict=True)
+        for name, tensor in other.upload.items()
+    )
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "fed-sb"])
+def test_gradients_are_those_of_single_clients(method, monkeypatch):
+    """The first step's gradients, before Adam, agree to 1e-6."""
+    loaded = made(method, classifier="trained")
+    model, found = loaded.model, []
+
+    def keep(step):
+        found.append([p.grad.detach().clone().view(step.clients, -1) for p in step.parameters])
+
+    monkeypatch.setattr(Step, "_clip", keep)
+    clients = works(loaded, number=3, max_gradient_norm=1.0)
+    train_together(model, loaded.task, clients)
+    joint = found[0]
+    for place, client in enumerate(clients):
+        stepper = Stepper(model, loaded.task, client.examples, client.steps, client.client_round)
+        with model.holding(client.broadcast):
+            model.method.choose(
+                model.adapters, 1.0, client.client_round.generator("heads"), stepper.measure
+            )
+            parameters = model.parameters()
+            stepper.backward()
+            gradients = [parameter.grad.flatten() for parameter in parameters]
+        for one, other in zip(joint, gradients, strict=True):
+            assert float((one[place] - other).norm()) <= 1e-6 * max(1.0, float(other.norm()))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_gradient_norm": 0.05}, {"proximal_mu": 0.5}, {"weight_decay": 0.5}]
+)
+def test_clipping_decay_and_the_proximal_term_are_each_clients_own(options):
+    loaded = made()
+    clients, plain = works(loaded, **options), works(loaded)
+    results = in_one_pass(loaded, clients)
+    assert distance(results, one_by_one(loaded, clients)) < 1e-4
+    if "max_gradient_norm" not in options:  # Adam hardly depends on the scale of gradients
+        assert distance(results, one_by_one(loaded, plain)) > 1e-3
+
+
+def test_clients_with_other_settings_or_shapes_train_alone():
+    loaded = made()
+    first, _, third = works(loaded)
+    half = works(loaded, fraction=0.5)[1]
+    later = works(loaded, learning_rate=0.1)[2]
+    results = train_together(loaded.model, loaded.task, [first, half, later, third])
+    assert [result is None for result in results] == [False, True, True, False]
+    assert distance([results[0], results[3]], one_by_one(loaded, [first, third])) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"method": "full"}, "more than the factors"),
+        ({"method": "fedex-lora"}, "more than the factors"),
+        ({"method": "fedsa-lora"}, "stay with each client"),
+        ({"method": "none"}, "no adapter"),
+        ({"scoring": "gradient"}, "scoring=gradient"),
+        ({"micro_batch_size": 4}, "micro-batch-size"),
+    ],
+)
+def test_reasons_to_train_one_by_one(settings, part):
+    loaded = made(**settings)
+    steps = LocalSteps(1, 8, 0.1, "float32", micro_batch_size=settings.get("micro_batch_size"))
+    assert part in reason_for_one_by_one(loaded.model, loaded.task, steps)
+
+
+def test_dropout_is_a_reason():
+    loaded = made()
+    steps = LocalSteps(1, 8, 0.1, "float32")
+    assert reason_for_one_by_one(loaded.model, loaded.task, steps) == ""
+    loaded.model.network.config.hidden_dropout_prob = 0.1
+    assert "dropout" in reason_for_one_by_one(loaded.model, loaded.task, steps)
+
+
+RUN: dict[str, Scalar] = {
+    "num-rounds": 2, "clients-per-round": 5, "local-steps": 4, "report": False,
+    "tracking": "none", "device": "cpu", "budgets": "uniform", "processes": 1,
+}  # fmt: skip
+
+
+def rounds(run):
+    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_a_run_in_passes_is_the_run_one_by_one(tmp_path):
+    runs = [
+        rounds(simulate({**RUN, "clients-per-pass": number, "output-dir": str(tmp_path)}, 12))
+        for number in (1, 3)
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert other["train-loss"] == pytest.approx(one["train-loss"], rel=1e-4)
+        assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3)
+        for client, same in zip(one["clients"], other["clients"], strict=True):
+            keys = ("partition-id", "heads", "examples", "bytes-up", "bytes-down")
+            assert {key: client[key] for key in keys} == {key: same[key] for key in keys}
+            assert same["seconds"] > 0
+
+
+def test_a_pass_that_fails_leaves_the_run_as_it_is(tmp_path, monkeypatch, capsys):
+    expected = rounds(simulate({**RUN, "output-dir": str(tmp_path)}, 12))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(answers, "train_together", fail)
+    run = simulate({**RUN, "clients-per-pass": 3, "output-dir": str(tmp_path)}, 12)
+    assert capsys.readouterr().out.count("one by one from now on") == 1
+    assert [one["metrics"] for one in rounds(run)] == [one["metrics"] for one in expected]
