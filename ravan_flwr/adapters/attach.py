@@ -71,7 +71,7 @@ def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
     if not layers:
         raise ValueError(
             f"no layer to adapt: got targets {list(targets)}, expected the ends of names of "
-            f"linear layers, such as {next(iter(linears), 'none')}; here these names end in "
+            f"linear layers, such as {next(iter(linears), '')!r}; here these names end in "
             f"{name_endings(linears)}"
         )
     return layers
