@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         transformers.DistilBertModel,
         transformers.DistilBertConfig(vocab_size=300, dim=16, n_layers=2, n_heads=2, hidden_dim=24),
     ),
+    "mpnet": (transformers.MPNetModel, transformers.MPNetConfig(**TOKENS)),
     "llama": (
         transformers.LlamaForCausalLM,
         transformers.LlamaConfig(**DECODER, bos_token_id=1, eos_token_id=2),

@@ -1,6 +1,7 @@
 """Find the layers to adapt, and replace them by adapters."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -38,6 +39,25 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "phi3": ("self_attn.qkv_proj",),
     "gpt_neox": ("attention.query_key_value",),
 }
+# How other architectures name these projections, inside a module with attention in its name.
+_QUERY = {"q", "query", "wq", "q_proj", "q_lin", "q_head", "query_proj"}
+_VALUE = {"v", "value", "wv", "v_proj", "v_lin", "v_head", "value_proj"}
+_FUSED = {"qkv", "wqkv", "qkv_proj", "query_key_value", "c_attn", "in_proj", "in_proj_qkv"}
+
+
+def find_projections(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the linear layers that compute queries and values of an attention."""
+    split = {name: name.lower().rpartition(".") for name in names}
+    ends = {n: end for n, (path, _, end) in split.items() if re.search("attn|attention", path)}
+    found = {*ends.values()}
+    if not (found & _FUSED or (found & _QUERY and found & _VALUE)):
+        return ()
+    return tuple(name for name, end in ends.items() if end in _QUERY | _VALUE | _FUSED)
+
+
+def name_endings(names: Iterable[str]) -> str:
+    """Return what follows the number of a block in the layers' names, each ending once."""
+    return ", ".join(dict.fromkeys(re.sub(r"^(.*\.)?\d+\.", "", name) for name in names))
 
 
 def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
@@ -51,7 +71,8 @@ def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
     if not layers:
         raise ValueError(
             f"no layer to adapt: got targets {list(targets)}, expected the ends of names of "
-            f"linear layers; the linear layers are {list(linears)}"
+            f"linear layers, such as {next(iter(linears), '')!r}; here these names end in "
+            f"{name_endings(linears)}"
         )
     return layers
 

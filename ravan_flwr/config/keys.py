@@ -179,7 +179,7 @@ class Config:
 
     # adapters
     targets: str = auto_key("layers to adapt: the ends of their names, with commas between; auto: "
-        "query and value")
+        "query and value projections, or all linear layers where none are found")
     heads: int = preset_key(4, "RAVAN's heads in each adapted matrix", low=1, high=4_096)
     rank: int | None = auto_key("rank of an adapter, or of each head; auto: the preset's, or the "
         "largest within the parameter budget", low=1, high=65_536)
@@ -392,6 +392,9 @@ NOT_OF_RESULT = frozenset(name for name, spec in KEYS.items() if not spec.of_res
 FREE_ON_RESUME = NOT_OF_RESULT | {
     name for name, spec in (_FIELDS | KEYS).items() if spec.may_change
 }
+
+# Keys of several values: a text with commas between, or a list in a YAML file.
+SEVERAL = ("targets", "limits")
 
 # First key of a topic -> the topic.
 TOPICS = {

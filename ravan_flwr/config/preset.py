@@ -7,13 +7,15 @@ keys.py) and of the fields here; docs/presets.md lists them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
-from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
+from ravan_flwr.config.yaml_file import Part, check_fields, free_fields, join_list
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
 from ravan_flwr.tasks import TASKS, TaskInfo
@@ -27,7 +29,9 @@ class _Model(Part):
     source: Literal["hub", "bundled"] = "hub"
     revision: str = ""
     shape: Any = None
-    targets: str = ""
+    targets: Annotated[str, BeforeValidator(join_list)] = Field(
+        "", description="ends of layers' names, as a list or a text with commas between"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,13 +58,14 @@ from pydantic import AfterValidator, Field, ValidationError
 from ravan_flwr.config.keys import (
     KEYS,
     NOT_OF_RESULT,
+    SEVERAL,
     as_key_values,
     check_key,
     check_num_clients,
 )
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
-from ravan_flwr.config.yaml_file import Part, check_names, read_yaml
+from ravan_flwr.config.yaml_file import Part, check_names, join_list, read_yaml
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
@@ -429,6 +430,7 @@ class _TableReader:
         """Return a row, after a check of its settings with a value of the key."""
         study, where = self.study, f"{self.where}: row {name!r}"
         settings = study.settings | self.table.settings | changes
+        settings |= {key: join_list(settings[key]) for key in SEVERAL if key in settings}
         clients = settings.pop("num-clients", study.num_clients)
         problem = f"{where}: seed = {settings.get('seed')!r}: every row has the study's seeds"
         _require("seed" not in settings, f"{problem}, expected no other; leave it out")

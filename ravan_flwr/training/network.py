@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from transformers import AutoConfig, PreTrainedModel
 
-from ravan_flwr.adapters.attach import TARGETS, find_layers
+from ravan_flwr.adapters.attach import TARGETS, find_layers, find_projections, name_endings
 from ravan_flwr.adapters.stored import store_in
 from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.key import AUTO
@@ -41,6 +43,8 @@ from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
 
+log = getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Backbone:
@@ -48,7 +52,7 @@ class Backbone:
 
     network: PreTrainedModel
     classifier: list[nn.Parameter]  # drawn from the seed, or already trained for these labels
-    targets: tuple[str, ...]  # the ends of the names of the layers to adapt
+    targets: tuple[str, ...]  # the names of the layers to adapt, or ends of them
     size: int  # the number of pretrained parameters
 
 
@@ -196,17 +200,44 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
         for target in spec.targets:
             find_layers(network, [target])  # raises ValueError if there is none
         return spec.targets
+    return default_targets(spec.name, network)
+
+
+def default_targets(model: str, network: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the layers to adapt, or ends of them, of a network of that name.
+
+    They are those of the table, else the query and value projections that are found by their
+    names, else all linear layers but the head.
+    """
     model_type = str(network.config.model_type)
-    if model_type not in TARGETS:
-        linears = [
-            name for name, module in network.named_modules() if isinstance(module, nn.Linear)
-        ]
+    if model_type in TARGETS:
+        return TARGETS[model_type]
+    base, output = network.base_model, network.get_output_embeddings()
+    in_base = {module for module in base.modules() if isinstance(module, nn.Linear)} - {output}
+    linears = [
+        name
+        for name, module in network.named_modules()
+        if module in in_base and ".pooler." not in f".{name}."  # often without pretrained weights
+    ]
+    if not linears:
         raise ValueError(
-            f"model {spec.name}: no layers to adapt are known for its architecture "
-            f"{model_type!r}, only for {', '.join(TARGETS)}; name the ends of their names with "
-            f"targets=..., of its linear layers {', '.join(linears)}"
+            f"model {model}: expected linear layers (torch.nn.Linear) to adapt, but its "
+            f"architecture {model_type!r} has none except in its head; choose another model"
         )
-    return TARGETS[model_type]
+    if projections := find_projections(linears):
+        return projections
+    _log_all_linear(model, model_type, len(linears), name_endings(linears))
+    return tuple(linears)
+
+
+@cache
+def _log_all_linear(model: str, model_type: str, number: int, endings: str) -> None:
+    """Log, once per process, that all linear layers are adapted."""
+    log.info(
+        "model %s: its architecture %r has no known query and value projections; all %d linear "
+        "layers but the head are adapted, as by PEFT's all-linear; targets=... selects some of %s",
+        *(model, model_type, number, endings),
+    )
 
 
 def _bundled(spec: ModelSpec, task: Task, _: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

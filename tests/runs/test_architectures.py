@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from ravan_flwr import result_of, simulate
-from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.adapters.attach import TARGETS, find_layers
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
@@ -26,9 +26,9 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
-from ravan_flwr.training.network import build_network
+from ravan_flwr.training.network import build_network, default_targets
 from ravan_flwr.training.private_steps import check_examples_independent
-from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
+from testing.tiny import MODELS, OF_IMAGES, TOKENS, save_data, save_model
 
 # The number of each small model's query and value projections, if it is not 4.
 MATRICES = {"t5": 8, "phi3": 2}
@@ -265,10 +265,80 @@ def test_targets_can_be_set(settings):
         _ = ModelAndData(read_config(settings("llama") | {"targets": "q_proj,mlp.up_prj"})).model
 
 
-def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp_path, monkeypatch):
-    monkeypatch.delitem(TARGETS, "bert")
-    with pytest.raises(ValueError, match=r"architecture 'bert'.*targets=.*self\.query"):
-        _ = ModelAndData(read_config(settings("bert"))).model
+# Architectures that are not in the table: class, configuration, ends of the adapted layers' names.
+SIDES_OF_GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+OTHERS: list[tuple[str, Any, list[str]]] = [
+    ("MPNetForSequenceClassification", {**TOKENS}, ["attn.q", "attn.v"]),
+    ("AlbertForSequenceClassification", {**TOKENS, "embedding_size": 8},
+     ["attention.query", "attention.value"]),
+    ("ModernBertForSequenceClassification", {**TOKENS, "pad_token_id": 0}, ["attn.Wqkv"]),
+    ("FalconForCausalLM", {**TOKENS}, ["self_attention.query_key_value"]),
+    ("DebertaForSequenceClassification", {**TOKENS}, ["self.in_proj"]),
+    ("GPTBigCodeForCausalLM", SIDES_OF_GPT, ["attn.c_attn"]),
+    ("CTRLForSequenceClassification", {**SIDES_OF_GPT, "dff": 24},
+     ["multi_head_attention.Wq", "multi_head_attention.Wv"]),
+    ("HieraForImageClassification", {}, ["attn.qkv"]),
+    # No attention with such layers: all linear layers but the head.
+    ("FNetForSequenceClassification",
+     {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 300},
+     ["embeddings.projection", "intermediate.dense", "output.dense"]),
+    ("MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 300},
+     ["mixer.in_proj", "mixer.x_proj", "mixer.dt_proj", "mixer.out_proj"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "ends"), OTHERS)
+def test_layers_of_architectures_outside_the_table_are_found_by_their_names(name, shape, ends):
+    made = getattr(transformers, name)
+    with torch.device("meta"):
+        network = made(made.config_class(**shape))
+    assert network.config.model_type not in TARGETS
+    found = [layer.name for layer in find_layers(network, default_targets("org/a", network))]
+    assert found == [layer.name for layer in find_layers(network, ends)]
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin", "bert", "distilbert", "llama", "phi3"])
+def test_names_lead_to_the_layers_of_the_table(kind, monkeypatch):
+    made, config = MODELS[kind]
+    with torch.device("meta"):
+        network = made(config)
+    expected = find_layers(network, TARGETS[kind])
+    monkeypatch.delitem(TARGETS, kind)
+    assert find_layers(network, default_targets("org/a", network)) == expected
+
+
+def test_a_run_logs_once_that_all_linear_layers_are_adapted(
+    settings, tmp_path, caplog, monkeypatch
+):
+    """XLNet has no linear layers in its attention."""
+    shape = transformers.XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=24, vocab_size=300)
+    monkeypatch.setitem(MODELS, "xlnet", (transformers.XLNetModel, shape))
+    model = save_model("xlnet", tmp_path / "xlnet")
+    caplog.set_level("INFO", "ravan_flwr")
+    for _ in range(2):
+        loaded = ModelAndData(read_config(settings("bert") | {"model": str(model)}))
+        assert len(loaded.model.layers) == 4
+    (line,) = [text for text in caplog.messages if "all-linear" in text]
+    for fact in ("'xlnet'", "4 linear layers", "targets=", "ff.layer_1, ff.layer_2"):
+        assert fact in line
+    assert "\n" not in line
+    assert "summary" not in line  # the head
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with torch.device("meta"):
+        network = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIDES_OF_GPT))
+    with pytest.raises(ValueError, match=r"model org/a: expected linear layers.*'gpt2' has none"):
+        default_targets("org/a", network)
+
+
+def test_an_error_lists_each_end_of_the_layers_names_once(settings):
+    config = read_config(settings("mpnet") | {"targets": "nothing"})
+    with pytest.raises(ValueError, match="no layer to adapt: got targets") as error:
+        _ = ModelAndData(config).model
+    for end in ("attention.attn.q", "intermediate.dense", "classifier.out_proj"):
+        assert str(error.value).count(end) == 1 + (end == "attention.attn.q")  # an example
+    assert "layer.1" not in str(error.value)
 
 
 def changed(settings, tmp_path, kind="vit", **files):

@@ -82,6 +82,27 @@ def test_a_path_is_accepted_from_local_configuration_alone(file):
         read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
 
 
+def test_targets_are_a_list_or_a_text_with_commas(file):
+    for targets in ("[query, value]", "'query, value'", "\n    - query\n    - value"):
+        text = f"task: text\nmodel:\n  name: org/bert\n  targets: {targets}\ndata: org/texts\n"
+        small = f"other-models: {{small: {{name: org/small, targets: {targets}}}}}\n"
+        small = "" if "\n" in targets else small
+        assert config_of(file(text + small)).model.targets == ("query", "value")
+        if small:
+            assert config_of(file(text + small), model="small").model.targets == ("query", "value")
+    for wrong, message in (
+        (
+            "[1, 2]",
+            r"model.targets = \[1, 2\]: expected ends of layers' names, as a list or a text",
+        ),
+        ("[query, '']", "targets = 'query,': expected ends"),
+        ("3", "model.targets = 3: expected ends of layers' names, as a list"),
+    ):
+        text = f"task: text\nmodel: {{name: org/bert, targets: {wrong}}}\ndata: org/texts\n"
+        with pytest.raises(ValueError, match=message):
+            config_of(file(text))
+
+
 def test_an_unknown_name_lists_the_presets():
     with pytest.raises(ValueError, match=r"preset 'min' is unknown.*glue-llama.*`ravan-flwr new`"):
         read_preset("min")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, FNetConfig, FNetModel, MPNetConfig, MPNetModel
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
@@ -23,7 +23,7 @@ from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.partition import assign
 from ravan_flwr.specs import Scalar
-from testing.tiny import DATA, features, save_data, save_model
+from testing.tiny import DATA, MODELS, TOKENS, features, save_data, save_model
 
 MODULES = (pathlib, statistics, string, threading)  # the texts are their docstrings
 
@@ -117,6 +117,26 @@ def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_pat
     lines = (tmp_path / "conf" / "docs.yaml").read_text().splitlines()
     plain = [line for line in lines if re.match("  [^ ]", line) and "#" not in line]
     assert all(line.strip()[0] in "lhn" for line in plain), plain
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "expected"),
+    [
+        (MPNetModel, MPNetConfig(**TOKENS), "adapts 4 matrices of 16 x 16"),
+        (  # no attention, but linear layers
+            FNetModel,
+            FNetConfig(hidden_size=16, num_hidden_layers=2, intermediate_size=24, vocab_size=300),
+            "all 5 linear layers but the head are adapted",
+        ),
+    ],
+)
+def test_a_model_of_an_architecture_outside_the_table_is_accepted(
+    made, shape, expected, new, texts, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(MODELS, "other", (made, shape))
+    output, config = new("docs", texts, save_model("other", tmp_path / "other"))
+    assert expected in output
+    assert config.model.targets == ()
 
 
 def test_the_tokens_that_are_read_cover_99_of_100_texts(new, tmp_path):

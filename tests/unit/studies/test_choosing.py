@@ -60,6 +60,20 @@ def test_the_grid_is_extended_while_the_best_rate_is_at_its_edge(tmp_path):
     assert "| 18 |" in text
 
 
+def test_keys_of_several_values_are_lists_or_texts_with_commas(tmp_path):
+    rows = {
+        "list": {"targets": ["query", "value"], "limits": ["max-share=0.5", "min-replies=2"]},
+        "text": {"targets": "query,value", "limits": "max-share=0.5,min-replies=2"},
+    }
+    listed, text = study_of(tmp_path, rows).rows
+    assert listed == text
+    run = listed.runs(1e-3)[0]
+    assert "targets=query,value" in run.command(tmp_path, "process")
+    assert run.resolved["max-share"] == 0.5
+    with pytest.raises(ValueError, match=r"row 'a': method = \['ravan'\]: .* got a list"):
+        study_of(tmp_path, {"a": {"method": ["ravan"]}})
+
+
 def test_the_number_of_extensions_is_limited_and_the_edge_marked(tmp_path):
     study, results = study_of(tmp_path, extensions=1), Results(tmp_path)
     fill(study, results, peak_at({"fedit": 1e-5}))
