@@ -107,6 +107,8 @@ def train_ahead(jobs: Sequence[tuple[RecordDict, Context]]) -> None:
             client = ClientRequest(content, context)
             client.load_fixed_tensors()
             clients.append((client, client.work))
+    if not clients:
+        return
     loaded = clients[0][0].loaded
     results = train_together(loaded.model, loaded.task, [work for _, work in clients])
     loaded.trained_ahead = [
@@ -123,6 +125,7 @@ def _train(client: ClientRequest) -> RecordDict:
     personal = client.find_personal()
     ahead = client.loaded.trained_ahead
     found = [result for content, result in ahead if content is client.content]
+    client.loaded.trained_ahead = [pair for pair in ahead if pair[0] is not client.content]
     result = found[0] if found else train_locally(
         *client.training_inputs,
         client.granted_fraction,

@@ -251,13 +251,14 @@ class CapturedClient:
         # The last batch of a pass has another size in each client.
         is_whole = sum(map(_examples, parts)) >= self.step.steps.batch_size
         if is_whole and key not in graphs and self.owner.number < MAX_GRAPHS:
-            graphs[key] = None
+            graphs[key], reason = None, ""
             try:
                 graphs[key] = self.state.capture(self.network, self.step, parts, self.owner.capture)
             except (RuntimeError, NotImplementedError) as error:  # out of memory, or not capturable
+                reason = str(error).partition("\n")[0]
+            if graphs[key] is None:  # not within `except`, where the error holds the memory
+                self.owner.log_once(f"steps are not captured as a CUDA graph: {reason}")
                 self.step.optimizer.zero_grad(set_to_none=True)
-                first_line = str(error).partition("\n")[0]
-                self.owner.log_once(f"steps are not captured as a CUDA graph: {first_line}")
                 if self.step.skipped.is_cuda:
                     torch.cuda.empty_cache()
         return graphs.get(key)
