@@ -46,7 +46,7 @@ from ravan_flwr.training.network import (
 from ravan_flwr.training.step import PRECISIONS
 
 # The most operations (on a CPU, on a GPU) and bytes of a step that a plan tries, for its time.
-MOST_TRIED, MOST_TRIED_BYTES = (2e10, 2e12), 2_000_000_000
+MOST_TRIED, MOST_TRIED_BYTES = (1e11, 5e12), 1_000_000_000
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
 
@@ -250,8 +250,10 @@ def step_seconds(config: Config) -> float:
     """
     device, operations = likely_device(config.device), step_operations(config, 1.0)[1]
     on_gpu, memory = device == "cuda", step_memory(config, 1.0)
-    number = int(config.batch_size * MOST_TRIED[on_gpu] / max(1.0, operations))
-    number = max(1, min(number, config.micro_batch_size or config.batch_size))
+    each = max(1.0, operations / config.batch_size)
+    number = int(min(MOST_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))
+    if not number:
+        raise ValueError(f"an example takes {each / 1e9:.0f} GFLOP, too many for a try")
     most = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MOST_TRIED_BYTES
     if (needs := memory.weights + memory.trained) > most:
         raise ValueError(f"the model takes {needs / 1e9:.1f} GB, expected {most / 1e9:.1f} at most")
