@@ -132,7 +132,10 @@ Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: a point a round for each of several runs (seeds)."""
+    """One line of a chart: a point a round for each of several runs (seeds).
+
+    Its place among the lines of a chart is its colour. A line without points keeps the others'.
+    """
 
     label: str
     runs: Sequence[tuple[Sequence[float], Sequence[float]]]  # x and y of each
@@ -153,17 +156,16 @@ def lines(
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, line in enumerate(series):
-            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-            _band(axes, line, colour, dash, 0.2 if len(series) < 5 else 0.08, ends)
+            _band(axes, line, number, 0.2 if len(series) < 5 else 0.08, ends)
         _name(axes, x, y)
         if integers:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        elif _end_far_apart(series):
-            axes.set_xscale("log")
+        else:
+            axes.set_xscale(**_scale(series))
         if top is not None and axes.get_ylim()[1] > top:
             axes.set_ylim(top=top)
         if len(series) > 1:
-            _legend(figure, labels)
+            _legend(figure, axes.get_legend_handles_labels()[1])
     return Chart(*caption, figure)
 
 
@@ -184,17 +186,25 @@ def _legend(figure: Figure, labels: Collection[str]) -> None:
     figure.legend(fontsize=9, ncols=columns, loc="outside upper center")
 
 
-def _end_far_apart(series: Sequence[Series]) -> bool:
-    """Return whether some lines end so far to the right that a linear axis hides the others.
+def _scale(series: Sequence[Series]) -> dict[str, Any]:
+    """Return the scale of the x axis: logarithmic if a linear one hides lines that end early.
 
-    The result is False if a line ends at 0, which no logarithmic axis can show.
+    Where a line ends at 0, the axis is linear up to the end of the next one.
     """
     ends = [x[-1] for line in series for x, _ in line.runs if len(x)]
-    return bool(ends) and 0 < min(ends) < max(ends) / _FAR
+    positive = [end for end in ends if end > 0]
+    if not positive or min(positive) >= max(positive) / _FAR:
+        return {"value": "linear"}
+    return {"value": "symlog", "linthresh": min(positive)} if 0 in ends else {"value": "log"}
 
 
-def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, ends: Ends) -> None:
-    """Draw the mean over runs as a line, in a band if there are several."""
+def _band(
+    axes: Axes, series: Series, number: int, opacity: float, ends: Ends, dash: str = ""
+) -> None:
+    """Draw the mean over runs as the line with this number, in a band if there are several.
+
+    A single value is a point, and its band a bar.
+    """
     runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs]
     masks = [(np.abs(x) < _LARGEST) & (np.abs(y) < _LARGEST) for x, y in runs]
     runs = [(x[mask], y[mask]) for (x, y), mask in zip(runs, masks, strict=True) if mask.any()]
@@ -203,54 +213,59 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, en
     # Runs may have points at different x (bytes): interpolate them at those of the shortest run.
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
-    style: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
-    axes.plot(grid, values.mean(0), dash, color=colour, label=series.label, **style)
+    colour, dash = COLOURS[number % len(COLOURS)], dash or DASHES[number % len(DASHES)]
+    marker = MARKERS[number % len(MARKERS)] if len(grid) == 1 else None
+    style: dict[str, Any] = {"color": colour, "marker": marker, "lw": 1.8}
+    axes.plot(grid, values.mean(0), dash, label=series.label, **style)
     if len(runs) > 1:
-        axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
+        width = 6 if marker else 0
+        axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=width)
 
 
 def panels(
     caption: Caption, series: Sequence[Series], against: str, x: str, y: str, *,
-    ends: Ends = min_and_max, logarithmic: bool | None = None,
-    mark: Callable[[Axes, Series], None] | None = None,
+    ends: Ends = min_and_max, logarithmic: bool = False,
+    mark: Callable[[Axes, Series, str], None] | None = None,
 ) -> Chart:  # fmt: skip
-    """Draw a panel for each series, with its band; the series `against` is in grey in each.
+    """Draw a panel for each series that has points; the series `against` is dotted in each.
 
-    `mark` draws on a panel. With `logarithmic` None, the x axis is so if lines end far apart.
+    `mark` draws on a panel. If lines end far apart, the x axis is logarithmic in any case.
     """
-    columns = min(_COLUMNS, len(series))
-    rows = -(-len(series) // columns)
-    reference = next((line for line in series if line.label == against), None)
+    numbers = [n for n, line in enumerate(series) if any(len(xs) for xs, _ in line.runs)]
+    columns = min(_COLUMNS, len(numbers))
+    rows = -(-len(numbers) // columns)
+    reference = next((n for n in numbers if series[n].label == against), None)
     with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
         titles = _wrapped([line.label for line in series], 26)
         height = 1.6 + 0.15 * max(title.count("\n") for title in titles)
         figure = Figure(figsize=(2.05 * max(2, columns), height * rows + 0.5))
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-        for number, (axes, line) in enumerate(zip(grid, series, strict=False)):
-            if reference is not None and line is not reference:
-                _band(axes, reference, _GREY, ":", 0.0, ends)
-            _band(axes, line, COLOURS[0], "-", 0.25, ends)
+        for place, (axes, number) in enumerate(zip(grid, numbers, strict=False)):
+            if reference is not None and number != reference:
+                _band(axes, series[reference], reference, 0.0, ends, ":")
+            _band(axes, series[number], number, 0.25, ends, "-")
             axes.set_title(titles[number], color=INK, pad=3)
             if mark is not None:
-                mark(axes, line)
-            lowest = number + columns >= len(series)  # of its column
-            _name(axes, x if lowest else "", "" if number % columns else y)
+                mark(axes, series[number], COLOURS[number % len(COLOURS)])
+            lowest = place + columns >= len(numbers)  # of its column
+            _name(axes, x if lowest else "", "" if place % columns else y)
             axes.tick_params(labelbottom=lowest)
-        for axes in grid[len(series) :]:
+        for axes in grid[len(numbers) :]:
             axes.set_visible(False)
-        if _end_far_apart(series) if logarithmic is None else logarithmic:
-            grid[0].set_xscale("log")
-            if logarithmic:  # a few values, often within one decade
-                places = sorted({x for line in series for xs, _ in line.runs for x in xs})
-                shown = places[:: -(-len(places) // 4)]
-                grid[0].set_xticks(shown, [f"{place:g}" for place in shown])
-            else:
-                grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
+        grid[0].set_xscale(**({"value": "log"} if logarithmic else _scale(series)))
+        if grid[0].get_xscale() != "linear":
             grid[0].xaxis.set_minor_locator(NullLocator())
-        if reference is not None and len(series) > 1:
+        if logarithmic:  # a few values, often within one decade
+            places = sorted({x for line in series for xs, _ in line.runs for x in xs})
+            shown = places[:: -(-len(places) // 4)]
+            grid[0].set_xticks(shown, [f"{place:g}" for place in shown])
+        elif grid[0].get_xscale() == "log":
+            grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
+        if reference is not None and len(numbers) > 1:
+            colour = COLOURS[reference % len(COLOURS)]
             figure.legend(
-                handles=[Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
-                labels=[f"{plain(against)}, in every picture"],
+                handles=[Line2D([], [], color=colour, linestyle=":", lw=1.8)],
+                labels=[f"{titles[reference]}, in every picture"],
                 loc="outside upper right",
             )
     return Chart(*caption, figure, broad=True)

@@ -53,52 +53,55 @@ _AGAINST: dict[str, tuple[float, str, str, str, str]] = {
 
 def metric_charts(
     metric: str, curves: Mapping[str, Sequence[Curve]], keys: Sequence[str], *,
-    grey: str = "", ends: Ends = min_and_max, bands: str = "",
+    against: str = "", ends: Ends = min_and_max, bands: str = "",
 ) -> list[Chart]:  # fmt: skip
-    """Draw a metric of the runs of each row, against each of `keys`: rounds, or a cost.
-
-    With many rows each has a panel, with the row `grey` in all of them.
-    """
+    """Draw a metric of the runs of each row, against each of `keys`: rounds, or a cost."""
     charts = []
     for key in keys:
         unit, suffix, heading, x, about = _AGAINST[key]
         series = [
-            Series(name, [([at / unit for at in curve[key]], curve[metric]) for curve in measured])
-            for name, row_curves in curves.items()
-            if (measured := [curve for curve in row_curves if metric in curve])
+            Series(name, [([at / unit for at in x[key]], x[metric]) for x in row if metric in x])
+            for name, row in curves.items()
         ]
-        moving = [line for line in series if any(len(at) > 1 for at, _ in line.runs)]
-        if not series:
+        if not any(line.runs for line in series):
             continue
         caption = Caption(
             f"{metric}{suffix}",
             f"{metric.capitalize()} {heading}",
             f"The {metric} on examples that no client trains on, {about}.{bands}",
         )
-        shown = moving or series  # lines of one point only if there are no others
-        if len(shown) > _MOST_TOGETHER:
-            charts.append(panels(caption, shown, grey, x, metric, ends=ends))
-        else:
-            top = 1.0 if is_fraction(metric) else None
-            integers = key == "round"
-            charts.append(lines(caption, shown, x, metric, integers=integers, ends=ends, top=top))
+        top = 1.0 if is_fraction(metric) else None
+        charts.append(_courses(caption, series, against, x, metric, ends, top))
     return charts
 
 
+def _courses(
+    caption: Caption, series: Sequence[Series], against: str, x: str, y: str,
+    ends: Ends = min_and_max, top: float | None = None,
+) -> Chart:  # fmt: skip
+    """Draw the series in one picture; many in a panel each, with the series `against` in all."""
+    if len(series) > _MOST_TOGETHER:
+        return panels(caption, series, against, x, y, ends=ends)
+    return lines(caption, series, x, y, integers=x == "round", ends=ends, top=top)
+
+
 def comparison_charts(groups: Groups) -> list[Chart]:
-    """Draw the metric and losses by round, and the metric by cost, as far as they are recorded."""
+    """Draw the metric and losses by round, and the metric by cost, as far as they are recorded.
+
+    Each chart has a line for each group, so that it has one colour in all of them.
+    """
     runs = [run for members in groups.values() for run in members]
-    metric, charts = common_metric(runs), list[Chart]()
+    metric, charts, first = common_metric(runs), list[Chart](), next(iter(groups))
     costs = ["bytes", "time"] if all(run.has_time_of_devices for run in runs) else ["bytes"]
     for name in dict.fromkeys((metric, "loss")):
         curves = {row: [run.curve(name) for run in members] for row, members in groups.items()}
         keys = ["round", *costs] if name == metric else ["round"]
-        charts += metric_charts(name, curves, keys, grey=next(iter(groups)))
+        charts += metric_charts(name, curves, keys, against=first)
     losses = [Series(row, [run.train_loss() for run in members]) for row, members in groups.items()]
     if any(rounds for line in losses for rounds, _ in line.runs):  # private runs have none
         about = "The mean loss of the clients' training steps in each round."
         caption = Caption("train-loss", "Training loss by round", about)
-        charts.append(lines(caption, losses, "round", "training loss"))
+        charts.append(_courses(caption, losses, first, "round", "training loss"))
     return charts
 
 

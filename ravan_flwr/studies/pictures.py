@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ravan_flwr.reports.charts import (
-    COLOURS,
     STYLE,
     Caption,
     Chart,
@@ -113,17 +112,22 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
-    """Return charts of the metric by round, bytes, client seconds and time, if recorded."""
+    """Return charts of the metric by round, bytes, client seconds and time, if recorded.
+
+    Rows that were evaluated once are drawn if there are no others: the table has their values.
+    """
     metric = rows[0].first.metric if rows[0].metric == TIME else rows[0].metric
     curves = {row.row: [result.curve for result in row.results.values()] for row in rows}
-    keys = ["round"] if any(len(x["round"]) > 1 for xs in curves.values() for x in xs) else []
+    moving = {row: xs for row, xs in curves.items() if any(len(x["round"]) > 1 for x in xs)}
+    keys = ["round"] if moving else []
     keys.append("bytes")
     if all(row.mean_of("client_seconds") is not None for row in rows):
         keys.append("client-seconds")
     if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)
     bands = f" {_band_caption(rows)}"
-    return metric_charts(metric, curves, keys, grey=table.against, ends=band_ends, bands=bands)
+    options: dict[str, Any] = {"against": table.against, "ends": band_ends, "bands": bands}
+    return metric_charts(metric, moving or curves, keys, **options)
 
 
 def _band_caption(rows: Sequence[Line]) -> str:
@@ -144,13 +148,13 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
     name = table.chosen_key_name
     seeds = {len(score.values) for choice in choices.values() for score in choice.scores.values()}
 
-    def mark(axes: Axes, series: Series) -> None:
+    def mark(axes: Axes, series: Series, colour: str) -> None:
         """Mark the rates that were tried: filled if as good as the best, large if the best."""
         choice = choices[series.label]
         with mpl.rc_context(STYLE):
             for rate, score in choice.scores.items():
-                face = COLOURS[0] if rate in choice.within_noise else "white"
-                colours: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
+                face = colour if rate in choice.within_noise else "white"
+                colours: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": colour}
                 size = 7 if rate == choice.rate else 4
                 axes.plot([rate], [score.mean], marker="o", markersize=size, **colours)
 

@@ -1,8 +1,9 @@
-"""Layer names in a report are short and unique; axes of fractions end at one."""
+"""Layer names are short and unique; axes of fractions end at one; a run has one colour."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ravan_flwr.reports.run_charts import comparison_charts, short_names
@@ -43,3 +44,45 @@ def test_an_axis_of_fractions_ends_at_one_and_others_at_the_data(metric, values,
     for name in (metric, f"{metric}-by-bytes"):
         (axes,) = charts[name].figure.axes
         assert axes.get_ylim()[1] == pytest.approx(end)
+
+
+def run_of(rounds, **changes):
+    """Return a run of so many rounds, each with `changes`."""
+    changes |= {"link-bytes-estimate": 1}
+    records: list[Any] = [record(n, time=2.0 * n, **changes) for n in range(1, rounds + 1)]
+    config = {"method": "ravan", "preset": "digits-vit", "seed": 0, "num-rounds": rounds}
+    return RecordedRun(Path(f"run-of-{rounds}"), config, records, None)
+
+
+@pytest.mark.parametrize("number", [3, 9])  # in one picture, and in a panel each
+def test_a_run_has_one_colour_in_all_charts_and_a_single_value_is_a_point(number):
+    runs = [run_of(1), run_of(2, metrics={}), *map(run_of, range(3, 10))][:number]
+    groups = group_runs(runs)
+    assert len(groups) == number
+    colours: dict[str, set[Any]] = {name: set() for name in groups}
+    charts = {chart.name: chart for chart in comparison_charts(groups)}
+    assert [*charts] == ["accuracy", "accuracy-by-bytes", "accuracy-by-time", "loss", "train-loss"]
+    for name, chart in charts.items():
+        markers = {}
+        for line in (line for axes in chart.figure.axes for line in axes.lines):
+            label = str(line.get_label())
+            colours[label].add(line.get_color())
+            markers[label] = line.get_marker()
+        unmeasured = {"num-rounds 2"} if name != "train-loss" else set()
+        assert markers.keys() == groups.keys() - unmeasured
+        points = {label for label, marker in markers.items() if marker == "o"}
+        assert points == {"num-rounds 1"}
+        if number == 3:
+            (legend,) = chart.figure.legends
+            assert [text.get_text() for text in legend.get_texts()] == [*markers]
+    assert charts["train-loss"].figure.axes[0].get_ylim()[1] > 2.5
+    assert all(len(found) == 1 for found in colours.values())
+    assert len({*map(str, colours.values())}) == min(number, 8)
+
+
+def test_a_point_where_nothing_was_sent_stays_on_the_axis_beside_a_long_line():
+    runs = [run_of(1, **{"bytes-up": 0, "bytes-down": 0}), run_of(2), run_of(99)]
+    charts = {chart.name: chart for chart in comparison_charts(group_runs(runs))}
+    (axes,) = charts["accuracy-by-bytes"].figure.axes
+    assert axes.get_xscale() == "symlog"
+    assert axes.get_xlim()[0] < 0 == np.asarray(axes.lines[0].get_xdata()).item()
