@@ -109,8 +109,6 @@ def _new(parsed: argparse.Namespace) -> None:
     report_loading()
     with importing():
         from ravan_flwr.preset_wizard.create import new_preset  # noqa: PLC0415
-        from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
-    log_to_stdout()
 
     columns = {
         role: getattr(parsed, role.replace("-", "_"))

@@ -13,6 +13,7 @@ from ravan_flwr.data.examples import label_numbers, some_of
 from ravan_flwr.files import write_atomically
 from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
+from ravan_flwr.runs.console import log_to_stdout
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.templates import fill_template
 
@@ -27,6 +28,7 @@ def new_preset(
     yield from _about_data(summary)
     if clients > len(summary.train):
         yield f"       fewer than {clients} examples: simulate fewer clients"
+    log_to_stdout()  # that all linear layers are adapted
     model_summary = summarise_model(model, summary, targets)
     yield f"model  {model_summary.spec.name}: {model_summary.description}"
     if model_summary.max_length:

@@ -113,6 +113,12 @@ def _classifier_names(network: PreTrainedModel, task: Task) -> list[str]:
     """List the names of the classifier's parameters: those outside the base model."""
     if task.data.target_length:  # the task uses the pretrained language-model head
         return []
+    if network.base_model is network:
+        raise ValueError(
+            f"model of architecture {network.config.model_type!r}: expected a backbone with a "
+            f"head, but {type(network).__name__} has no module {network.base_model_prefix!r}, so "
+            "that its pretrained layers cannot be told from the head; choose another model"
+        )
     base = network.base_model_prefix + "."
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
 

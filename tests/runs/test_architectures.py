@@ -28,7 +28,7 @@ from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network, default_targets
 from ravan_flwr.training.private_steps import check_examples_independent
-from testing.tiny import MODELS, OF_IMAGES, TOKENS, save_data, save_model
+from testing.tiny import MODELS, OF_IMAGES, PIXELS, TOKENS, save_data, save_model
 
 # The number of each small model's query and value projections, if it is not 4.
 MATRICES = {"t5": 8, "phi3": 2}
@@ -330,6 +330,17 @@ def test_a_model_without_linear_layers_is_refused():
         network = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIDES_OF_GPT))
     with pytest.raises(ValueError, match=r"model org/a: expected linear layers.*'gpt2' has none"):
         default_targets("org/a", network)
+
+
+def test_a_network_without_a_separate_backbone_is_refused(settings, tmp_path, monkeypatch):
+    """All its layers would be drawn from the seed, as a classifier."""
+    part = {**PIXELS, "projection_dim": 16}
+    shape = transformers.CLIPConfig(vision_config=part, text_config={**TOKENS})
+    monkeypatch.setitem(MODELS, "clip", (transformers.CLIPModel, shape))
+    save_model("clip", tmp_path / "clip")
+    shutil.copy(Path(settings("vit")["model"]) / "preprocessor_config.json", tmp_path / "clip")
+    with pytest.raises(ValueError, match="architecture 'clip'.*cannot be told from the head"):
+        _ = ModelAndData(read_config(settings("vit") | {"model": str(tmp_path / "clip")})).model
 
 
 def test_an_error_lists_each_end_of_the_layers_names_once(settings):

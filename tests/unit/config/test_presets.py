@@ -83,20 +83,16 @@ def test_a_path_is_accepted_from_local_configuration_alone(file):
 
 
 def test_targets_are_a_list_or_a_text_with_commas(file):
-    for targets in ("[query, value]", "'query, value'", "\n    - query\n    - value"):
-        text = f"task: text\nmodel:\n  name: org/bert\n  targets: {targets}\ndata: org/texts\n"
-        small = f"other-models: {{small: {{name: org/small, targets: {targets}}}}}\n"
-        small = "" if "\n" in targets else small
-        assert config_of(file(text + small)).model.targets == ("query", "value")
-        if small:
-            assert config_of(file(text + small), model="small").model.targets == ("query", "value")
+    for targets in ("[query, value]", "'query, value'"):
+        other = f"other-models: {{small: {{name: org/small, targets: {targets}}}}}\n"
+        text = f"task: text\nmodel: {{name: org/bert, targets: {targets}}}\ndata: org/texts\n"
+        for chosen in ("auto", "small"):
+            assert config_of(file(text + other), model=chosen).model.targets == ("query", "value")
+    expected = "expected ends of layers' names, as a list or a text with commas"
     for wrong, message in (
-        (
-            "[1, 2]",
-            r"model.targets = \[1, 2\]: expected ends of layers' names, as a list or a text",
-        ),
+        ("[1, 2]", rf"model.targets = \[1, 2\]: {expected}"),
         ("[query, '']", "targets = 'query,': expected ends"),
-        ("3", "model.targets = 3: expected ends of layers' names, as a list"),
+        ("3", f"model.targets = 3: {expected}"),
     ):
         text = f"task: text\nmodel: {{name: org/bert, targets: {wrong}}}\ndata: org/texts\n"
         with pytest.raises(ValueError, match=message):
