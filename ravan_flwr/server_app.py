@@ -53,6 +53,7 @@ from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
     report_default_learning_rate,
+    report_few_nodes,
     report_float32,
     report_result,
 )
@@ -137,6 +138,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
         report_float32(loaded, config)
+        report_few_nodes(context.run_config, len(list(grid.get_nodes())))
         for message in without_effect(context.run_config):
             log.warning("%s", message)
         with _recording_failure(directory):
@@ -207,7 +209,9 @@ def _run_rounds(
             evaluate_fn=_evaluation_of(loaded, config, directory, recorder),
         )
     recorder.drop_later_rounds()  # not done yet if no further round was run
-    summary = summary_of(loaded, config, strategy.records, len(strategy.registry.clients))
+    summary = summary_of(
+        loaded, config, strategy.records, len(strategy.registry.clients), simulated=simulating(grid)
+    )
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.as_record()))
     if (processes := processes_of(grid)) is not None:

@@ -40,13 +40,14 @@ def add(commands: Commands) -> None:
             help="show the partition in place of the costs: examples by client and class"),
         note="Nothing is run.", epilog=table)
     add_command(commands, "new", _new, "write a preset for your own data and model",
-        option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
+        option("name", metavar="NAME",
+            help="the preset's name: writes conf/NAME.yaml, for preset=NAME in this folder"),
         option("--data", required=True, metavar="FOLDER",
             help="a folder, or an id of the Hugging Face Hub"),
         option("--model", required=True, metavar="FOLDER",
             help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
         option("--clients", type=int, metavar="N",
-            help="number of devices (default: 10 simulated clients, at most one an example)"),
+            help="number of devices, at most one an example (default: 10 simulated clients)"),
         *(option(name, default="", metavar=metavar, help=about) for name, metavar, about in (
             ("--text", "COLUMN", "the column of texts, if it is not called text"),
             ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),

@@ -28,11 +28,30 @@ class PresetPath(str):
 
 
 def with_preset_path(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the run config with a `PresetPath` as its `preset`, if that looks like a path."""
+    """Return the run config with a `PresetPath` as its `preset`, if that selects a user's file.
+
+    It does if it looks like a path, or is the name of a file in `conf/` of the working directory
+    and of no preset that came with ravan-flwr.
+    """
+    values = dict(run_config)
+    name = values.get("preset")
+    if isinstance(name, str) and not isinstance(name, PresetPath):
+        own = Path("conf") / f"{name}.yaml"
+        if _is_path(name):
+            values["preset"] = PresetPath(Path(name).expanduser().absolute())
+        elif name not in preset_names() and own.is_file():
+            values["preset"] = PresetPath(own.absolute())
+    return values
+
+
+def with_app_preset(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the run config with the name of a preset in place of its file in the app's `conf/`."""
     values = dict(run_config)
     name = values.get("preset")
     if isinstance(name, str) and _is_path(name):
-        values["preset"] = PresetPath(Path(name).expanduser().absolute())
+        path = Path(name).expanduser().resolve()
+        if path.parent == conf_folder().resolve() and path.stem in preset_names():
+            values["preset"] = path.stem
     return values
 
 
@@ -68,8 +87,8 @@ def preset_file(name: str) -> Path:
     if _is_path(name):
         raise ValueError(
             f"preset = {name!r}: got the path of a file, but under Flower a preset is one of the "
-            f"app's own files; copy it there, `cp {name} conf/`, and set "
-            f"preset={Path(name).stem}"
+            f"app's own files; copy it there, `cp {name} {conf_folder()}`, and set "
+            f"preset={Path(name).stem}; or leave --engine flower out"
         )
     raise ValueError(
         f"preset {name!r} is unknown{did_you_mean(name, preset_names())} Expected one of: "

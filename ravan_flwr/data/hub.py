@@ -83,6 +83,11 @@ def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Ite
                 "CSV, JSON lines, parquet or images, with the same columns and types in each; "
                 "correct the files"
             ) from None
+        if name.startswith(("/", ".", "~")):
+            raise NotAvailableError(
+                f"{where}: found no such folder, expected one that is here; has it moved? Name its "
+                f"place, {kind}=/path, or in the preset"
+            ) from None
         if type(error) is ValueError:  # `datasets` lists what exists, such as subsets
             raise
         options = "" if kind == "model" else " --repo-type dataset --local-dir /path"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.presets import absolute_paths, with_preset_path
+from ravan_flwr.config.presets import absolute_paths, with_app_preset, with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.runs.directory import with_recorded_settings
 from ravan_flwr.specs import Scalar
@@ -27,7 +27,7 @@ def read_start(
 
     Under Flower a preset is one of the app's files; elsewhere it may be the path of any file.
     """
-    named = user_settings if in_flower else with_preset_path(user_settings)
+    named = with_app_preset(user_settings) if in_flower else with_preset_path(user_settings)
     settings, num_clients = with_recorded_settings(named, num_clients)
     if settings.get("output-dir", AUTO) == AUTO:
         settings["output-dir"] = "runs"

@@ -27,7 +27,11 @@ def new_preset(
     summary = summarise_data(data, subset, names or {}, chat_template)
     yield from _about_data(summary)
     if clients > len(summary.train):
-        yield f"       fewer than {clients} examples: simulate fewer clients"
+        raise ValueError(
+            f"--clients {clients}: the data have {len(summary.train)} examples to train, expected "
+            "at most one client for each, so that the preset can be simulated; give a smaller "
+            "number, which limits no deployment of devices with examples of their own"
+        )
     log_to_stdout()  # that all linear layers are adapted
     model_summary = summarise_model(model, summary, targets)
     yield f"model  {model_summary.spec.name}: {model_summary.description}"

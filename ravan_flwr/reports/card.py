@@ -37,10 +37,19 @@ def fill_card(
         task=get_task(config["task"]),
         method=METHODS[config["method"]],
         channels=_channels(folder),
+        where=_PLACES[summary.get("simulated")],
         uploads=uploads_seen(config),
         privacy=privacy_of(summary) if "epsilon" in summary else "",
     )
     write_atomically(folder / "README.md", text.encode(errors="backslashreplace"))
+
+
+# By whether the clients were simulated; None: an older run, which does not say.
+_PLACES = {
+    None: "Each client trained on its own examples",
+    False: "The examples stayed on the clients",
+    True: "Clients were simulated on one machine, with parts of one data set",
+}
 
 
 def privacy_of(spent: Mapping[str, Any]) -> str:

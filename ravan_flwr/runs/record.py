@@ -144,6 +144,7 @@ Summary = TypedDict(
         "seed": int,
         "classifier": str,
         "num-clients": int,
+        "simulated": NotRequired[bool],  # whether clients were simulated; not in older runs
         "rounds": int,
         "rank": int | None,
         "learning-rate": float,

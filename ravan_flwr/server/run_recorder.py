@@ -89,14 +89,20 @@ class RunRecorder(Callback):
             back = any(r["round"] == best and "collapsed" not in r for r in records)
             log.warning(
                 "round %d COLLAPSED: %s. The likely cause is a learning rate that is too high "
-                "(here %g), another is a false reply. Start again with a lower learning-rate%s",
+                "(here %g), for which a new run needs a lower learning-rate; another is a false "
+                "reply%s",
                 *(number, reason, self.loaded.config.learning_rate),
-                f", or go back: resume={self.directory.path}@{best}" if back else "",
+                f", after which resume={self.directory.path}@{best} goes back" if back else "",
             )
 
 
 def summary_of(
-    loaded: ModelAndData, config: Config, records: list[RoundRecord], num_clients: int
+    loaded: ModelAndData,
+    config: Config,
+    records: list[RoundRecord],
+    num_clients: int,
+    *,
+    simulated: bool,
 ) -> Summary:
     """Return the content of `summary.json`, without the norms of the heads."""
     measured = [record["metrics"] for record in records if record["metrics"]]
@@ -107,6 +113,7 @@ def summary_of(
         "seed": config.seed,
         "classifier": config.classifier,
         "num-clients": num_clients,
+        "simulated": simulated,
         "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
         "rank": config.rank,
         "learning-rate": config.learning_rate,

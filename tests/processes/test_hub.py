@@ -14,7 +14,9 @@ import httpx
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import NotAvailableError, hub_errors
 from ravan_flwr.data.model_folder import model_folder, weight_files
 from ravan_flwr.tasks import get_task
@@ -323,3 +325,16 @@ def test_long_reasons_are_cut_at_a_word():
     with pytest.raises(NotAvailableError) as caught, hub_errors("data", "org/x"):
         raise FileNotFoundError("word " * 900)
     assert "word ...); run `hf download org/x --repo-type dataset" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["model", "data"])
+def test_a_folder_that_has_moved_is_not_looked_for_on_the_hub(kind, tmp_path):
+    gone = str(tmp_path / "gone")
+    preset = tmp_path / "mine.yaml"
+    places = {"model": "org/bert", "data": "org/texts", kind: gone}
+    preset.write_text(f"task: text\nmodel: {places['model']}\ndata: {places['data']}\n")
+    config = read_config(with_preset_path({"preset": str(preset)}))
+    with pytest.raises(ValueError, match="found no such folder") as caught:
+        load_splits(config.data) if kind == "data" else model_folder(config.model)
+    assert gone in str(caught.value)
+    assert "hf download /" not in str(caught.value)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ravan_flwr import export_run, predict
+from ravan_flwr.reports.card import fill_card
+from ravan_flwr.runs.directory import RunDirectory
 from tests.runs.in_use import digit_images, docstrings, run_of_digits, run_of_images, run_of_texts
 
 RUNS = {
@@ -77,3 +79,26 @@ def test_the_runs_adapter_has_its_tokenizer_or_image_processor(run):
     if kind == "texts":
         config = json.loads((directory / "adapter" / "tokenizer_config.json").read_text())
         assert config["model_max_length"] == 12
+
+
+@pytest.mark.parametrize(
+    ("simulated", "text"),
+    [
+        (True, "Clients were simulated on one machine"),
+        (False, "The examples stayed on the clients; the clients' updates were averaged"),
+        (None, "Each client trained on its own examples; the clients' updates were averaged"),
+    ],
+)
+def test_a_card_says_where_the_examples_were(simulated, text, run, tmp_path):
+    _, directory = run
+    read = RunDirectory(directory)
+    summary = read.read_summary()
+    assert summary["simulated"] is True
+    if simulated is None:
+        del summary["simulated"]
+    else:
+        summary["simulated"] = simulated
+    fill_card(tmp_path, "merged", read.read_config(), summary, summary["metrics"]["final"])
+    card = (tmp_path / "README.md").read_text()
+    assert text in card
+    assert ("stayed on" in card) is (simulated is False)

@@ -132,7 +132,9 @@ def test_a_collapsed_run_reports_it_and_can_resume_from_its_best_round(tmp_path,
     folder = run.run_dir / "checkpoints"
     message = capsys.readouterr().out
     assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in message
-    assert f"resume={run.run_dir}@2" in message
+    # A resume cannot change the learning rate, so it is offered for a false reply only.
+    assert "a new run needs a lower learning-rate" in message
+    assert f"a false reply, after which resume={run.run_dir}@2 goes back" in message
     assert message.count("COLLAPSED") == 1  # in the first collapsed round only
     assert run.summary["collapsed"] == [3, 4, 5, 6]
     assert ["collapsed" in record for record in records_of(run.run_dir)] == [False] * 2 + [True] * 4

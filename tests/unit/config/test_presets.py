@@ -4,7 +4,15 @@ import pickle
 
 import pytest
 
-from ravan_flwr.config.presets import PresetPath, parse_location, read_preset, with_preset_path
+from ravan_flwr.config import presets
+from ravan_flwr.config.presets import (
+    PresetPath,
+    conf_folder,
+    parse_location,
+    read_preset,
+    with_app_preset,
+    with_preset_path,
+)
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
@@ -220,3 +228,31 @@ def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypat
     for text in ("org/train.csv", "./org/name", str(tmp_path / "org" / "name")):
         with pytest.raises(ValueError, match="got a file, expected a folder"):
             parse_location("data", text)
+
+
+def test_a_name_selects_a_file_of_the_working_folder_but_no_shipped_preset(tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    for name in ("own", "digits-vit"):
+        (tmp_path / "conf" / f"{name}.yaml").write_text(SHORTEST)
+    monkeypatch.chdir(tmp_path)
+    chosen = with_preset_path({"preset": "own"})["preset"]
+    assert isinstance(chosen, PresetPath)
+    assert config_of("own").model.name == "org/bert"
+    assert config_of("digits-vit").task == "vision"
+    monkeypatch.chdir(tmp_path / "conf")
+    with pytest.raises(ValueError, match="'own' is unknown"):
+        config_of("own")
+
+
+def test_under_flower_a_file_of_the_apps_conf_goes_by_its_name(file, tmp_path, monkeypatch):
+    name = str(conf_folder() / "svhn-vit-b16.yaml")
+    assert with_app_preset({"preset": name}) == {"preset": "svhn-vit-b16"}
+    elsewhere = file()
+    assert with_app_preset({"preset": elsewhere}) == {"preset": elsewhere}
+    with pytest.raises(ValueError, match=f"cp {elsewhere} {conf_folder()}"):
+        read_preset(elsewhere)
+    (tmp_path / "conf").mkdir()
+    monkeypatch.setattr(presets, "conf_folder", lambda: tmp_path / "conf")
+    inside = tmp_path / "conf" / "mine.yaml"
+    inside.write_text(SHORTEST)
+    assert with_app_preset({"preset": str(inside)}) == {"preset": "mine"}

@@ -8,6 +8,7 @@ import re
 import statistics
 import string
 import threading
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -438,10 +439,11 @@ def test_nothing_is_overwritten(new, texts, bert, tmp_path):
 def test_a_preset_for_devices_has_all_of_them_in_a_round(new, refused, texts, bert):
     """Five devices, five a round."""
     assert "expected 2 or more" in refused("one", texts, bert, "--clients", "1")
-    printed, _ = new("too-many", texts, bert, "--clients", "5000")
-    assert "fewer than 5000 examples: simulate fewer clients" in printed
-    printed, config = new("simulated", texts, bert)
-    assert "fewer than" not in printed
+    message = refused("too-many", texts, bert, "--clients", "5000")
+    assert "--clients 5000: the data have " in message
+    assert "examples to train, expected at most one client for each" in message
+    _, config = new("simulated", texts, bert)
+    assert "empty: the default" not in (Path.cwd() / "conf" / "simulated.yaml").read_text()
     assert (config.num_clients, config.clients_per_round) == (10, 3)
     _, config = new("five", texts, bert, "--clients", "5")
     assert (config.num_clients, config.clients_per_round) == (5, 5)
