@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 
+import ravan_flwr.peft  # noqa: F401 (PEFT then reads adapters of RAVAN)
 from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters.attach import TARGETS, find_layers
 from ravan_flwr.cli import main
