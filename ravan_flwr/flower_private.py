@@ -64,5 +64,5 @@ def parse_node_config(text: str) -> dict[str, Any]:
     except (ClickException, OSError) as error:  # it reads a text that ends with .toml as a file
         raise ValueError(
             f"node config: got {text!r}, expected KEY=VALUE pairs, with texts in quotation marks, "
-            "such as 'partition-id=0 data-path=\"/srv/data\"'; correct it"
+            "such as 'partition-id=0 data-path=\"/srv/data\"'; write it so"
         ) from error

@@ -61,7 +61,7 @@ def targets_of(text: str) -> tuple[str, ...]:
     if not all(suffixes):
         raise ValueError(
             f"targets = {text!r}: expected ends of layers' names with commas between them, such as "
-            "q_proj,v_proj; correct it"
+            "q_proj,v_proj"
         )
     return suffixes
 

@@ -4,8 +4,8 @@
     python -m scripts.check_words --quiet    list what is wrong alone
 
 It ends with 1 if a document, or a comment or docstring of a folder of `FOLDERS`, has a word of
-`REPLACED`, or if a document is longer than its limit. Prose and hand-written tables are counted,
-without code and without tables that a program wrote between marks.
+`REPLACED`. Prose and hand-written tables are counted, without code and without tables that a
+program wrote between marks.
 """
 
 import ast
@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ravan_flwr", "tests", "testing", "benchmarks", "scripts", "examples")  # of code
-README, PAGE, ALL = 700, 1500, 40_000  # words at most: README.md, a page, all but reference
 HOUSE = r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()"
 MEMBER = r"\broster\b|\bmembers?\b"
 # Private vocabulary -> the field's.
@@ -108,7 +107,7 @@ def replaced(text: str, table: Mapping[str, str] = REPLACED) -> Iterator[tuple[i
 
 
 def wrong(root: Path = ROOT) -> list[str]:
-    """List every word to replace and every document that is too long."""
+    """List every word to replace."""
     documents = pages(root)
     found = [
         f"{name}:{line}: {word!r}, write: {better}"
@@ -121,13 +120,6 @@ def wrong(root: Path = ROOT) -> list[str]:
             f"{path.relative_to(root)}:{line}: {word!r}, write: {better}"
             for line, word, better in replaced(source, IN_CODE)
         ]
-    counts = {name: words(text) for name, text in documents.items() if name not in REFERENCE}
-    for name, count in counts.items():
-        limit = README if name == "README.md" else PAGE
-        if count > limit:
-            found.append(f"{name}: {count:,} words, at most {limit:,}")
-    if (total := sum(counts.values())) > ALL:
-        found.append(f"all pages without reference: {total:,} words, at most {ALL:,}")
     return found
 
 

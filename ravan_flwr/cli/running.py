@@ -103,7 +103,7 @@ def _new(parsed: argparse.Namespace) -> None:
     new_preset_path(parsed.name)
     parse_location("data", parsed.data)
     if parsed.clients is not None and parsed.clients < 2:
-        raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
+        raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more")
     chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
     chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
 

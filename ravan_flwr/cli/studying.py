@@ -97,5 +97,5 @@ def _rates(text: str | None) -> list[float]:
         return [float(word) for word in (text or "").replace(",", " ").split()]
     except ValueError:
         raise ValueError(
-            f"--rates {text}: expected numbers with commas between, such as 1e-3,3e-3; correct it"
+            f"--rates {text}: expected numbers with commas between, such as 1e-3,3e-3"
         ) from None

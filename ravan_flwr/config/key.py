@@ -93,7 +93,7 @@ class Key:
         if len(rest) > len(parts):
             form = ":".join([word, *(part.help.upper() for part in parts)])
             raise ValueError(
-                f"{name} = {text!r}: got {len(rest)} parts, expected {form}; correct it"
+                f"{name} = {text!r}: got {len(rest)} parts, expected {form}; leave the others out"
             )
         read: dict[str, Scalar] = {"": word}
         for part, value in zip(parts, rest + [""] * (len(parts) - len(rest)), strict=True):

@@ -425,7 +425,7 @@ def check_key(name: str, value: Scalar) -> Scalar:
         )
     if name in LIMITS:
         raise ValueError(
-            f"unknown key {name!r}: it is a limit: limits={name}={value}; correct it"
+            f"unknown key {name!r}: it is a limit; write limits={name}={value}"
         )
     if name in _EARLIER:
         raise ValueError(f"unknown key {name!r}: it is now {_EARLIER[name]}, say; write that")
@@ -433,7 +433,7 @@ def check_key(name: str, value: Scalar) -> Scalar:
         names = [*KEYS, "num-clients", *LIMITS]
         raise ValueError(
             f"unknown key {name!r}{did_you_mean(name, names)} Expected one that "
-            "`ravan-flwr simulate --help` lists; correct it"
+            "`ravan-flwr simulate --help` lists"
         )
     value = KEYS[name].checked(name, value)
     if name == "limits":
@@ -504,7 +504,7 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1; correct it")
+            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1")
         if not text:
             raise ValueError(
                 f"{key} = '': got nothing, expected a value; is a shell variable empty? Leave the "

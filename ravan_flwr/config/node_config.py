@@ -70,7 +70,7 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
                 values[name] = key.checked(f"node config: {name}", settings[name])
             except ValueError as error:
                 raise ValueError(
-                    f"{error}; correct it, without quotation marks if it is no text"
+                    f"{error}; change it in the node config, without quotes if it is no text"
                 ) from None
         elif name in ("partition-id", "num-partitions"):
             raise ValueError(
@@ -81,7 +81,7 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
     if number >= parts:
         raise ValueError(
             f"node config: partition-id = {number}: expected 0 to {parts - 1} (num-partitions - "
-            "1); correct it"
+            "1); change it in the node config"
         )
     if "max-delta" in settings and "max-epsilon" not in settings:
         raise ValueError(
@@ -104,7 +104,7 @@ def _check_names(settings: Mapping[str, Scalar]) -> None:
         if meant := longer or difflib.get_close_matches(name, NODE_KEYS, 1, 0.75):
             raise ValueError(
                 f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
-                f"{', '.join(NODE_KEYS)}; correct it"
+                f"{', '.join(NODE_KEYS)}; change it in the node config"
             )
 
 

@@ -95,7 +95,7 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
     if splits.train in tests.values():
         raise ValueError(
             f"{where}splits: got {splits.train!r} to train on and as a test, expected another "
-            "split as the test; name one, or leave splits out"
+            "split as the test; give the name of another split, or leave splits out"
         )
     names = [name.strip() for name in labels]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -211,7 +211,7 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
     if not roles:
         raise ValueError(
             f"data.columns = {dict(columns)}: expected a column for a prompt beside that for the "
-            "completion; name one, as prompt: COLUMN"
+            "completion; add it, as prompt: COLUMN"
         )
     given = data.prompt or "{prompt}"
     prompts = (given,) if isinstance(given, str) else tuple(given)

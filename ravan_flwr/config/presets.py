@@ -87,7 +87,7 @@ def preset_file(name: str) -> Path:
     if _is_path(name):
         raise ValueError(
             f"preset = {name!r}: got the path of a file, but under Flower a preset is one of the "
-            f"app's own files; copy it there, `cp {name} {conf_folder()}`, and set "
+            f"app's own files; copy it there, `cp {name} conf/`, and set "
             f"preset={Path(name).stem}; or leave --engine flower out"
         )
     raise ValueError(

@@ -82,7 +82,7 @@ def _images(path: Path, columns: Mapping[str, str]) -> Rows:
         raise ValueError(
             f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
             f"file of texts with the columns {quoted(columns.values())}: {', '.join(_TABLES)}; "
-            "name one"
+            "give the path of such a file"
         )
     number, root = 0, path if path.is_dir() else path.parent
     for number, image in enumerate(_images_below(path), start=1):

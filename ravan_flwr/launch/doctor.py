@@ -86,7 +86,11 @@ def _device(folder: Path, options: Namespace) -> Iterator[Check]:
     try:
         environment = _environment_file(folder)
     except (OSError, ValueError) as error:
-        yield Check("environment", False, f"{folder}.env cannot be read: {error}; correct it")
+        yield Check(
+            "environment",
+            False,
+            f"{folder}.env cannot be read: {error}; write one NAME=VALUE a line",
+        )
     address = options.superlink or environment.get("SUPERLINK")
     text = options.node_config or environment.get("NODE_CONFIG")
     yield _check("keys", _node_keys, folder)
@@ -249,7 +253,9 @@ def _access(path: Path, user: str | None, right: str) -> str:
     if right == "writable" and not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; make it")
     if right == "readable" and not (path.is_absolute() and path.exists()):
-        raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
+        raise ValueError(
+            f"{path}: it is not there, expected the absolute path of a folder that is there"
+        )
     depth = ["-maxdepth", "0"] if right == "writable" else []
     output = _as_user(["find", "-L", str(path), *depth, "!", f"-{right}", "-print", "-quit"], user)
     name = f"user {user}" if user else "this user"

@@ -123,7 +123,9 @@ def deliver(run: Path, superlink: str) -> Summary:
         settings["preset"] = Path(str(settings["preset"])).name.removesuffix(".yaml")
     read_config(settings)  # raises its errors before anything is sent
     words = in_toml(settings)
-    write_stdout(f"This stands for:\n  flwr run . {superlink} --stream -c {shlex.quote(words)}\n")
+    write_stdout(
+        f"With Flower's own command:\n  flwr run . {superlink} --stream -c {shlex.quote(words)}\n"
+    )
     environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
     status = submit(app, superlink, words, environment)
     if status != COMPLETED:

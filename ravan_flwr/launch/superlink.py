@@ -140,7 +140,7 @@ def run_in_flower(
     federation = sharing.federation(start.num_clients)
     write_stdout(
         f"{sharing.description()}"
-        "This stands for:\n"
+        "With Flower's own command:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
         "  export RAY_ADDRESS=local\n"

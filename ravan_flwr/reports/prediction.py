@@ -91,7 +91,9 @@ def check_output(path: Path) -> None:
             f"output = {str(path)!r}: expected a name that ends in {', '.join(_WRITERS)}; change it"
         )
     if path.exists():
-        raise ValueError(f"output = {str(path)!r} is there already, expected a new file; name one")
+        raise ValueError(
+            f"output = {str(path)!r} is there already, expected a new file; choose another name"
+        )
     if not path.parent.is_dir():
         raise ValueError(f"output = {str(path)!r}: found no folder {path.parent}; make it first")
 

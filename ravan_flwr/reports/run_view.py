@@ -251,7 +251,7 @@ def facts_of(snapshot: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[s
     if last and run.in_simulated_time:
         facts["simulated time"] = f"{last['time']:.4g} s"
     if link:
-        facts["on the links, about"] = megabytes(link)
+        facts["sent over the network, estimated"] = megabytes(link)
     if summary and (until := run.config.get("until-metric")):
         reached = summary.get("reached")
         outcome = "not reached" if reached is None else f"reached in round {reached}"

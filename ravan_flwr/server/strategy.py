@@ -161,7 +161,7 @@ class FederatedTuning(Strategy):
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
-            " beside the classifier" if self.config.classifier == "trained" else "",
+            " and the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
             count(min(self.config.clients_per_round, eligible), "client"),
             (f"{low} to " if low < high else "") + count(high, "local step"),

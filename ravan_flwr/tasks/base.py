@@ -125,6 +125,7 @@ class Task(ABC):
     auto_class: ClassVar[str]  # transformers' auto class that loads the network
     pipeline: ClassVar[str]  # transformers' pipeline for a trained model; "" if there is none
     peft_type: ClassVar[str | None] = None  # PEFT's task type
+    reads: ClassVar[str] = "texts"  # or images
     multiple: int = 1  # of a batch's length in tokens: captured steps need few lengths
     masks: ClassVar[bool] = True  # whether attention gets a mask when examples may be padded
 

@@ -36,6 +36,7 @@ from ravan_flwr.tasks.extensions import Classification
 class Vision(Classification):
     """Read the columns `image` and `label`."""
 
+    reads = "images"
     auto_class = "AutoModelForImageClassification"
     pipeline = "image-classification"
 

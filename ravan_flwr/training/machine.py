@@ -142,7 +142,7 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
         if not re.fullmatch("[0-9]{1,9}", limit) or int(limit) < 1:
             raise ValueError(
                 f"{CORES} = {limit[:40]!r} in the environment: expected a number of cores, 1 or "
-                "more; correct it, or unset it for all cores"
+                "more; set such a number, or unset it for all cores"
             )
         number = min(number, int(limit))
     return max(1, int(min(number, *_quotas(Path("/proc/self/cgroup")))))

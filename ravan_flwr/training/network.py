@@ -178,6 +178,12 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
     table: dict[str, str | tuple[str, ...]] = mapping._model_mapping
     kind = str(settings.get("model_type", ""))
     if kind not in table:
+        reads = _reads(kind)
+        if reads and reads != task.reads:
+            raise ValueError(
+                f"your data are {task.reads}, but this model reads {reads} (its architecture is "
+                f"{kind!r}); choose a model that reads {task.reads}, or other data"
+            )
         raise ValueError(
             f"model of architecture {kind!r}: transformers has none of that architecture for "
             f"{task.auto_class}; choose another model"
@@ -186,6 +192,21 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
     first = names if isinstance(names, str) else names[0]
     network: type[PreTrainedModel] = getattr(transformers, first)
     return network
+
+
+def _reads(kind: str) -> str:
+    """Return what networks of an architecture read: images or texts; "" if that is unknown."""
+    from transformers.models.auto import modeling_auto as auto  # noqa: PLC0415 (names of classes)
+
+    if kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "images"
+    texts = (
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+    return "texts" if any(kind in names for names in texts) else ""
 
 
 def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:

@@ -67,7 +67,7 @@ def _sizes(config: Config, skeleton: Skeleton) -> Iterator[str]:
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
     adapters = method.trainable_parameters()
-    note = f", {adapters:,} of them beside the classifier" if skeleton.classifier_size else ""
+    note = f", {adapters:,} of them in the adapters" if skeleton.classifier_size else ""
     yield f"preset {config.preset}, method {config.method}, classifier {config.classifier}"
     yield _row(
         "adapted",

@@ -33,7 +33,7 @@ def test_a_run_matches_its_plan(run):
     settings = TINY | {"method": method}
     plan = describe(read_config(settings))
     assert f"trained         {run.summary['trainable-parameters']:,} parameters" in plan
-    assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in plan
+    assert f"{run.summary['adapter-parameters']:,} of them in the adapters" in plan
     # Upper limits: the plan is for the preset's 20 clients, this run has four.
     found = re.search(r"the run .*: at most ([\d,]+) bytes up, ([\d,]+) down", plan)
     assert found is not None

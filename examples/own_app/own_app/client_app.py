@@ -5,7 +5,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from own_app.task import load_data, load_model
-from ravan_flwr.strategies import choose, collect_arrays, load_arrays
+from ravan_flwr.strategies import choose, collect_arrays, load_arrays, restore
 
 BUDGETS = (1.0, 0.5, 0.25, 0.75)  # by client
 STEPS, BATCH = 30, 32
@@ -33,6 +33,6 @@ def train(message: Message, context: Context) -> Message:
         optimizer.step()
 
     metrics = MetricRecord({"train-loss": loss.item(), "num-examples": len(labels)})
-    return Message(
-        RecordDict({"arrays": collect_arrays(model), "metrics": metrics}), reply_to=message
-    )
+    content = RecordDict({"arrays": collect_arrays(model), "metrics": metrics})
+    restore(model)  # for the next client of this process
+    return Message(content, reply_to=message)

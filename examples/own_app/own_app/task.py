@@ -1,5 +1,7 @@
 """What the app trains: a small network, and handwritten digits."""
 
+from functools import lru_cache
+
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from sklearn.datasets import load_digits
@@ -21,8 +23,13 @@ class Network(nn.Module):
         return y
 
 
+@lru_cache(maxsize=1)
 def load_model(strategy: str) -> PeftModel:
-    """Make the network with its adapter, the same in every process."""
+    """Make the network with its adapter, the same in every process, once in each.
+
+    Load a pretrained network here, too, with transformers' `logging.set_verbosity_error()`: else
+    it prints its table of missing weights.
+    """
     layers, saved = ["first", "second"], ["classifier"]
     config: PeftConfig = LoraConfig(r=4, lora_alpha=4, target_modules=layers, modules_to_save=saved)
     if strategy == "ravan":

@@ -35,7 +35,8 @@ def test_a_node_config_is_read():
         ({"partition-id": 2}, r"partition-id = 2: expected 0 to 1 \(num-partitions - 1\)"),
         (
             {"budget": 0},
-            'budget = 0: expected a number above 0 and at most 1, or "auto"; correct it',
+            'budget = 0: expected a number above 0 and at most 1, or "auto"; '
+            "change it in the node config",
         ),
         ({"budget": "half"}, "budget = 'half': expected a number"),
         ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda"),
@@ -49,11 +50,20 @@ def test_a_node_config_is_read():
         ({"secure-keys": "keys"}, "secure-keys = 'keys': expected the absolute path of a folder"),
         ({"require-secure-aggregation": 1}, "require-secure-aggregation = 1: expected true or"),
         ({"require-secure-agregation": True}, "expected require-secure-aggregation perhaps"),
-        ({"max-epsilon": 0}, "max-epsilon = 0: expected a number above 0.*; correct it"),
-        ({"max-epsilon": "8"}, "max-epsilon = '8': expected a number above 0.*; correct it"),
+        (
+            {"max-epsilon": 0},
+            "max-epsilon = 0: expected a number above 0.*; change it in the node config",
+        ),
+        (
+            {"max-epsilon": "8"},
+            "max-epsilon = '8': expected a number above 0.*; change it in the node config",
+        ),
         ({"max-epsilon": True}, "max-epsilon = True: expected a number above 0"),
         ({"max-epsilon": float("nan")}, "max-epsilon = nan: expected a number above 0"),
-        ({"max-epsilon": 10**400}, "max-epsilon = 1000.*: expected a number above 0.*; correct it"),
+        (
+            {"max-epsilon": 10**400},
+            "max-epsilon = 1000.*: expected a number above 0.*; change it in the node config",
+        ),
         ({"max-epsilon": float("inf")}, "max-epsilon = inf: expected a number above 0"),
         ({"require-secure-aggregation": True, "max-epsilon": 8}, "no run is masked and private"),
         ({"max-delta": 1e-6}, "max-delta = 1e-06: got it without max-epsilon, expected both"),

@@ -79,7 +79,7 @@ def test_the_nearest_choice_ignores_case(value, choices, meant):
         (["--num_rounds", "3"], "keys are written without dashes: num-rounds=VALUE"),
         (["--zzzzzz"], "unrecognized argument '--zzzzzz'; --help lists the options\n"),
         (["--seeds", "3"], "unrecognized argument '--seeds'; --help lists the options\n"),
-        (["min-replies=2"], "'min-replies': it is a limit: limits=min-replies=2; correct it\n"),
+        (["min-replies=2"], "'min-replies': it is a limit; write limits=min-replies=2\n"),
         (["max_share=1"], "unknown key 'max_share': did you mean 'max-share'?"),
         (["sparsity=0.1"], "at most 1, such as 1/4:1/16\n"),
         (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),

@@ -400,7 +400,15 @@ def test_the_bundled_model_is_accepted(new, images, tmp_path):
 
 
 def test_the_bundled_model_is_refused_for_texts(refused, texts):
-    assert "transformers has none of that architecture" in refused("x", texts, "digits-vit")
+    message = refused("x", texts, "digits-vit")
+    assert "your data are texts, but this model reads images" in message
+    assert "AutoModel" not in message
+
+
+def test_images_are_refused_for_a_model_of_texts(refused, images, bert):
+    message = refused("x", images, bert)
+    assert "your data are images, but this model reads texts" in message
+    assert "AutoModel" not in message
 
 
 def test_a_preset_of_a_small_model_has_fewer_heads(new, texts, tmp_path):

@@ -23,7 +23,9 @@ def test_affinity_and_a_studys_share_of_cores_count():
 
 @pytest.mark.parametrize("share", ["0", "many", "-1", "1.5", "²", "9" * 5000, "\x1b[2J"])
 def test_an_invalid_number_of_cores_is_refused(share):
-    message = f"{CORES} = '[^\x1b]{{1,50}}' in the environment: expected .* 1 or more; correct it"
+    message = (
+        f"{CORES} = '[^\x1b]{{1,50}}' in the environment: expected .* 1 or more; set such a number"
+    )
     with pytest.raises(ValueError, match=message):
         usable_cores({CORES: share})
 
