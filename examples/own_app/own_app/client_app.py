@@ -21,7 +21,6 @@ def train(message: Message, context: Context) -> Message:
     load_arrays(model, message.content.array_records["arrays"])
     if strategy in ("ravan", "flexlora"):  # the others have no budgets
         choose(model, BUDGETS[client % len(BUDGETS)], score="weight")
-
     images, labels = load_data(client, clients)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=0.01)
@@ -31,7 +30,6 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
     metrics = MetricRecord({"train-loss": loss.item(), "num-examples": len(labels)})
     content = RecordDict({"arrays": collect_arrays(model), "metrics": metrics})
     restore(model)  # for the next client of this process

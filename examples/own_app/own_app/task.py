@@ -25,11 +25,7 @@ class Network(nn.Module):
 
 @lru_cache(maxsize=1)
 def load_model(strategy: str) -> PeftModel:
-    """Make the network with its adapter, the same in every process, once in each.
-
-    Load a pretrained network here, too, with transformers' `logging.set_verbosity_error()`: else
-    it prints its table of missing weights.
-    """
+    """Make the network with its adapter, once in each process and the same in all."""
     layers, saved = ["first", "second"], ["classifier"]
     config: PeftConfig = LoraConfig(r=4, lora_alpha=4, target_modules=layers, modules_to_save=saved)
     if strategy == "ravan":
