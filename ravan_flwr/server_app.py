@@ -27,6 +27,7 @@ from ravan_flwr.runs.directory import (
     is_write_error,
     parse_resume,
     resume_advice,
+    run_name,
     write_error_message,
 )
 from ravan_flwr.runs.lock import locked
@@ -120,8 +121,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             start = load_resume_point(earlier, from_round, config, loaded)
         check_limits(config, loaded.task.metric, start.records)
         if earlier is None:
-            name = f"{config.preset}-{config.method}-seed{config.seed}"
-            directory = RunDirectory.create(parent, name)
+            directory = RunDirectory.create(parent, run_name(config, context.run_config))
             stack.enter_context(locked(directory.path, "output-dir"))
             stack.enter_context(logging_to(directory.path))
         else:

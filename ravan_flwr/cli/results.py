@@ -14,6 +14,9 @@ from ravan_flwr.specs import EXPORT_FORMS
 _CLIENT = option("--client", type=int, metavar="N",
     help="the client whose model is meant, by its partition, in a run with personal parameters")
 
+_MODEL = option("--model", type=Path, metavar="FOLDER",
+    help="the folder of the pretrained model, if it has moved since the run")
+
 
 def add(commands: Commands) -> None:
     """Add `report`, `evaluate`, `predict` and `export`."""
@@ -35,7 +38,8 @@ def add(commands: Commands) -> None:
         RUN, option("--data", required=True, metavar="FOLDER",
             help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the "
             "columns of the run's preset; of its splits the preset's tests, or `test`, else all"),
-        _CLIENT, option("--json", action="store_true", help="print one JSON object, and no text"))
+        _CLIENT, _MODEL,
+        option("--json", action="store_true", help="print one JSON object, and no text"))
     add_command(commands, "predict", _predict,
         "write a run's answers for texts or images without labels",
         RUN, option("--data", required=True, type=Path, metavar="FILE",
@@ -43,13 +47,13 @@ def add(commands: Commands) -> None:
             "folder of them"),
         option("--output", required=True, type=Path, metavar="FILE",
             help="a new file: .csv, .jsonl or .parquet"),
-        _CLIENT, note="A row that cannot be read has no answer, and the reason.")
+        _CLIENT, _MODEL, note="A row that cannot be read has no answer, and the reason.")
     add_command(commands, "export", _export,
         "write a run's result as a folder that other software loads",
         RUN, option("--as", dest="form", required=True, choices=EXPORT_FORMS,
             help="for PeftModel.from_pretrained a LoRA (peft), or the heads themselves (ravan, "
             "with ravan-flwr installed); or a whole transformers model (merged)"),
-        option("folder", type=Path, metavar="FOLDER", help="a folder that is new"), _CLIENT)
+        option("folder", type=Path, metavar="FOLDER", help="a folder that is new"), _CLIENT, _MODEL)
 # fmt: on
 
 
@@ -87,14 +91,14 @@ def _serve(parsed: argparse.Namespace) -> None:
 def _evaluate(parsed: argparse.Namespace) -> None:
     from ravan_flwr.reports.evaluation import as_text, evaluate  # noqa: PLC0415
 
-    content = evaluate(parsed.run, parsed.data, parsed.client)
+    content = evaluate(parsed.run, parsed.data, parsed.client, parsed.model)
     sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
 
 
 def _predict(parsed: argparse.Namespace) -> None:
     from ravan_flwr.reports.prediction import predict  # noqa: PLC0415
 
-    result = predict(parsed.run, parsed.data, parsed.output, parsed.client)
+    result = predict(parsed.run, parsed.data, parsed.output, parsed.client, parsed.model)
     for problem in result.problems:
         sys.stderr.write(f"{plain(problem)}\n")
     if result.unreadable:
@@ -108,5 +112,5 @@ def _predict(parsed: argparse.Namespace) -> None:
 def _export(parsed: argparse.Namespace) -> None:
     from ravan_flwr.reports.export import export_run  # noqa: PLC0415
 
-    export_run(parsed.run, parsed.form, parsed.folder, parsed.client)
+    export_run(parsed.run, parsed.form, parsed.folder, parsed.client, parsed.model)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from ravan_flwr.config.presets import chosen_data
+from ravan_flwr.config.presets import chosen_data, parse_location
 from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.data.examples import other_examples
 from ravan_flwr.messages.plain_text import plain
@@ -25,14 +25,16 @@ from ravan_flwr.training.model_and_data import ModelAndData
 log = logging.getLogger(__name__)
 
 
-def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> dict[str, Any]:
+def evaluate(
+    run: Path | str, data: Path | str, client: int | None = None, model: Path | str | None = None
+) -> dict[str, Any]:
     """Return the metrics of a run's result on other examples, with counts by class.
 
     `data` is a folder, a file, or an id of the hub, with the columns of the run's preset; `client`
-    is as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`; for a
-    classification also `classes` and `confusion`.
+    and `model` are as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`;
+    for a classification also `classes` and `confusion`.
     """
-    with result_of(run, client) as loaded:
+    with result_of(run, client, model) as loaded:
         task = loaded.task
         spec = _spec_of(str(data), task.data)
         examples, split = other_examples(spec)
@@ -85,14 +87,20 @@ def as_text(content: dict[str, Any]) -> str:
 
 
 @contextmanager
-def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndData]:
+def result_of(
+    run: Path | str, client: int | None = None, model: Path | str | None = None
+) -> Iterator[ModelAndData]:
     """Build the model and data of a run; within the block its model holds the last round's state.
 
     Where each client has a model of its own (`fedsa-lora`, `local`), `client` is the partition of
-    the client.
+    the client. `model` is the folder of the pretrained model, if it has moved since the run.
     """
     directory = RunDirectory.open(Path(run), "result")
     config = recorded_config(directory.read_config(), str(directory.path))
+    if model is not None:
+        name, _ = parse_location("model", str(Path(model).expanduser().absolute()))
+        moved = dataclasses.replace(config.model, source="hub", name=name, revision="")
+        config = dataclasses.replace(config, model=moved)
     _check_client(client, config.method)
     loaded = ModelAndData(config)
     checkpoint = load_checkpoint(directory.checkpoints)

@@ -47,8 +47,11 @@ from ravan_flwr.training.network import build_network, stored_dtype
 _BILINEAR = 2  # of Pillow
 
 
-def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
-    """Write a finished run's result to a new folder; `client` as for `result_of`."""
+def export_run(
+    run: Path | str, form: str, folder: Path | str, client: int | None = None,
+    model: Path | str | None = None,
+) -> None:  # fmt: skip
+    """Write a finished run's result to a new folder; `client` and `model` as for `result_of`."""
     check_choice("export: form", form, EXPORT_FORMS)
     folder = Path(folder)
     directory = RunDirectory.open(Path(run), "export")
@@ -61,7 +64,7 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
             f"export: method {method!r} has no such form, since {MIXES}; expected another method; "
             "use `evaluate` and `predict` with --client N"
         )
-    with result_of(directory.path, client) as loaded:
+    with result_of(directory.path, client, model) as loaded:
         write_result(form, folder, loaded)
     write_card(folder, form, directory)
 

@@ -126,15 +126,17 @@ class Predicted:
 
 
 def predict(
-    run: Path | str, data: Path | str, output: Path | str, client: int | None = None
-) -> Predicted:
+    run: Path | str, data: Path | str, output: Path | str, client: int | None = None,
+    model: Path | str | None = None,
+) -> Predicted:  # fmt: skip
     """Write a new table with a prediction for each row of a file, or image of a folder.
 
-    `client` is as for `result_of`.
+    The columns that the model reads are in it, too; one that is called as a column of the answers
+    is called `input-NAME`. `client` and `model` are as for `result_of`.
     """
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
     check_output(output)
-    with result_of(run, client) as loaded:
+    with result_of(run, client, model) as loaded:
         task = task_with(Predicts, loaded.task, "predict")
         needed = {role: name for role, name in task.data.columns if role in task.input_roles}
         rows = rows_of(data, needed)
@@ -143,8 +145,14 @@ def predict(
         kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
-        with new_table(output, key | kinds | {"problem": str}) as write:
-            for cells in _batches(_predicted(loaded, task, encoded, result), _ROWS_AT_ONCE):
+        answers = key | kinds | {"problem": str}
+        read = {} if by_file else {
+            (f"input-{name}" if name in answers else name): role for role, name in needed.items()
+        }  # fmt: skip
+        columns = key | dict.fromkeys(read, str) | kinds | {"problem": str}
+        with new_table(output, columns) as write:
+            predicted = _predicted(loaded, task, encoded, result, [*read.values()])
+            for cells in _batches(predicted, _ROWS_AT_ONCE):
                 write(cells)
             _check_readable(data, result)
     return result
@@ -199,8 +207,12 @@ def _predicted(
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
     result: Predicted,
+    passed: Sequence[str],
 ) -> Iterator[Cells]:
-    """Predict in batches: yield the cells of each row, and count unreadable rows in `result`."""
+    """Predict in batches: yield the cells of each row, and count unreadable rows in `result`.
+
+    The values of the roles `passed` precede the answers.
+    """
     for batch in _batches(encoded, task.evaluation_batch):
         readable = [inputs for _, inputs in batch if inputs is not None]
         answers: Iterator[Cells] = iter(())
@@ -209,11 +221,18 @@ def _predicted(
             answers = iter(predictions(loaded.model, task, arrays, loaded.config.precision))
         for row, inputs in batch:
             result.rows += 1
-            key = row.file or row.number
+            key = [row.file or row.number, *(_as_text(row.values.get(role)) for role in passed)]
             if inputs is not None:
-                yield [key, *next(answers), None]
+                yield [*key, *next(answers), None]
                 continue
             result.unreadable += 1
             if len(result.problems) < _MOST_PROBLEMS:
                 result.problems.append(f"{row.name}: {row.problem}")
-            yield [key, *[None] * len(task.prediction_columns), row.problem]
+            yield [*key, *[None] * len(task.prediction_columns), row.problem]
+
+
+def _as_text(value: Any) -> str | None:
+    """Return a value of an input as a text; None if there is none."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

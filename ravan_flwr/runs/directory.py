@@ -26,11 +26,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import KEYS, Config
+from ravan_flwr.config.keys import KEYS, Config, as_typed
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.files import LARGE, append, named_errors, opened, read_file, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
 from ravan_flwr.specs import Scalar
+
+MAX_CHANGES = 40  # characters of a run's name for what differs from its preset
+_NOT_NAMED = (*("preset", "method", "seed"), *("model", "data", "devices", "limits"))  # or paths
+
+
+def run_name(config: Config, run_config: Mapping[str, Scalar]) -> str:
+    """Return a name for a run: preset, method, seed, and what the user changed, as heads8.
+
+    Where the changes are too long, the last ones are left out.
+    """
+    changes = ""
+    for key, spec in KEYS.items():
+        value = run_config.get(key, spec.default)
+        if value == spec.default or not spec.of_result or key in _NOT_NAMED:
+            continue
+        change = "-" + re.sub(r"[^a-z0-9.]+", "-", f"{key}{as_typed(value)}".lower()).strip("-.")
+        if len(changes + change) > MAX_CHANGES:
+            break
+        changes += change
+    return f"{config.preset}-{config.method}-seed{config.seed}{changes}"
 
 
 class RunDirectory:

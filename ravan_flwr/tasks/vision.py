@@ -6,6 +6,7 @@ processor, an image is converted to the model's size and channels, and its pixel
 [-1, 1].
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,8 @@ from ravan_flwr.tasks.base import (
 )  # fmt: skip
 from ravan_flwr.tasks.extensions import Classification
 
+log = logging.getLogger(__name__)
+
 
 class Vision(Classification):
     """Read the columns `image` and `label`."""
@@ -42,6 +45,10 @@ class Vision(Classification):
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / PROCESSOR).is_file():
+            log.info(
+                "model %s has no %s: images are resized to %d x %d, and pixels scaled to [-1, 1]",
+                *(folder, PROCESSOR, *self._input_shape[1:]),
+            )
             return None
         _check_sides(folder)
         # Pillow's resizing is the same on every machine; torchvision's depends on it.

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd  # its type stubs are a separate package
@@ -16,6 +17,7 @@ from ravan_flwr.data.rows import rows_of
 from ravan_flwr.reports import prediction
 from ravan_flwr.reports.evaluation import _is_trained_on
 from ravan_flwr.specs import DataSpec, Scalar
+from ravan_flwr.tasks.text import Text
 from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
 
@@ -70,8 +72,9 @@ def test_predictions_have_the_accuracy_of_the_evaluation(texts, tmp_path):
     run, data = texts
     result = predict(run.run_dir, data / "sst2" / "validation.jsonl", tmp_path / "out.parquet")
     rows = pd.read_parquet(tmp_path / "out.parquet")
-    assert [*rows] == ["row", "label", "probability", "problem"]
-    _, right = examples_of(data)
+    assert [*rows] == ["row", "sentence", "label", "probability", "problem"]
+    read, right = examples_of(data)
+    assert rows["sentence"].tolist() == [*read]
     assert (result.rows, result.unreadable, result.problems) == (len(right), 0, [])
     assert rows["row"].tolist() == list(range(1, len(right) + 1))
     classes = read_json(run.run_dir / "classes.json")
@@ -114,6 +117,41 @@ def test_an_unreadable_row_is_skipped_with_a_problem(texts, tmp_path, capsys):
     assert "row 3: its text is missing" in printed.err
     assert "3 of 5 rows cannot be read" in printed.err
     assert "2 of 5 rows predicted" in printed.out
+
+
+def test_a_column_that_is_called_as_an_answer_is_renamed(texts, tmp_path, monkeypatch):
+    """Answers keep their names, so a column `label` of the input would be lost."""
+    run, data = texts
+    sentence = examples_of(data)[0][0]
+    monkeypatch.setattr(Text, "prediction_columns", ("sentence", "probability"))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"sentence": sentence}))
+    predict(run.run_dir, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    row = json.loads((tmp_path / "out.jsonl").read_text())
+    assert [*row] == ["row", "input-sentence", "sentence", "probability", "problem"]
+    assert row["input-sentence"] == sentence
+    assert row["sentence"] in LABELS
+
+
+def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
+    run, data = texts
+    moved, old = tmp_path / "moved", Path(read_json(run.run_dir / "config.json")["model"]["name"])
+    shutil.move(old, moved)
+    file, words = data / "sst2" / "validation.jsonl", ["--model", str(moved)]
+    try:
+        with pytest.raises(SystemExit):
+            main(["evaluate", str(run.run_dir), "--data", str(data)])
+        assert "found no such folder" in capsys.readouterr().err
+        main(["evaluate", str(run.run_dir), "--data", str(data), "--json", *words])
+        accuracy = run.summary["metrics"]["final"]["accuracy"]
+        assert json.loads(capsys.readouterr().out)["metrics"]["accuracy"] == accuracy
+        main(["predict", str(run.run_dir), "--data", str(file), "--output", f"{tmp_path}/o.csv",
+              *words])  # fmt: skip
+        assert pd.read_csv(tmp_path / "o.csv")["label"].notna().all()
+        main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "adapter"), *words])
+        config = read_json(tmp_path / "adapter" / "adapter_config.json")
+        assert config["base_model_name_or_path"] == str(moved)
+    finally:
+        shutil.move(moved, old)
 
 
 def test_unreadable_images_are_skipped_with_a_problem(digits, image_folders, tmp_path):

@@ -25,6 +25,7 @@ from ravan_flwr.runs.checkpoint import (
 from ravan_flwr.runs.directory import (
     RunDirectory,
     is_write_error,
+    run_name,
     with_recorded_settings,
     write_error_message,
 )
@@ -329,3 +330,19 @@ def test_files_of_a_run_are_written_into_its_directory_alone(tmp_path):
 def test_a_valid_record_is_read_up_to_the_given_round(tmp_path):
     lines = [of(0), of(1), of(2), of(3)]
     assert write_lines(tmp_path, *lines).rounds_until(2) == lines[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, ""),
+        ({"heads": 8}, "-heads8"),
+        ({"heads": 8, "num-rounds": 30}, "-num-rounds30-heads8"),
+        ({"partition": "dirichlet:0.3", "data": "a/b"}, "-partitiondirichlet-0.3"),
+        ({"local-steps": 10, "batch-size": 16, "heads": 2, "init": "normal", "scaling": "constant"},
+         "-local-steps10-batch-size16-heads2"),
+    ],
+)  # fmt: skip
+def test_a_runs_name_has_what_the_user_changed(changes, name):
+    config = read_config(changes | {"seed": 3})
+    assert run_name(config, changes | {"seed": 3}) == f"digits-vit-ravan-seed3{name}"
