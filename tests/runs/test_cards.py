@@ -54,7 +54,7 @@ def test_a_cards_code_gives_the_runs_predictions(form, run, tmp_path, monkeypatc
     export_run(directory, form, tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    code = code.replace("this folder", str(tmp_path / "export"))
+    code = code.replace('"."', f'"{tmp_path / "export"}"')
     ((start, end),) = re.findall(r"^(.*classify = .*?\n)((?:image|found) = .*)$", code, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -181,7 +181,7 @@ def test_a_cards_code_loads_the_export(run, exported, tmp_path, monkeypatch):
     for folder in exported.values():
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
         found: dict[str, Any] = {}
-        exec(code.replace("this folder", str(folder)), found)
+        exec(code.replace('"."', f'"{folder}"'), found)
         with result_of(run.run_dir, client_of(run)) as loaded:
             (encoded,) = loaded.test_sets.values()
             examples = encoded.take(encoded.rows[:16])

@@ -81,7 +81,7 @@ def test_adapter_and_merged_export_answer_in_a_pipeline(conversation_run, tmp_pa
         expected = loaded.model.network(tokens).logits
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     card = (adapter / "README.md").read_text()
-    code = card.split("```python\n")[1].split("```")[0].replace("this folder", str(adapter))
+    code = card.split("```python\n")[1].split("```")[0].replace('"."', f'"{adapter}"')
     scope: dict[str, object] = {}
     exec(code, scope)  # the card's code
     assert scope["found"]
