@@ -1,6 +1,7 @@
 """Configure RAVAN's adapter for PEFT."""
 
 import re
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -99,6 +100,26 @@ class RavanConfig(PeftConfig):
                     "expression; set it to ['query'], say"
                 )
         self.adapted: dict[str, Any] | None = None  # `base_layers` of the model it is attached to
+        self.unsaved: list[str] = []  # parameters of that model that a reload would draw anew
+
+    def save_pretrained(self, save_directory: str, **options: Any) -> None:
+        """Write `adapter_config.json`, which PEFT does after the adapter's tensors.
+
+        Args:
+            save_directory: the adapter's folder.
+            options: as for PEFT's `PeftConfig`.
+        """
+        if self.unsaved:
+            modules = sorted({name.rpartition(".")[0] for name in self.unsaved})
+            warnings.warn(
+                f"{save_directory}: {', '.join(self.unsaved)} were trained or newly drawn, and are "
+                "not saved, so that the adapter loads onto other values and its result is lost; "
+                "expected them in modules_to_save; make the configuration with "
+                f'task_type="SEQ_CLS" (classifiers of texts) or modules_to_save={modules}, and '
+                "train again",
+                stacklevel=3,
+            )
+        super().save_pretrained(save_directory, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in a form for JSON, with `base_layers` of the adapted model."""

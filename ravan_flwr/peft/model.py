@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, AuxiliaryTrainingWrapper
 from torch import nn
 
 from ravan_flwr.adapters.attach import TARGETS
@@ -42,6 +42,13 @@ class RavanModel(BaseTuner):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         _check_base(model, adapter_name, self.peft_config[adapter_name])
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Note for each configuration, before PEFT saves it, what would be lost."""
+        super()._save_to_state_dict(*args)
+        configs: dict[str, Any] = self.peft_config
+        for config in configs.values():
+            config.unsaved = _unsaved(self.model, config)
+
     @contextmanager
     def _enable_peft_forward_hooks(self, *_: Any, **kwargs: Any) -> Iterator[None]:
         """Raise ValueError on a batch for several adapters; PEFT would run it through one."""
@@ -70,6 +77,43 @@ class RavanModel(BaseTuner):
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
+
+
+def _unsaved(model: nn.Module, config: Any) -> list[str]:
+    """Return the parameters that no folder has: neither the backbone's nor the adapter's.
+
+    They are trained, or were drawn at random since transformers did not find them in the backbone's
+    folder; and they belong to no adapter and to none of `modules_to_save`.
+    """
+    saved = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper)
+        for parameter in module.parameters()
+    }
+    others = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in saved
+        and RavanModel.prefix not in name
+        and not (config.bias != "none" and name.endswith("bias"))
+    }
+    # `from_pretrained` marks the parameters that it found. A model without a head may not use those
+    # that it did not find; and PEFT itself saves embeddings that were resized.
+    found = {name for name, p in others.items() if getattr(p, "_is_hf_initialized", False)}
+    embeddings = {
+        id(parameter)
+        for get in ("get_input_embeddings", "get_output_embeddings")
+        if isinstance(module := getattr(model, get, lambda: None)(), nn.Module)
+        for parameter in module.parameters()
+    }
+    has_head = getattr(model, "base_model", model) is not model
+    return [
+        name
+        for name, parameter in others.items()
+        if parameter.requires_grad
+        or (found and has_head and name not in found and id(parameter) not in embeddings)
+    ]
 
 
 def _check_base(model: nn.Module, adapter: str, config: Any) -> None:

@@ -97,6 +97,15 @@ def test_the_pages_code_blocks_run_in_order(tmp_path, monkeypatch):
         exec(compile(block, "docs/library.md", "exec"), names)
 
 
+def test_the_printed_configurations_train_and_save_the_classifier():
+    for page in (PAGE, ROOT / "README.md"):
+        printed = re.findall(
+            r"RavanConfig\((?=[^)]*target_modules)[^)]*\)", page.read_text(encoding="utf-8")
+        )
+        assert printed
+        assert all('task_type="SEQ_CLS"' in call for call in printed)
+
+
 def test_the_page_lists_every_field_with_its_default_and_help():
     from dataclasses import fields
 

@@ -1,9 +1,11 @@
 """RAVAN as a tuner of PEFT in other libraries: Trainer, trl, bitsandbytes, an old PEFT."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from typing import Any
 
 import peft
@@ -82,6 +84,70 @@ def test_transformers_trainer_trains_and_resumes_from_its_checkpoint(tmp_path, c
     continued.train(resume_from_checkpoint=str(tmp_path / "checkpoint-24"))
     assert continued.state.global_step == 32
     assert continued.evaluate(examples)["eval_loss"] < after
+
+
+RELOAD = """
+import sys, torch, transformers
+from peft import PeftModel
+from ravan_flwr import RavanConfig
+
+transformers.logging.set_verbosity_error()
+backbone = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
+model = PeftModel.from_pretrained(backbone, sys.argv[2]).eval()
+print(model(torch.arange(24).view(2, 12)).logits.tolist())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    ("backbone", "settings", "kept"),
+    [
+        ("encoder", {}, False),  # the head stays as it was drawn
+        ("encoder", {"task_type": "SEQ_CLS"}, True),
+        ("encoder", {"modules_to_save": ["classifier"]}, True),
+        ("classifier", {}, True),  # the head is in the backbone's folder
+    ],
+)
+def test_saving_warns_if_another_process_would_load_another_head(
+    backbone, settings, kept, tmp_path, python
+):
+    config = transformers.BertConfig(**SIDES, vocab_size=60, intermediate_size=24)
+    kinds = {
+        "encoder": transformers.BertModel, "classifier": transformers.BertForSequenceClassification,
+    }  # fmt: skip
+    kinds[backbone](config).save_pretrained(tmp_path / "backbone")
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "backbone")
+    model = get_peft_model(network, RavanConfig(r=4, target_modules=["query", "value"], **settings))
+    examples = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(TOKENS)]
+    Trainer = transformers.Trainer
+    Trainer(model, arguments(tmp_path, save_strategy="no"), train_dataset=examples).train()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.save_pretrained(tmp_path / "adapter")
+    texts = [str(w.message) for w in warned if "modules_to_save" in str(w.message)]
+    assert len(texts) == (not kept)
+    assert kept or all(word in texts[0] for word in ("classifier.weight", 'task_type="SEQ_CLS"'))
+
+    done = python.run(["-c", RELOAD, str(tmp_path / "backbone"), str(tmp_path / "adapter")])
+    assert not done.returncode, done.stderr
+    with torch.no_grad():
+        expected = model.eval()(torch.arange(24).view(2, 12)).logits
+    assert torch.allclose(torch.tensor(json.loads(done.stdout)), expected, atol=1e-6) == kept
+
+
+def test_saving_warns_of_a_head_that_was_unfrozen_by_hand(tmp_path):
+    def save(**settings):
+        model = get_peft_model(backbone(), RavanConfig(r=4, target_modules=["query"], **settings))
+        model.classifier.requires_grad_(True)
+        model.save_pretrained(tmp_path)
+
+    def backbone():
+        config = transformers.BertConfig(**SIDES, vocab_size=60, intermediate_size=24)
+        return transformers.BertForSequenceClassification(config)
+
+    with pytest.warns(UserWarning, match=r"classifier\.weight.*modules_to_save=\['classifier'\]"):
+        save()
+    save(modules_to_save=["classifier"])  # warnings are errors
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of trl
