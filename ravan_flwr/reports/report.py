@@ -6,7 +6,9 @@ The page is one file that needs no other, light or dark as its reader's browser.
 
 import base64
 import hashlib
+import html
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -50,12 +52,12 @@ POLICY = (
 
 def render(
     runs: Sequence[Mapping[str, Any]], title: str, *, comparison: Mapping[str, Any] | None = None,
-    version: str = "", problem: str = "", now: float = 0.0,
+    version: str = "", problem: str = "", now: float = 0.0, files: Sequence[str] = (),
 ) -> bytes:  # fmt: skip
-    """Return the HTML page; with a `version` it updates itself."""
+    """Return the HTML page, which names the files beside it; with a `version` it updates itself."""
     page = _TEMPLATE.render(
         runs=runs, title=title, comparison=comparison, version=version, problem=problem, now=now,
-        style=Markup(_STYLE), script=Markup(_SCRIPT),  # noqa: S704 (constants)
+        files=files, style=Markup(_STYLE), script=Markup(_SCRIPT),  # noqa: S704 (constants)
     )  # fmt: skip
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return page.lstrip().encode(errors="backslashreplace")
@@ -66,7 +68,8 @@ def write_report(
 ) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path.
 
-    With `spectrum` the page also has the singular values of the runs' delta-weights.
+    Pictures of an earlier report in the folder are removed. With `spectrum` the page also has the
+    singular values of the runs' delta-weights.
     """
     folder, paths = Path(folder), [paths] if isinstance(paths, str | Path) else paths
     runs = _runs_with_rounds([Path(path) for path in paths])
@@ -78,24 +81,41 @@ def write_report(
 
         compared += charts_of_runs([run.path for run in runs])
     charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
-    views = [view_of(RunSnapshot.of(run), live=False) for run in runs]  # before anything is drawn
-    for chart in chain(compared, *charts):
-        chart.write(folder)
+    rows = {run.path: row for row, members in groups.items() for run in members}
+    views = [  # before anything is drawn
+        view_of(RunSnapshot.of(run), live=False, row=rows[run.path]) for run in runs
+    ]
+    page = folder / "index.html"
+    earlier = _files_beside(page)
+    written = [path for chart in chain(compared, *charts) for path in chart.write(folder)]
+    for path in earlier.difference(written):
+        path.unlink(missing_ok=True)
     for view, group in zip(views, charts, strict=True):
         view["pictures"] = [*map(picture_of, group if several else [*compared, *group])]
-    page = folder / "index.html"
     title = ", ".join(dict.fromkeys(title_of(run.config) for run in runs))
     comparison = None
     if several:
         comparison = comparison_of(groups) | {"pictures": [*map(picture_of, compared)]}
-    write_atomically(page, render(views, title, comparison=comparison))
+    files = [path.name for path in written]
+    write_atomically(page, render(views, title, comparison=comparison, files=files))
     return page
 
 
+def _files_beside(page: Path) -> set[Path]:
+    """Return the pictures and tables that an earlier report wrote beside its page."""
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    found = re.search(r'<meta name="files" content="([^"]*)">', text)
+    names = html.unescape(found[1]).split("/") if found else []
+    return {page.with_name(name) for name in names if name.endswith((".png", ".csv"))}
+
+
 def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Read the runs; of several, skip those without a finished round, and log their names."""
+    """Read the runs; of several, skip reports, and by name those without a finished round."""
     runs = []
     for path in paths:
+        is_report = (path / "index.html").is_file() and not (path / "config.json").is_file()
+        if is_report and len(paths) > 1:  # of an earlier `report runs/*` with its output in runs/
+            continue
         try:
             runs.append(RecordedRun.read(path))
         except NoRoundError as error:

@@ -169,10 +169,15 @@ def picture_of(chart: Chart) -> dict[str, Any]:
 
 
 def view_of(
-    snapshot: RunSnapshot, pictures: Sequence[Mapping[str, Any]] = (), *, live: bool = True
-) -> dict[str, Any]:
-    """Return the page's content for one run, from files that may be damaged."""
+    snapshot: RunSnapshot, pictures: Sequence[Mapping[str, Any]] = (), *, live: bool = True,
+    row: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Return the page's content for one run, from files that may be damaged.
+
+    `row` is the run's row in a comparison.
+    """
     run, config = snapshot.run, snapshot.run.config
+    row = row or config.get("method", "")
     classes = classes_of(run.path, run.rounds)
     rejected = [
         (record["round"], rejection["client"], rejection["reason"])
@@ -181,7 +186,7 @@ def view_of(
     ]
     return {
         "title": title_of(config) or run.path.name,
-        "name": f"{config.get('method', '')}, seed {config.get('seed', '?')}: {run.path.name}",
+        "name": f"{row}, seed {config.get('seed', '?')}: {run.path.name}",
         "path": str(run.path),
         "live": live,
         "state": state_of(snapshot) if live else None,

@@ -5,6 +5,7 @@ import json
 import re
 import struct
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -480,3 +481,43 @@ def test_an_error_names_the_package_that_is_not_installed(tmp_path, monkeypatch)
         check_tracking("mlflow")
     Trackers("none", tmp_path, {}).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_removes_pictures_of_an_earlier_one_and_nothing_else(runs, tmp_path):
+    out = tmp_path / "report"
+    write_report(runs[:3], out, spectrum=True)
+    before = {path.name for path in out.iterdir()}
+    (out / "mine.png").write_bytes(b"mine")
+    write_report(runs[:2], out)
+    fresh = {path.name for path in write_report(runs[:2], tmp_path / "fresh").parent.iterdir()}
+    assert before > fresh
+    assert {path.name for path in out.iterdir()} == fresh | {"mine.png"}
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_an_earlier_report_among_the_runs_is_skipped(runs, tmp_path, capsys):
+    copies = [copy_of(run, tmp_path / f"{n}") for n, run in enumerate(runs[:2])]
+    for _ in range(2):
+        found = sorted(map(str, tmp_path.iterdir()))  # as a shell expands runs/*
+        main(["report", *found, "--output", str(tmp_path / "report")])
+    assert len(found) == 3
+    text = read_page(tmp_path / "report" / "index.html").text
+    assert all(f": {path.name}" in text for path in copies)
+
+
+def test_git_ignores_the_folders_that_the_documented_commands_write():
+    ignored = (Path(__file__).parents[2] / ".gitignore").read_text().splitlines()
+    assert {"/report/", "/comparison/"} <= {*ignored}
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_each_run_is_named_as_its_row_in_the_table(runs, tmp_path):
+    copies = [copy_of(runs[0], tmp_path / f"{n}", lambda records, n=n: records[:n]) for n in (1, 2)]
+    for rounds, folder in enumerate(copies, start=1):
+        config = json.loads((folder / "config.json").read_text()) | {"num-rounds": rounds}
+        (folder / "config.json").write_text(json.dumps(config))
+    text = read_page(write_report(copies, tmp_path / "out")).text
+    table, _, each = text.partition("Each run")
+    for row in group_runs([*map(RecordedRun.read, copies)]):
+        assert row in table
+        assert f"{row}, seed 0: " in each
