@@ -182,15 +182,21 @@ def parse_location(key: str, text: str) -> tuple[str, str]:
     A folder has no revision. Raise ValueError for any other text.
     """
     path = Path(text).expanduser()
-    if path.is_file() and (path.suffix or text.startswith((".", "/", "~"))):
+    is_path = text.startswith((".", "/", "~"))
+    if path.is_file() and (path.suffix or is_path):
         raise ValueError(
             f"{key} = {text!r}: got a file, expected a folder; move it into a folder, and name that"
         )
     if path.is_dir():
         return str(path), ""
+    if is_path:
+        raise ValueError(
+            f"{key} = {text!r}: found no such folder or file; correct the path, or name an id of "
+            "the hub, org/name or org/name@revision"
+        )
     name, _, revision = text.partition("@")
     parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or re.search(r"(?i)^[.~]|\.(csv|jsonl?|parquet)$", name):
+    if len(parts) > 2 or not all(parts) or re.search(r"(?i)\.(csv|jsonl?|parquet)$", name):
         raise ValueError(
             f"{key} = {text!r}: found nothing there, and an id of the hub looks like org/name or "
             "org/name@revision; correct the path"

@@ -10,6 +10,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import PresetPath, parse_location, read_preset, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.launch.submit import COMPLETED
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
@@ -267,3 +269,16 @@ def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypat
     for text in ("org/train.csv", "./org/name", str(tmp_path / "org" / "name")):
         with pytest.raises(ValueError, match="got a file, expected a folder"):
             parse_location("data", text)
+
+
+@pytest.mark.parametrize("path", ["/gone/a", "/gone", "./gone", "../gone/a", "~/gone"])
+@pytest.mark.parametrize("key", ["data", "model"])
+def test_a_missing_folder_is_no_id_of_the_hub(key, path, file):
+    """The folder has moved, or is missing on this machine."""
+    with pytest.raises(ValueError, match=f"{key} = '{path}': found no such folder"):
+        parse_location(key, path)
+    names = {"data": "org/texts", "model": "org/bert"} | {key: path}
+    config = config_of(file(f"task: text\nmodel: {names['model']}\ndata: {names['data']}\n"))
+    with pytest.raises(ValueError, match=f"{key} /.*gone.*: found no such folder") as error:
+        load_splits(config.data) if key == "data" else model_folder(config.model)
+    assert "hf download" not in str(error.value)
