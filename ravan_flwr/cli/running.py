@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
         note="Nothing is run.", epilog=table)
     add_command(commands, "new", _new, "write a preset for your own data and model",
         option("name", metavar="NAME",
-            help="the preset's name: writes conf/NAME.yaml, for preset=NAME in this folder"),
+            help="the preset's name: it becomes conf/NAME.yaml here, where preset=NAME takes it"),
         option("--data", required=True, metavar="FOLDER",
             help="a folder, or an id of the Hugging Face Hub"),
         option("--model", required=True, metavar="FOLDER",
@@ -63,9 +63,8 @@ def add(commands: Commands) -> None:
 
 def _simulate(parsed: argparse.Namespace) -> None:
     check_engine(parsed)
-    in_flower = parsed.engine == "flower"
-    start = read_start(*read_settings(parsed.settings), in_flower=in_flower)
-    if in_flower:
+    start = read_start(*read_settings(parsed.settings))
+    if parsed.engine == "flower":
         from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
 
         run_in_flower(start, parsed.clients_per_gpu, parsed.runs_at_a_time)

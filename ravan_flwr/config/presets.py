@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -28,31 +29,28 @@ class PresetPath(str):
 
 
 def with_preset_path(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the run config with a `PresetPath` as its `preset`, if that selects a user's file.
+    """Return the run config with a `PresetPath` as its `preset`, if that is a file of the user.
 
-    It does if it looks like a path, or is the name of a file in `conf/` of the working directory
-    and of no preset that came with ravan-flwr.
+    It is a path, or the name of a file in `conf/` of the working directory. The app's own presets
+    come first, so no file hides one of them.
     """
     values = dict(run_config)
     name = values.get("preset")
-    if isinstance(name, str) and not isinstance(name, PresetPath):
-        own = Path("conf") / f"{name}.yaml"
-        if _is_path(name):
-            values["preset"] = PresetPath(Path(name).expanduser().absolute())
-        elif name not in preset_names() and own.is_file():
-            values["preset"] = PresetPath(own.absolute())
-    return values
-
-
-def with_app_preset(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the run config with the name of a preset in place of its file in the app's `conf/`."""
-    values = dict(run_config)
-    name = values.get("preset")
     if isinstance(name, str) and _is_path(name):
-        path = Path(name).expanduser().resolve()
-        if path.parent == conf_folder().resolve() and path.stem in preset_names():
-            values["preset"] = path.stem
+        values["preset"] = PresetPath(Path(name).expanduser().absolute())
+    elif name in preset_names(Path("conf")) and name not in preset_names():
+        values["preset"] = PresetPath(Path("conf", f"{name}.yaml").absolute())
     return values
+
+
+def preset_in_app(name: str, app: Path) -> str:
+    """Return the name under which a bundle of the app folder has a preset."""
+    if not isinstance(name, PresetPath):
+        return name
+    path = Path(name)
+    if path.parent.resolve() != (app / "conf").resolve() or path.suffix != ".yaml":
+        raise _not_in_app(name)
+    return path.stem
 
 
 def _is_path(name: str) -> bool:
@@ -71,9 +69,9 @@ def conf_folder() -> Path:
     )
 
 
-def preset_names() -> list[str]:
-    """Return the names of the presets in `conf/`."""
-    return sorted(path.stem for path in conf_folder().glob("*.yaml"))
+def preset_names(folder: Path | None = None) -> list[str]:
+    """Return the names of the presets in a folder, the app's own `conf/` by default."""
+    return sorted(path.stem for path in (folder or conf_folder()).glob("*.yaml"))
 
 
 def preset_file(name: str) -> Path:
@@ -85,15 +83,23 @@ def preset_file(name: str) -> Path:
     if name in preset_names():
         return conf_folder() / f"{name}.yaml"
     if _is_path(name):
-        raise ValueError(
-            f"preset = {name!r}: got the path of a file, but under Flower a preset is one of the "
-            f"app's own files; copy it there, `cp {name} conf/`, and set "
-            f"preset={Path(name).stem}; or leave --engine flower out"
-        )
+        raise _not_in_app(name)
     raise ValueError(
         f"preset {name!r} is unknown{did_you_mean(name, preset_names())} Expected one of: "
         f"{', '.join(preset_names())} (the files of {conf_folder()}), or the path of a file, such "
         f"as ./{name}.yaml; `ravan-flwr new` writes one for your own task"
+    )
+
+
+def _not_in_app(name: str) -> ValueError:
+    """Return the error for the path of a preset where Flower's bundle of the app has to have it."""
+    path, copy = Path(name), ""
+    if path.parent != Path("conf") or path.suffix != ".yaml":  # it is not there yet
+        target = f"conf/{path.stem}.yaml" if path.suffix == ".yml" else "conf/"
+        copy = f"copy it there, `cp {shlex.quote(name)} {target}`, and "
+    return ValueError(
+        f"preset = {str(name)!r}: got the path of a file, but under Flower a preset is one of the "
+        f"app's own files, in its folder conf/; {copy}set preset={path.stem}"
     )
 
 
@@ -176,15 +182,21 @@ def parse_location(key: str, text: str) -> tuple[str, str]:
     A folder has no revision. Raise ValueError for any other text.
     """
     path = Path(text).expanduser()
-    if path.is_file() and (path.suffix or text.startswith((".", "/", "~"))):
+    is_path = text.startswith((".", "/", "~"))
+    if path.is_file() and (path.suffix or is_path):
         raise ValueError(
             f"{key} = {text!r}: got a file, expected a folder; move it into a folder, and name that"
         )
     if path.is_dir():
         return str(path), ""
+    if is_path:
+        raise ValueError(
+            f"{key} = {text!r}: found no such folder or file; correct the path, or name an id of "
+            "the hub, org/name or org/name@revision"
+        )
     name, _, revision = text.partition("@")
     parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or re.search(r"(?i)^[.~]|\.(csv|jsonl?|parquet)$", name):
+    if len(parts) > 2 or not all(parts) or re.search(r"(?i)\.(csv|jsonl?|parquet)$", name):
         raise ValueError(
             f"{key} = {text!r}: found nothing there, and an id of the hub looks like org/name or "
             "org/name@revision; correct the path"

@@ -181,6 +181,11 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
     """
     root = Path(name)
     if not root.exists():
+        if root.is_absolute():
+            raise ValueError(
+                f"data {name}: found no such folder, expected the data there; name another one, "
+                "data=/path, in a preset data.name, for a run that has ended in its config.json"
+            )
         if name in _PACKAGED_DATASETS_MODULES:  # `datasets` would read all files below this folder
             raise ValueError(
                 f"data {name}: got the name of a kind of file, and no such file or folder is here, "

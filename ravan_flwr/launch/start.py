@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.presets import absolute_paths, with_app_preset, with_preset_path
+from ravan_flwr.config.presets import absolute_paths, with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.runs.directory import with_recorded_settings
 from ravan_flwr.specs import Scalar
@@ -20,15 +20,9 @@ class Start:
     num_clients: int
 
 
-def read_start(
-    user_settings: Mapping[str, Scalar], num_clients: int | None = None, *, in_flower: bool = False
-) -> Start:
-    """Return the checked settings, with those of a resumed run, and the number of clients.
-
-    Under Flower a preset is one of the app's files; elsewhere it may be the path of any file.
-    """
-    named = with_app_preset(user_settings) if in_flower else with_preset_path(user_settings)
-    settings, num_clients = with_recorded_settings(named, num_clients)
+def read_start(user_settings: Mapping[str, Scalar], num_clients: int | None = None) -> Start:
+    """Return the checked settings, with those of a resumed run, and the number of clients."""
+    settings, num_clients = with_recorded_settings(with_preset_path(user_settings), num_clients)
     if settings.get("output-dir", AUTO) == AUTO:
         settings["output-dir"] = "runs"
     run_config = absolute_paths(settings)

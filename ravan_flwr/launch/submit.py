@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tomli_w
 
+from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.runs.console import write_stdout
@@ -121,7 +122,7 @@ def deliver(run: Path, superlink: str) -> Summary:
     }  # fmt: skip
     if "preset" in settings:  # its file is in the app, where devices find it by its name
         settings["preset"] = Path(str(settings["preset"])).name.removesuffix(".yaml")
-    read_config(settings)  # raises its errors before anything is sent
+    read_config(with_preset_path(settings))  # raises its errors before anything is sent
     words = in_toml(settings)
     write_stdout(
         f"With Flower's own command:\n  flwr run . {superlink} --stream -c {shlex.quote(words)}\n"

@@ -17,9 +17,11 @@ import time
 import urllib.request
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import psutil
 
+from ravan_flwr.config.presets import preset_in_app
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.start import Start
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
@@ -128,7 +130,9 @@ def run_in_flower(
 
     `share_gpus` decides the GPU share of each client.
     """
-    app, config = app_folder(), start.config
+    app, config, settings = app_folder(), start.config, dict(start.run_config)
+    if "preset" in settings:
+        settings["preset"] = preset_in_app(cast(str, settings["preset"]), app)
     check_writable(Path(config.output_dir))
     if start.num_clients > (config.num_clients or math.inf):  # the preset's number fits its data
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (this takes a second)
@@ -136,7 +140,7 @@ def run_in_flower(
 
         check_enough_examples(start.num_clients, len(load_splits(config.data)["train"]))
     sharing = share_gpus(config, start.num_clients, clients_per_gpu, runs_at_a_time)
-    run_config = in_toml(start.run_config)
+    run_config = in_toml(settings)
     federation = sharing.federation(start.num_clients)
     write_stdout(
         f"{sharing.description()}"

@@ -299,11 +299,11 @@ def test_keys_that_do_not_fit_the_preset_are_errors(tmp_path, monkeypatch):
         read_config({"glue-task": "rte"})
     with pytest.raises(ValueError, match=r"max-length = 9: .* has no texts"):
         read_config({"max-length": 9})
-    with pytest.raises(ValueError, match=r"data = './here': found nothing there, and an id"):
+    with pytest.raises(ValueError, match=r"data = './here': found no such folder"):
         read_config({"data": "./here"})
     data = read_config({"data": "org/name"}).data  # with the preset's columns and labels
     assert (data.source, data.name, data.labels[-1]) == ("hub", "org/name", "9")
-    with pytest.raises(ValueError, match=r"model = './here': found nothing there, and an id"):
+    with pytest.raises(ValueError, match=r"model = './here': found no such folder"):
         read_config({"model": "./here"})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("text,label\n")

@@ -298,7 +298,10 @@ def test_mistakes_of_an_evaluation_are_errors(texts, tmp_path, capsys):
         assert end.value.code == 2
         assert result in capsys.readouterr().err
     (tmp_path / "in.xlsx").write_text("")
-    for path, result in (("absent", "found nothing there"), ("in.xlsx", "got a file of kind")):
+    for path, result in (
+        ("absent", "found no such folder or file"),
+        ("in.xlsx", "got a file of kind"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["evaluate", str(run.run_dir), "--data", str(tmp_path / path)])
         assert end.value.code == 2

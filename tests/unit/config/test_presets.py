@@ -1,20 +1,19 @@
 """Handwritten presets: defaults, paths, and errors."""
 
 import pickle
+import subprocess
 
 import pytest
+from flwr.common.config import parse_config_args
 
-from ravan_flwr.config import presets
-from ravan_flwr.config.presets import (
-    PresetPath,
-    conf_folder,
-    parse_location,
-    read_preset,
-    with_app_preset,
-    with_preset_path,
-)
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import PresetPath, parse_location, read_preset, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.model_folder import model_folder
+from ravan_flwr.launch.submit import COMPLETED
+from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 
 SHORTEST = "task: text\nmodel: org/bert\ndata: org/texts\n"
@@ -90,21 +89,63 @@ def test_a_path_is_accepted_from_local_configuration_alone(file):
         read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
 
 
-def test_targets_are_a_list_or_a_text_with_commas(file):
-    for targets in ("[query, value]", "'query, value'"):
-        other = f"other-models: {{small: {{name: org/small, targets: {targets}}}}}\n"
-        text = f"task: text\nmodel: {{name: org/bert, targets: {targets}}}\ndata: org/texts\n"
-        for chosen in ("auto", "small"):
-            assert config_of(file(text + other), model=chosen).model.targets == ("query", "value")
-    expected = "expected ends of layers' names, as a list or a text with commas"
-    for wrong, message in (
-        ("[1, 2]", rf"model.targets = \[1, 2\]: {expected}"),
-        ("[query, '']", "targets = 'query,': expected ends"),
-        ("3", f"model.targets = 3: {expected}"),
-    ):
-        text = f"task: text\nmodel: {{name: org/bert, targets: {wrong}}}\ndata: org/texts\n"
-        with pytest.raises(ValueError, match=message):
-            config_of(file(text))
+def test_a_name_finds_a_preset_of_the_working_folder(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    path = file(name="conf/mine.yaml")
+    assert with_preset_path({"preset": "mine"})["preset"] == PresetPath(path)
+    assert config_of("mine").model.name == "org/bert"
+    file(name="conf/digits-vit.yaml")  # hides none of the app's own
+    assert with_preset_path({"preset": "digits-vit"}) == {"preset": "digits-vit"}
+    with pytest.raises(ValueError, match="preset 'mine' is unknown"):  # as it arrives by Flower
+        read_config({"preset": "mine"})
+
+
+@pytest.fixture
+def submitted(tmp_path, monkeypatch):
+    """Return the preset that `simulate --engine flower` submits from an app folder."""
+    app = tmp_path / "app"
+    (app / "conf").mkdir(parents=True)
+    (app / "pyproject.toml").touch()
+    monkeypatch.chdir(app)
+    monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
+
+    def run(preset):
+        configs = []
+
+        def record(_, app, config, federation):
+            configs.append(config)
+            return COMPLETED
+
+        monkeypatch.setattr(LocalSuperLink, "run", record)
+        main(["simulate", "--engine=flower", f"preset={preset}", "device=cpu"])
+        return parse_config_args(configs)["preset"]
+
+    return run
+
+
+@pytest.mark.parametrize("preset", ["conf/mine.yaml", "./conf/mine.yaml", "mine"])
+def test_flower_takes_a_file_of_the_apps_conf(preset, submitted, file, tmp_path):
+    file(name="app/conf/mine.yaml")
+    assert submitted(preset) == "mine"
+    assert submitted(str(tmp_path / "app" / "conf" / "mine.yaml")) == "mine"
+
+
+def test_flower_takes_no_other_file_and_the_advice_works(submitted, file, tmp_path, capsys):
+    for name in ("mine.yaml", "app/conf/mine.yml"):
+        path = file(name=name)
+        with pytest.raises(SystemExit):
+            submitted(path)
+        error = capsys.readouterr().err
+        command = error.split("`")[1]
+        assert command.startswith(f"cp {path} conf/")
+        subprocess.run(command.split(), check=True)
+        assert "set preset=mine" in error
+        assert submitted("mine") == "mine"
+        (tmp_path / "app" / "conf" / "mine.yaml").unlink()
+    with pytest.raises(ValueError, match="set preset=mine") as error:  # of `flwr run -c`
+        read_config({"preset": "conf/mine.yaml"})
+    assert "cp " not in str(error.value)
 
 
 def test_an_unknown_name_lists_the_presets():
@@ -230,29 +271,14 @@ def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypat
             parse_location("data", text)
 
 
-def test_a_name_selects_a_file_of_the_working_folder_but_no_shipped_preset(tmp_path, monkeypatch):
-    (tmp_path / "conf").mkdir()
-    for name in ("own", "digits-vit"):
-        (tmp_path / "conf" / f"{name}.yaml").write_text(SHORTEST)
-    monkeypatch.chdir(tmp_path)
-    chosen = with_preset_path({"preset": "own"})["preset"]
-    assert isinstance(chosen, PresetPath)
-    assert config_of("own").model.name == "org/bert"
-    assert config_of("digits-vit").task == "vision"
-    monkeypatch.chdir(tmp_path / "conf")
-    with pytest.raises(ValueError, match="'own' is unknown"):
-        config_of("own")
-
-
-def test_under_flower_a_file_of_the_apps_conf_goes_by_its_name(file, tmp_path, monkeypatch):
-    name = str(conf_folder() / "svhn-vit-b16.yaml")
-    assert with_app_preset({"preset": name}) == {"preset": "svhn-vit-b16"}
-    elsewhere = file()
-    assert with_app_preset({"preset": elsewhere}) == {"preset": elsewhere}
-    with pytest.raises(ValueError, match="leave --engine flower out"):
-        read_preset(elsewhere)
-    (tmp_path / "conf").mkdir()
-    monkeypatch.setattr(presets, "conf_folder", lambda: tmp_path / "conf")
-    inside = tmp_path / "conf" / "mine.yaml"
-    inside.write_text(SHORTEST)
-    assert with_app_preset({"preset": str(inside)}) == {"preset": "mine"}
+@pytest.mark.parametrize("path", ["/gone/a", "/gone", "./gone", "../gone/a", "~/gone"])
+@pytest.mark.parametrize("key", ["data", "model"])
+def test_a_missing_folder_is_no_id_of_the_hub(key, path, file):
+    """The folder has moved, or is missing on this machine."""
+    with pytest.raises(ValueError, match=f"{key} = '{path}': found no such folder"):
+        parse_location(key, path)
+    names = {"data": "org/texts", "model": "org/bert"} | {key: path}
+    config = config_of(file(f"task: text\nmodel: {names['model']}\ndata: {names['data']}\n"))
+    with pytest.raises(ValueError, match=f"{key} /.*gone.*: found no such folder") as error:
+        load_splits(config.data) if key == "data" else model_folder(config.model)
+    assert "hf download" not in str(error.value)
