@@ -117,6 +117,7 @@ def plain(text: str) -> str:
 _WIDTH, _HEIGHT = 5.2, 3.2  # inches
 _FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
 _LEGEND_LETTERS = 56  # in a row of a legend, of a figure of `_WIDTH`
+_LEGEND_ROWS = 8  # of all names together: less than a third of the figure
 _NAME_LETTERS = 32  # of a name beside a heat map
 _MOST_NAMES = 40  # beside a heat map, and below it
 _MOST_IN_CELLS = 20  # columns of a heat map with numbers in its cells
@@ -151,7 +152,8 @@ def lines(
     ends: Ends = min_and_max, top: float | None = None,
 ) -> Chart:  # fmt: skip
     """Draw means over runs as lines with bands; the vertical axis ends at `top` at most."""
-    labels = _wrapped([line.label for line in series], _LEGEND_LETTERS)
+    rows = _LEGEND_ROWS // max(1, len(series))
+    labels = _wrapped([line.label for line in series], _LEGEND_LETTERS, rows)
     series = [replace(line, label=label) for line, label in zip(series, labels, strict=True)]
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
@@ -169,9 +171,12 @@ def lines(
     return Chart(*caption, figure)
 
 
-def _wrapped(names: Sequence[str], letters: int) -> list[str]:
+def _wrapped(names: Sequence[str], letters: int, rows: int = 4) -> list[str]:
     """Break names into lines, and cut long ones at the end; equal ones then get a number."""
-    wrapper = textwrap.TextWrapper(letters, max_lines=4, placeholder=" …", break_on_hyphens=False)
+    rows = max(1, min(4, rows))
+    wrapper = textwrap.TextWrapper(
+        letters, max_lines=rows, placeholder=" …", break_on_hyphens=False
+    )
     texts = [wrapper.fill(plain(name)) for name in names]
     return [f"{t} {n}" if texts.count(t) > 1 else t for n, t in enumerate(texts, start=1)]
 

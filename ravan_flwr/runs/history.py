@@ -17,6 +17,7 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 # Runs that differ only in these keys are one group.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 _CHOSEN_FOR_THEM = {"task", "model", "data", "learning-rate", "rank"}  # for method and preset
+_LETTERS = 48  # of a setting in a group's name
 NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
@@ -136,34 +137,60 @@ def common_metric(runs: Sequence[RecordedRun]) -> str:
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:
-    """Group runs that differ only in the seed; a group's name lists its differing settings."""
-    all_keys = dict.fromkeys(key for run in runs for key in run.config)
+    """Group runs that differ only in the seed; a group's name lists its differing settings.
+
+    A field of the model or the data is a setting of its own. Long values are shortened.
+    """
+    all_keys = dict.fromkeys(key for run in runs for key in _settings(run))
     keys = [
         key
         for key in all_keys
-        if key not in _NOT_A_DIFFERENCE
-        and len({repr(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
+        if _top(key) not in _NOT_A_DIFFERENCE
+        and len({repr(_settings(run).get(key)) for run in runs if not _ignores(run, key)}) > 1
     ]
     causes = {"method", "preset"}
     chosen = causes.union(*map(_given, runs))
-    for key in [key for key in keys if key not in chosen or key in _CHOSEN_FOR_THEM]:
+    for key in [key for key in keys if _top(key) not in chosen or _top(key) in _CHOSEN_FOR_THEM]:
         # It is left out where all others, or if it was chosen the method and preset, determine it.
-        rest = [x for x in keys if x != key and (x in causes or key not in chosen)]
-        if len({_name(run, rest) for run in runs}) == len(
-            {_name(run, [*rest, key]) for run in runs}
+        rest = [x for x in keys if x != key and (x in causes or _top(key) not in chosen)]
+        if len({_values(run, rest) for run in runs}) == len(
+            {_values(run, [*rest, key]) for run in runs}
         ):
             keys.remove(key)
-    groups: Groups = {}
+    alike: dict[tuple[str, ...], list[RecordedRun]] = {}
     for run in runs:
-        groups.setdefault(_name(run, keys), []).append(run)
+        alike.setdefault(_values(run, keys), []).append(run)
+    groups: Groups = {}
+    for values, members in alike.items():
+        name = ", ".join(map(_shortened, values)) or str(members[0].config["method"])
+        groups[f"{name} ({len(groups) + 1})" if name in groups else name] = members
     return groups
 
 
-def _name(run: RecordedRun, keys: Sequence[str]) -> str:
+def _settings(run: RecordedRun) -> dict[str, Any]:
+    """Return a run's configuration, with the fields of its model and its data one by one."""
+    settings: dict[str, Any] = {}
+    for key, value in run.config.items():
+        fields = value if isinstance(value, dict) else {}
+        settings |= {f"{key}.{name}": x for name, x in fields.items()} or {key: value}
+    return settings
+
+
+def _top(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _values(run: RecordedRun, keys: Sequence[str]) -> tuple[str, ...]:
     """Return the values of those of the keys that are set, and that the method does not ignore."""
-    values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
-    named = [f"{k} {x}".removeprefix("method ") for k, x in values.items() if x is not None]
-    return ", ".join(named) or str(run.config["method"])
+    settings = _settings(run)
+    values = {key: settings.get(key) for key in keys if not _ignores(run, key)}
+    return tuple(f"{k} {x}".removeprefix("method ") for k, x in values.items() if x is not None)
+
+
+def _shortened(text: str) -> str:
+    """Shorten a long setting, such as a path, in its middle, since pictures show it."""
+    half = _LETTERS // 2
+    return text if len(text) <= _LETTERS else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _given(run: RecordedRun) -> Collection[str]:

@@ -86,3 +86,26 @@ def test_a_point_where_nothing_was_sent_stays_on_the_axis_beside_a_long_line():
     (axes,) = charts["accuracy-by-bytes"].figure.axes
     assert axes.get_xscale() == "symlog"
     assert axes.get_xlim()[0] < 0 == np.asarray(axes.lines[0].get_xdata()).item()
+
+
+@pytest.mark.parametrize("number", [3, 6])
+def test_long_settings_leave_two_thirds_of_a_chart_to_its_lines(number):
+    runs = []
+    for n in range(number):
+        run = run_of(3)
+        data = {"source": "hub", "name": f"/home/{'a-long-folder/' * 9}{n}", "labels": ["x" * 99]}
+        texts = {f"key-{k}": f"{n} {'value ' * 9}" for k in range(number)}
+        run.config.update({"data": data, **texts})
+        runs.append(run)
+    groups = group_runs(runs)
+    assert len(groups) == number
+    for n, name in enumerate(groups):
+        values = name.split(", ")
+        assert values[0].startswith("data.name /home/")
+        assert values[0].endswith(f"/{n}")
+        assert max(map(len, values)) < 50
+    for chart in comparison_charts(groups):
+        chart.svg()  # which lays it out
+        (legend,) = chart.figure.legends
+        assert legend.get_window_extent().height < chart.figure.bbox.height / 3
+        assert len({text.get_text() for text in legend.get_texts()}) == number
