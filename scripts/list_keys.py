@@ -30,7 +30,7 @@ def tables() -> str:
     """Write a table for each topic."""
     lines: list[str] = []
     if unknown := {name for new in SINCE.values() for name in new} - set(KEYS):
-        raise ValueError(f"SINCE has {sorted(unknown)}, expected keys; correct it")
+        raise ValueError(f"SINCE has {sorted(unknown)}, expected keys")
     for name, key in KEYS.items():
         if name in TOPICS:
             head = TOPICS[name]

@@ -135,5 +135,5 @@ def _read(name: str) -> str:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--chat-template {name}: it cannot be read ({error}), expected a file with a Jinja "
-            "template; correct it"
+            "template; give the path of such a file"
         ) from None

@@ -146,7 +146,7 @@ def _check_sparsity(values: Values) -> None:
     sent = densities(str(values["sparsity"]))
     if not all(0 < density <= 1 for density in sent):
         expected = KEYS["sparsity"].allowed
-        raise _conflict(values, "sparsity", "a density out of range", expected, "correct it")
+        raise _conflict(values, "sparsity", "a density out of range", expected, "change it")
     name = str(values["method"])
     method = METHODS[name]
     dense_down = "1:UP" if method.sparse_up else "1:1"

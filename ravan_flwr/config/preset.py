@@ -168,7 +168,7 @@ def _check_rates(rates: dict[str, Any], by: Sequence[str] = RATES_BY) -> None:
         if not (rate and matching):
             raise ValueError(
                 f"learning-rate: got {rate}, expected a number, or numbers by the values of "
-                f"{', '.join(RATES_BY)}, of several in this order; correct it"
+                f"{', '.join(RATES_BY)}, of several in this order"
             )
         _check_rates(rate, by[by.index(matching[0]) + 1 :])
 

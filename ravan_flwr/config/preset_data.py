@@ -152,7 +152,7 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
             )
     if len(set(columns.values())) < len(columns):
         raise ValueError(
-            f"{where}columns = {columns}: expected a column of its own for each role; correct it"
+            f"{where}columns = {columns}: expected a column of its own for each role; rename one"
         )
     return columns
 
@@ -220,6 +220,6 @@ def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[st
     if unused := [role for role in roles if role not in _in_braces(*prompts)]:
         raise ValueError(
             f"data.columns: {', '.join(unused)} is in no prompt; expected {{{unused[0]}}} in a "
-            "prompt, or another name for the column prompt; correct it"
+            "prompt, or another name for the column prompt"
         )
     return prompts

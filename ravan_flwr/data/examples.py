@@ -72,7 +72,7 @@ def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     if not folder.is_absolute() or not folder.exists():
         raise ValueError(
             f"{where}: found no such folder, expected the absolute path of one on this device; "
-            "correct it"
+            "change it in the node config"
         )
     by_kind: dict[str, list[str]] = {}
     files = visible_files(folder)

@@ -135,7 +135,7 @@ def _fields(path: Path, file: IO[str]) -> Iterator[list[str]]:
         except csv.Error as error:
             raise ValueError(
                 f"data = {str(path)!r}: line {lines.line_num} is no CSV ({error}), expected "
-                f"fields of {_LONGEST:,} characters at most; correct it"
+                f"fields of {_LONGEST:,} characters at most; shorten them"
             ) from None
         finally:
             csv.field_size_limit(before)
@@ -148,7 +148,7 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         if len(line) == _LONGEST:
             raise ValueError(
                 f"data = {str(path)!r}: it has a line of {_LONGEST:,} characters or more, expected "
-                "shorter ones; correct it"
+                "shorter ones; break the line"
             )
         yield line
 

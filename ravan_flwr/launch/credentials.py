@@ -97,7 +97,7 @@ def _subject_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
             if not _HOST.fullmatch(host):
                 raise ValueError(
                     f"--host {host!r}: expected a name such as server.example.org or an address "
-                    "such as 192.0.2.1, without https:// and without a port; correct it"
+                    "such as 192.0.2.1, without https:// and without a port"
                 ) from None
             names[host.lower()] = x509.DNSName(host.lower())
         else:

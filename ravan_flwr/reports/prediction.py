@@ -165,7 +165,7 @@ def _check_readable(data: Path, result: Predicted) -> None:
     if result.unreadable == result.rows:
         raise ValueError(
             f"data = {str(data)!r}: none of its {result.rows} rows can be read, the first since "
-            f"{result.problems[0]}; correct it"
+            f"{result.problems[0]}; change the file"
         )
 
 

@@ -23,7 +23,7 @@ def check_limits(config: Config, metric: str, records: Sequence[RoundRecord]) ->
         expected = "1 or more, since none is lower" if lower else "a fraction, 1 at most"
         hint = f"; write {value / 100:g}?" if not lower and value <= 100 else ""
         raise ValueError(
-            f"until-metric = {value:g}: the metric is {metric}, expected {expected}; correct it, "
+            f"until-metric = {value:g}: the metric is {metric}, expected {expected}; change it, "
             f"or leave it out{hint}"
         )
     if not records and exceeds_max_bytes(config, records):

@@ -338,7 +338,7 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
     try:
         content = _StudyFile.model_validate(file)
     except ValidationError as error:
-        problem = f"{first_error(error)}; expected what docs/reports.md describes; correct it"
+        problem = f"{first_error(error)}; expected what docs/reports.md describes"
         raise ValueError(f"{where}: {problem}") from None
     both = sorted({*content.seeds} & {*content.choose.seeds})
     _require(
@@ -471,7 +471,7 @@ class _TableReader:
         by_title = {table.title: table for table in tables}
         self._require(
             not title or title in by_title,
-            f"{field} = {title!r}, expected an earlier table: one of {list(by_title)}; correct it",
+            f"{field} = {title!r}, expected an earlier table: one of {list(by_title)}",
         )
         return by_title.get(title)
 
@@ -495,7 +495,7 @@ class _TableReader:
             self._require(
                 measure == base_measure,
                 f"change-from = {base.title!r} has {base_measure} where this table has {measure}, "
-                "expected one metric in both, of as many evaluations; correct it",
+                "expected one metric in both, of as many evaluations; change one of the tables",
             )
             self._require(
                 {*self.configs} & base.rows.keys(),
@@ -549,5 +549,5 @@ class _TableReader:
         self._require(
             last is None or 2 <= last <= most,
             f"{key} = {last}, expected 2 evaluations or more, and no more than the {most} of a "
-            "row's run; correct it, or eval-every",
+            "row's run; change it, or eval-every",
         )

@@ -194,7 +194,7 @@ def _check_sides(folder: Path) -> None:
         if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
             raise ValueError(
                 f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
-                f"{_LONGEST:,} at most; correct it, or choose another model"
+                f"{_LONGEST:,} at most; lower it there, or choose another model"
             )
 
 

@@ -90,7 +90,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"model {spec.name}: its config.json has dtype = {name!r}, expected a dtype of "
-            "PyTorch such as bfloat16; correct it, or choose another model"
+            "PyTorch such as bfloat16; change it there, or choose another model"
         )
     return dtype
 

@@ -97,3 +97,16 @@ def test_words_to_replace_are_found(tmp_path):
         "ravan_flwr/module.py:5: 'Tell'",
         "ravan_flwr/module.py:6: 'goes on'",
     ]
+
+
+@pytest.mark.parametrize(
+    "phrase", ["This stands for", "correct it", "beside the classifier", "on the links, about"]
+)
+def test_messages_and_documents_are_without_stilted_phrases(phrase):
+    files = [*ROOT.glob("ravan_flwr/**/*.py"), *ROOT.glob("scripts/*.py"), *PAGES]
+    found = [
+        path.name
+        for path in files
+        if path.name != "CHANGELOG.md" and phrase in path.read_text(encoding="utf-8")
+    ]
+    assert not found

@@ -4,12 +4,26 @@ import re
 from typing import Any
 
 from flwr.app import Context, RecordDict
+from peft import get_peft_model, get_peft_model_state_dict
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.utils import logging
 
+from ravan_flwr import RavanConfig
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from tests import ROOT
+from tests.own_models import make_bert
 from tests.unit.strategies.test_client import Small
 from tests.unit.strategies.test_client import train as some_steps
+
+
+class Classifier(Small):
+    """The small network, called as a classifier of transformers is by PEFT."""
+
+    config = PretrainedConfig()
+
+    def forward(self, input_ids, **_):  # type: ignore[override]
+        return super().forward(input_ids)
 
 
 def test_the_server_and_the_client_of_the_page_work_together(caplog):
@@ -21,7 +35,7 @@ def test_the_server_and_the_client_of_the_page_work_together(caplog):
         return 8
 
     def make_network() -> nn.Module:
-        network = Small()
+        network = Classifier()
         network.query, network.value = nn.Linear(12, 32), nn.Linear(32, 12)
         return network
 
@@ -38,3 +52,26 @@ def test_the_server_and_the_client_of_the_page_work_together(caplog):
         names["server_app"](Grid({}, 3), context)
     assert caplog.text.count("aggregate_train: Received 3 results and 0 failures") == 3
     assert "rejected" not in caplog.text
+
+
+def test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent(
+    tmp_path, monkeypatch, capfd, caplog
+):
+    """A head that is not sent would be another random one in each process."""
+    _, page = (ROOT / "docs" / "library.md").read_text().split("## Strategies for a Flower app")
+    (config,) = re.findall(r"^config = .*", page, re.MULTILINE)
+    (block,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "lru_cache" in x)
+    make_bert(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    names: dict[str, Any] = {"get_peft_model": get_peft_model, "RavanConfig": RavanConfig}
+    level = logging.get_verbosity()
+    try:
+        exec(f"{config}\n{block}", names)
+        model = names["load_model"]()
+        assert names["load_model"]() is model
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+    assert "".join(capfd.readouterr()) == caplog.text == ""
+    assert any("classifier" in name for name in get_peft_model_state_dict(model))
