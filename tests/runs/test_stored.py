@@ -106,7 +106,7 @@ def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settin
         actual = upload_of(cached)
     measured = cached.evaluate()
     # Without the cache, every step casts the weights.
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.keep_casts", lambda _: None)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.keep_casts", lambda *_, **__: None)
     plain = ModelAndData(read_config(run_settings))
     with FrozenCasts(plain.model.network) as casts_before:
         expected = upload_of(plain)
