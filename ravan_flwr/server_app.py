@@ -138,9 +138,9 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         log.info("run directory: %s", directory.path)
         report_default_learning_rate(context.run_config, config)
         report_float32(loaded, config)
-        report_few_nodes(context.run_config, len(list(grid.get_nodes())))
         for message in without_effect(context.run_config):
             log.warning("%s", message)
+        report_few_nodes(context.run_config, len(list(grid.get_nodes())))
         with _recording_failure(directory):
             directory.write_settings(context.run_config)
             directory.write_config(config)

@@ -168,9 +168,12 @@ def _measured(config: Config, steps: int) -> str:
         a_round = minutes(steps * seconds)
         the_run = minutes(config.num_rounds * steps * seconds)
         text += f": {a_round} a round, {the_run} for the run"
+    beside = "evaluations and messages"
+    if config.privacy != "none":
+        beside = "evaluations, messages and what privacy takes"
     return (
         f"{text}. Tried just now, with made-up weights and examples. Clients one after another; "
-        "evaluations, messages and what privacy takes are not counted"
+        f"{beside} are not counted"
     )
 
 

@@ -324,7 +324,9 @@ def test_the_reason_of_unreadable_examples_stays_on_the_device(loaded, monkeypat
         view = view_of(ask(kind, loaded.model.initial_state(), DEVICE))
         assert NAME not in view["text"]
         texts.add(view["text"])
-    assert texts == {f"RuntimeError: {HIDDEN_REASON}"}
+    refused = {"refused": {"partition-id": 0, "reason": HIDDEN_REASON}}
+    train = f"RuntimeError: {HIDDEN_REASON}"
+    assert texts == {json.dumps(refused) if kind == "query" else train}
     assert NAME in caplog.text
 
 
@@ -388,7 +390,7 @@ def summary_of(kind, cohort):
     known = {
         "method": "ravan", "preset": "digits-vit", "seed": 0, "num-clients": 1000, "rounds": 3,
         "rank": 13, "trainable-parameters": 6410, "run-id": "0" * 16,
-        "metrics": {"final": {"accuracy": 0.5}, "best": {"accuracy": 0.5}},
+        "metrics": {"final": {"accuracy": 0.5}, "best": {"accuracy": 0.5}}, "simulated": True,
     }  # fmt: skip
     others = {
         key: f"drawn: {sorted(cohort)}" for key in get_type_hints(Summary) if key not in known

@@ -409,7 +409,7 @@ def test_each_run_of_a_study_has_its_own_gpu(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     both, visible = threading.Barrier(2), []
 
-    def run(_, command, environment):
+    def run(_, command, environment, report):
         visible.append(environment.get("CUDA_VISIBLE_DEVICES"))
         both.wait(60)
         return "stopped"
