@@ -54,7 +54,6 @@ from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
     report_default_learning_rate,
-    report_few_nodes,
     report_float32,
     report_result,
 )
@@ -140,7 +139,6 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         report_float32(loaded, config)
         for message in without_effect(context.run_config):
             log.warning("%s", message)
-        report_few_nodes(context.run_config, len(list(grid.get_nodes())))
         with _recording_failure(directory):
             directory.write_settings(context.run_config)
             directory.write_config(config)

@@ -1,7 +1,7 @@
 """Define plain types for all subpackages: values of settings, sources of models and data."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
@@ -53,6 +53,12 @@ class DataSpec:
     def column(self, role: str) -> str:
         """Return the column for a role, "" if there is none."""
         return dict(self.columns).get(role, "")
+
+
+def join_list(value: Any) -> Any:
+    """Return a list of texts as one text with commas between, any other value unchanged."""
+    is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+    return ",".join(value) if is_list else value
 
 
 def targets_of(text: str) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import AUTO, check_choice
 from ravan_flwr.config.keys import KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
-from ravan_flwr.config.yaml_file import Part, check_fields, free_fields, join_list
+from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, targets_of
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, join_list, targets_of
 from ravan_flwr.tasks import TASKS, TaskInfo
 
 RATES_BY = ("parameter-budget", "partition", "classifier")  # keys of learning rates

@@ -109,12 +109,6 @@ def read_yaml(path: Path) -> Any:
         ) from None
 
 
-def join_list(value: Any) -> Any:
-    """Return a list of texts as one text with commas between, any other value unchanged."""
-    is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
-    return ",".join(value) if is_list else value
-
-
 TEXT = "a text; write it in quotation marks"
 # For models with kebab-case names in a file, and without conversion of types.
 KEBAB = ConfigDict(

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
@@ -41,6 +41,7 @@ class Row:
     values: Mapping[str, Any]
     problem: str = ""
     file: str = ""  # of an image, relative to the folder of images
+    cells: Mapping[str, Any] = field(default_factory=dict)  # of the table, by column
 
     @property
     def name(self) -> str:
@@ -117,7 +118,9 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
         yield None
         for number, fields in enumerate(filter(None, lines), start=1):  # without empty lines
             if len(fields) == len(header):
-                yield Row(number, {role: fields[index] for role, index in indices.items()})
+                cells = dict(zip(header, fields, strict=True))
+                values = {role: fields[index] for role, index in indices.items()}
+                yield Row(number, values, cells=cells)
             else:
                 reason = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
                 yield Row(number, {}, reason)
@@ -174,9 +177,10 @@ def _json_lines(path: Path, columns: Mapping[str, str]) -> Rows:
             try:
                 names = match_columns(list(content), columns, "it")
             except ValueError as error:
-                yield Row(number, {}, str(error))
+                yield Row(number, {}, str(error), cells=content)
                 continue
-            yield Row(number, {role: content[name] for role, name in names.items()})
+            values = {role: content[name] for role, name in names.items()}
+            yield Row(number, values, cells=content)
 
 
 def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
@@ -188,14 +192,15 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
             f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
         ) from None
     names = match_columns(file.schema_arrow.names, columns, f"data = {str(path)!r}")
-    number = 0
+    number, read = 0, list(names.values() | _plain_columns(file.schema_arrow).keys())
     yield None
     with file:
         try:
-            for batch in file.iter_batches(_BATCH, columns=list(names.values())):
-                for values in batch.to_pylist():
+            for batch in file.iter_batches(_BATCH, columns=read):
+                for cells in batch.to_pylist():
                     number += 1
-                    yield Row(number, {role: values[name] for role, name in names.items()})
+                    values = {role: cells[name] for role, name in names.items()}
+                    yield Row(number, values, cells=cells)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(
                 f"data = {str(path)!r}: it cannot be read after row {number} ({error}); restore it"
@@ -208,6 +213,40 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
     ".json": _json_lines,
     ".parquet": _parquet,
 }
+
+
+def columns_of(path: Path) -> dict[str, type]:
+    """Return the columns of a table that `rows_of` reads, with the type of their values.
+
+    A column of JSON lines is one that the first object has. Images, bytes and nested values of
+    parquet are left out.
+    """
+    if path.suffix.lower() == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return _plain_columns(file.schema_arrow)
+    if path.suffix.lower() == ".csv":
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            return dict.fromkeys(next(_fields(path, file), []), str)
+    rows = (row.cells for row in _TABLES[".jsonl"](path, {}) if row is not None)
+    return dict.fromkeys(next(filter(None, rows), {}), str)
+
+
+def _plain_columns(schema: pa.Schema) -> dict[str, type]:
+    """Return the columns of texts, numbers and times, with the type that holds their values."""
+    columns: dict[str, type] = {}
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        if pa.types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
+            columns[name] = int
+        elif pa.types.is_floating(kind):
+            columns[name] = float
+        elif not (pa.types.is_nested(kind) or _is_bytes(kind)):
+            columns[name] = str
+    return columns
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    tests = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
+    return any(test(kind) for test in tests)
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:

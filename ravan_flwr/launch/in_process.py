@@ -33,7 +33,7 @@ class Simulation:
 
 
 def simulate(
-    config: Mapping[str, Scalar],
+    config: Mapping[str, Scalar | list[str]],
     num_clients: int | None = None,
     callbacks: Iterable[object] = (),
 ) -> Simulation:
@@ -42,9 +42,9 @@ def simulate(
     Calls in several threads run one after the other.
 
     Args:
-        config: Keys of the run config. Missing keys have the preset's values, or with `resume` the
-            resumed run's. A relative `output-dir` is relative to the working directory, as is the
-            default, `runs`.
+        config: Keys of the run config; one with several values, as `targets`, may have a list.
+            Missing keys have the preset's values, or with `resume` the resumed run's. A relative
+            `output-dir` is relative to the working directory, as is the default, `runs`.
         num_clients: Number of clients that share the data (default: the preset's).
         callbacks: Objects with hooks of `Callback`, called during the run.
 

@@ -7,7 +7,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.presets import absolute_paths, with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.runs.directory import with_recorded_settings
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import Scalar, join_list
 from ravan_flwr.training.clients import number_of_clients
 
 
@@ -20,9 +20,12 @@ class Start:
     num_clients: int
 
 
-def read_start(user_settings: Mapping[str, Scalar], num_clients: int | None = None) -> Start:
+def read_start(
+    user_settings: Mapping[str, Scalar | list[str]], num_clients: int | None = None
+) -> Start:
     """Return the checked settings, with those of a resumed run, and the number of clients."""
-    settings, num_clients = with_recorded_settings(with_preset_path(user_settings), num_clients)
+    given = {key: join_list(value) for key, value in user_settings.items()}
+    settings, num_clients = with_recorded_settings(with_preset_path(given), num_clients)
     if settings.get("output-dir", AUTO) == AUTO:
         settings["output-dir"] = "runs"
     run_config = absolute_paths(settings)

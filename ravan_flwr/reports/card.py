@@ -17,10 +17,13 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import fill_template
 
 
-def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
-    """Write the card of a run's result as `README.md`."""
+def write_card(
+    folder: Path, form: str, directory: RunDirectory, config: dict[str, Any] | None = None
+) -> None:
+    """Write the card of a run's result as `README.md`; `config` replaces the run's own."""
     summary = directory.read_summary()
-    fill_card(folder, form, directory.read_config(), summary, result_metrics(summary, directory))
+    config = config or directory.read_config()
+    fill_card(folder, form, config, summary, result_metrics(summary, directory))
 
 
 def fill_card(

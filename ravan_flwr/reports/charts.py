@@ -127,6 +127,14 @@ _GREY = "#7F7F7F"
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X"
 
+
+def _look(number: int) -> tuple[str, str, str]:
+    """Return the colour, dash and marker of the line with this number; 32 differ."""
+    round_, place = divmod(number, len(COLOURS))
+    dash, marker = DASHES[(place + round_) % len(DASHES)], MARKERS[(place + round_) % len(MARKERS)]
+    return COLOURS[place], dash, marker
+
+
 # (runs, points) -> lower and upper end of a band at each point
 Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -218,12 +226,12 @@ def _band(
     # Runs may have points at different x (bytes): interpolate them at those of the shortest run.
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
-    colour, dash = COLOURS[number % len(COLOURS)], dash or DASHES[number % len(DASHES)]
-    marker = MARKERS[number % len(MARKERS)] if len(grid) == 1 else None
-    style: dict[str, Any] = {"color": colour, "marker": marker, "lw": 1.8}
-    axes.plot(grid, values.mean(0), dash, label=series.label, **style)
+    colour, own_dash, marker = _look(number)
+    one_value = len(grid) == 1
+    style: dict[str, Any] = {"color": colour, "marker": marker if one_value else None, "lw": 1.8}
+    axes.plot(grid, values.mean(0), dash or own_dash, label=series.label, **style)
     if len(runs) > 1:
-        width = 6 if marker else 0
+        width = 6 if one_value else 0
         axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=width)
 
 
@@ -322,8 +330,8 @@ def points(
             shift = (number - (len(values) - 1) / 2) * spacing
             marks = [(place + shift, *cell) for place, cell in enumerate(cells) if cell is not None]
             at, means, halves = zip(*marks, strict=True)
-            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "ms": 5, "lw": 1.2}
-            shape = MARKERS[number % len(MARKERS)]
+            colour, _, shape = _look(number)
+            style: dict[str, Any] = {"color": colour, "ms": 5, "lw": 1.2}
             errors = [half or 0.0 for half in halves]
             axes.errorbar(at, means, errors, fmt=shape, label=plain(label), **style)
         wrapped = [textwrap.fill(plain(place), 12) for place in places]
@@ -343,10 +351,8 @@ def differences(
 
     `intervals`: a difference and half its interval; `ends`: a cost, a value and half its interval.
     """
-    styles = {
-        name: {"color": COLOURS[number % len(COLOURS)], "fmt": MARKERS[number % len(MARKERS)]}
-        for number, name in enumerate(ends)
-    }
+    looks = {name: _look(number) for number, name in enumerate(ends)}
+    styles = {name: {"color": colour, "fmt": shape} for name, (colour, _, shape) in looks.items()}
     with mpl.rc_context(STYLE | {"font.size": 9}):
         figure = Figure(figsize=(8.4, max(2.6, 0.3 * len(intervals) + 1.2)))
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))

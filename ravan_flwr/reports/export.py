@@ -66,7 +66,7 @@ def export_run(
         )
     with result_of(directory.path, client, model) as loaded:
         write_result(form, folder, loaded)
-    write_card(folder, form, directory)
+        write_card(folder, form, directory, loaded.config.as_dict() if model else None)
 
 
 def natural_form(loaded: ModelAndData) -> str:

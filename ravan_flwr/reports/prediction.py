@@ -6,6 +6,7 @@ Input and output may be of any length: a batch of rows is in memory at a time.
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, image_of, rows_of
+from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, columns_of, image_of, rows_of
 from ravan_flwr.files import flush
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.tasks.base import Columns
@@ -131,8 +132,8 @@ def predict(
 ) -> Predicted:  # fmt: skip
     """Write a new table with a prediction for each row of a file, or image of a folder.
 
-    The columns that the model reads are in it, too; one that is called as a column of the answers
-    is called `input-NAME`. `client` and `model` are as for `result_of`.
+    The columns of a table are in it, too, such as an id; one that is called as a column of the
+    answers is called `input-NAME`. `client` and `model` are as for `result_of`.
     """
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
     check_output(output)
@@ -146,16 +147,25 @@ def predict(
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
         answers = key | kinds | {"problem": str}
-        read = {} if by_file else {
-            (f"input-{name}" if name in answers else name): role for role, name in needed.items()
-        }  # fmt: skip
-        columns = key | dict.fromkeys(read, str) | kinds | {"problem": str}
+        passed = {} if by_file else columns_of(data)
+        columns = key | _renamed(passed, answers) | kinds | {"problem": str}
         with new_table(output, columns) as write:
-            predicted = _predicted(loaded, task, encoded, result, [*read.values()])
+            predicted = _predicted(loaded, task, encoded, result, passed)
             for cells in _batches(predicted, _ROWS_AT_ONCE):
                 write(cells)
             _check_readable(data, result)
     return result
+
+
+def _renamed(passed: Kinds, answers: Kinds) -> dict[str, type]:
+    """Return the columns of an input, with other names for those that have an answer's name."""
+    renamed: dict[str, type] = {}
+    for name, kind in passed.items():
+        new = name
+        while new in answers or (new != name and new in passed):
+            new = f"input-{new}"
+        renamed[new] = kind
+    return renamed
 
 
 def _check_readable(data: Path, result: Predicted) -> None:
@@ -207,11 +217,11 @@ def _predicted(
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
     result: Predicted,
-    passed: Sequence[str],
+    passed: Kinds,
 ) -> Iterator[Cells]:
     """Predict in batches: yield the cells of each row, and count unreadable rows in `result`.
 
-    The values of the roles `passed` precede the answers.
+    The input's columns `passed` precede the answers.
     """
     for batch in _batches(encoded, task.evaluation_batch):
         readable = [inputs for _, inputs in batch if inputs is not None]
@@ -221,7 +231,8 @@ def _predicted(
             answers = iter(predictions(loaded.model, task, arrays, loaded.config.precision))
         for row, inputs in batch:
             result.rows += 1
-            key = [row.file or row.number, *(_as_text(row.values.get(role)) for role in passed)]
+            cells = (_as(kind, row.cells.get(name)) for name, kind in passed.items())
+            key = [row.file or row.number, *cells]
             if inputs is not None:
                 yield [*key, *next(answers), None]
                 continue
@@ -231,8 +242,11 @@ def _predicted(
             yield [*key, *[None] * len(task.prediction_columns), row.problem]
 
 
-def _as_text(value: Any) -> str | None:
-    """Return a value of an input as a text; None if there is none."""
+def _as(kind: type, value: Any) -> str | float | int | None:
+    """Return a cell of the input as a text or number; None for none, and for no finite number."""
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if kind is str:
+        nested = isinstance(value, dict | list | bool)
+        return json.dumps(value, ensure_ascii=False, default=str) if nested else str(value)
+    return value if math.isfinite(value) else None

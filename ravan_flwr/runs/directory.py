@@ -24,10 +24,10 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ravan_flwr.config.keys import KEYS, Config, as_typed
-from ravan_flwr.config.presets import with_preset_path
+from ravan_flwr.config.presets import read_preset, with_preset_path
 from ravan_flwr.files import LARGE, append, named_errors, opened, read_file, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
 from ravan_flwr.specs import Scalar
@@ -39,18 +39,19 @@ _NOT_NAMED = (*("preset", "method", "seed"), *("model", "data", "devices", "limi
 def run_name(config: Config, run_config: Mapping[str, Scalar]) -> str:
     """Return a name for a run: preset, method, seed, and what the user changed, as heads8.
 
-    Where the changes are too long, the last ones are left out.
+    Where the changes are too long, the longest ones are left out.
     """
-    changes = ""
+    of_preset = read_preset(cast(str, run_config.get("preset", KEYS["preset"].default))).run
+    changes = []
     for key, spec in KEYS.items():
         value = run_config.get(key, spec.default)
-        if value == spec.default or not spec.of_result or key in _NOT_NAMED:
+        if not spec.of_result or key in _NOT_NAMED or value in (spec.default, of_preset.get(key)):
             continue
-        change = "-" + re.sub(r"[^a-z0-9.]+", "-", f"{key}{as_typed(value)}".lower()).strip("-.")
-        if len(changes + change) > MAX_CHANGES:
-            break
-        changes += change
-    return f"{config.preset}-{config.method}-seed{config.seed}{changes}"
+        change = re.sub(r"[^a-z0-9.]+", "-", f"{key}{as_typed(value)}".lower()).strip("-.")
+        changes.append(f"-{change}")
+    while len("".join(changes)) > MAX_CHANGES:
+        changes.remove(max(changes, key=len))
+    return f"{config.preset}-{config.method}-seed{config.seed}{''.join(changes)}"
 
 
 class RunDirectory:

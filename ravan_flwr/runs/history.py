@@ -184,7 +184,8 @@ def _values(run: RecordedRun, keys: Sequence[str]) -> tuple[str, ...]:
     """Return the values of those of the keys that are set, and that the method does not ignore."""
     settings = _settings(run)
     values = {key: settings.get(key) for key in keys if not _ignores(run, key)}
-    return tuple(f"{k} {x}".removeprefix("method ") for k, x in values.items() if x is not None)
+    set_ = {k: x for k, x in values.items() if x not in (None, "")}
+    return tuple(f"{k} {x}".removeprefix("method ") for k, x in set_.items())
 
 
 def _shortened(text: str) -> str:

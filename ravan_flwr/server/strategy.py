@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.runs.callback import Callbacks
@@ -157,15 +158,18 @@ class FederatedTuning(Strategy):
         eligible = sum(
             self.method.can_train(m.budget_fraction) for m in self.registry.clients.values()
         )
+        asked = self.config.clients_per_round
+        fewer = eligible < asked and not METHODS[self.config.method].all_clients
         log.info(
-            "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
+            "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d%s",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             " and the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(min(self.config.clients_per_round, eligible), "client"),
+            count(min(asked, eligible), "client"),
             (f"{low} to " if low < high else "") + count(high, "local step"),
             self.config.batch_size,
+            f"; clients-per-round = {asked}, and no more are there" * fewer,
         )  # fmt: skip
         method = self.method
         if isinstance(method, MultiHeadMethod) and method.init == "gram-schmidt":

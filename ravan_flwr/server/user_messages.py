@@ -6,7 +6,6 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
@@ -28,16 +27,6 @@ def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Confi
             "learning rate %g: the default of %s, since the preset names none; `ravan-flwr tune "
             "preset=%s method=%s` chooses a better one",
             *(config.learning_rate, config.method, preset, config.method),
-        )
-
-
-def report_few_nodes(run_config: Mapping[str, Scalar], nodes: int) -> None:
-    """Log that fewer nodes are connected than the user asked for in a round."""
-    asked = run_config.get("clients-per-round", AUTO)
-    if isinstance(asked, int) and 0 < nodes < asked:
-        log.info(
-            "clients-per-round = %d, but only %d are connected: a round asks all of them",
-            *(asked, nodes),
         )
 
 

@@ -65,11 +65,11 @@ from ravan_flwr.config.keys import (
 )
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import VALIDATION_SHARE, Config, read_config
-from ravan_flwr.config.yaml_file import Part, check_names, join_list, read_yaml
+from ravan_flwr.config.yaml_file import Part, check_names, read_yaml
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import Scalar, join_list
 from ravan_flwr.tasks import TIME
 
 RATE = "learning-rate"  # the key that a table chooses, unless it names another

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd  # its type stubs are a separate package
@@ -72,9 +73,10 @@ def test_predictions_have_the_accuracy_of_the_evaluation(texts, tmp_path):
     run, data = texts
     result = predict(run.run_dir, data / "sst2" / "validation.jsonl", tmp_path / "out.parquet")
     rows = pd.read_parquet(tmp_path / "out.parquet")
-    assert [*rows] == ["row", "sentence", "label", "probability", "problem"]
+    assert [*rows] == ["row", "sentence", "input-label", "label", "probability", "problem"]
     read, right = examples_of(data)
     assert rows["sentence"].tolist() == [*read]
+    assert rows["input-label"].tolist() == [*right]
     assert (result.rows, result.unreadable, result.problems) == (len(right), 0, [])
     assert rows["row"].tolist() == list(range(1, len(right) + 1))
     classes = read_json(run.run_dir / "classes.json")
@@ -132,6 +134,39 @@ def test_a_column_that_is_called_as_an_answer_is_renamed(texts, tmp_path, monkey
     assert row["sentence"] in LABELS
 
 
+def test_an_id_and_other_columns_are_passed_through(texts, tmp_path):
+    run, data = texts
+    sentences = [*examples_of(data)[0][:3]]
+    columns: dict[str, list[Any]] = {
+        "id": [7, 8, 9], "sentence": sentences, "score": [0.5, None, 1e300],
+        "label": ["a", "b", ""], "input-label": ["c"] * 3, "picture": [b"x"] * 3,
+        "tags": [["t"]] * 3,
+    }  # fmt: skip
+    frame = pd.DataFrame(columns).astype({"id": "int64"})
+    frame.to_parquet(tmp_path / "in.parquet")
+    predict(run.run_dir, tmp_path / "in.parquet", tmp_path / "out.parquet")
+    rows = pd.read_parquet(tmp_path / "out.parquet")
+    read = ["row", "id", "sentence", "score", "input-input-label", "input-label"]
+    assert [*rows] == [*read, "label", "probability", "problem"]
+    assert rows["id"].dtype == np.int64
+    assert rows["id"].tolist() == [7, 8, 9]
+    assert rows["input-input-label"].tolist() == ["a", "b", ""]
+    assert rows["score"].dropna().tolist() == [0.5, 1e300]
+    lines = ["{", *(json.dumps({"id": n, "sentence": text, "ok": True, "tags": ["é"]})
+                    for n, text in enumerate(sentences)), '{"id": null, "other": 1}']  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    predict(run.run_dir, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    read = ["row", "id", "sentence", "ok", "tags"]
+    assert [*answers[0]] == [*read, "label", "probability", "problem"]
+    assert [answer["id"] for answer in answers] == [None, "0", "1", "2", None]
+    assert (answers[1]["ok"], answers[1]["tags"]) == ("true", '["é"]')
+    (tmp_path / "in.csv").write_text("id,sentence\n=1+1,return it\n8,return it,more\n")
+    predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
+    table = pd.read_csv(tmp_path / "out.csv", dtype=str, keep_default_na=False)
+    assert table["id"].tolist() == ["'=1+1", ""]
+
+
 def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
     run, data = texts
     moved, old = tmp_path / "moved", Path(read_json(run.run_dir / "config.json")["model"]["name"])
@@ -140,7 +175,9 @@ def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
     try:
         with pytest.raises(SystemExit):
             main(["evaluate", str(run.run_dir), "--data", str(data)])
-        assert "found no such folder" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "found no such folder" in error
+        assert "--model" in error
         main(["evaluate", str(run.run_dir), "--data", str(data), "--json", *words])
         accuracy = run.summary["metrics"]["final"]["accuracy"]
         assert json.loads(capsys.readouterr().out)["metrics"]["accuracy"] == accuracy
@@ -150,6 +187,7 @@ def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
         main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "adapter"), *words])
         config = read_json(tmp_path / "adapter" / "adapter_config.json")
         assert config["base_model_name_or_path"] == str(moved)
+        assert f'from_pretrained("{moved}"' in (tmp_path / "adapter" / "README.md").read_text()
     finally:
         shutil.move(moved, old)
 

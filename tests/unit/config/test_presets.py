@@ -87,6 +87,8 @@ def test_a_path_is_accepted_from_local_configuration_alone(file):
     assert with_preset_path({"preset": "digits-vit"}) == {"preset": "digits-vit"}
     with pytest.raises(ValueError, match=r"nowhere.yaml': found no such file; correct the path"):
         read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
+    with pytest.raises(ValueError, match=r"found no such file; correct the path"):
+        read_config(with_preset_path({"preset": f"./{'x' * 300}.yaml"}))
 
 
 def test_a_name_finds_a_preset_of_the_working_folder(file, tmp_path, monkeypatch):

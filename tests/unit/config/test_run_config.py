@@ -19,6 +19,7 @@ from ravan_flwr.config.keys import (
 )
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config, recorded_config
+from ravan_flwr.launch.start import read_start
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
 from ravan_flwr.studies import spec
@@ -416,3 +417,7 @@ def test_clients_that_evaluate_have_a_validation_split():
     assert read_config({"evaluate-on": "clients"}).validation_share == 0.2
     assert read_config({}).validation_share == 0.0
     assert read_config({"evaluate-on": "clients", "validation-share": 0.1}).validation_share == 0.1
+
+
+def test_a_key_of_several_values_takes_a_list_in_python():
+    assert read_start({"targets": ["query", "value"]}).config.model.targets == ("query", "value")

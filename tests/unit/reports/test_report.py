@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ravan_flwr.reports.charts import Caption, Series, lines
 from ravan_flwr.reports.run_charts import comparison_charts, short_names
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import record
@@ -78,6 +79,20 @@ def test_a_run_has_one_colour_in_all_charts_and_a_single_value_is_a_point(number
     assert charts["train-loss"].figure.axes[0].get_ylim()[1] > 2.5
     assert all(len(found) == 1 for found in colours.values())
     assert len({*map(str, colours.values())}) == min(number, 8)
+
+
+def test_more_lines_than_colours_differ_in_their_dashes():
+    series = [Series(str(number), [([1, 2], [number, 1])]) for number in range(32)]
+    drawn = lines(Caption("many", "", ""), series, "x", "y").figure.axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 32
+
+
+def test_an_empty_setting_is_left_out_of_a_name():
+    runs = [run_of(3), run_of(3), run_of(3)]
+    for run, name, revision in zip(runs, "abb", ["", "", "main"], strict=True):
+        run.config["model"] = {"name": name, "revision": revision}
+    names = ["model.name a", "model.name b", "model.name b, model.revision main"]
+    assert [*group_runs(runs)] == names
 
 
 def test_a_point_where_nothing_was_sent_stays_on_the_axis_beside_a_long_line():

@@ -340,7 +340,10 @@ def test_a_valid_record_is_read_up_to_the_given_round(tmp_path):
         ({"heads": 8, "num-rounds": 30}, "-num-rounds30-heads8"),
         ({"partition": "dirichlet:0.3", "data": "a/b"}, "-partitiondirichlet-0.3"),
         ({"local-steps": 10, "batch-size": 16, "heads": 2, "init": "normal", "scaling": "constant"},
-         "-local-steps10-batch-size16-heads2"),
+         "-batch-size16-heads2-initnormal"),
+        ({"num-rounds": 30, "learning-rate": 0.003, "clients-per-round": 5, "heads": 8},
+         "-num-rounds30-learning-rate0.003-heads8"),
+        ({"heads": 4, "partition": "dirichlet-by-client:0.3"}, ""),  # as in the preset
     ],
 )  # fmt: skip
 def test_a_runs_name_has_what_the_user_changed(changes, name):

@@ -17,7 +17,6 @@ from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.replies import most_validation_size
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
-from ravan_flwr.server.user_messages import report_few_nodes
 from tests.hand_made import DERIVED, Nodes, Unresponsive, fake_clock, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean
@@ -682,9 +681,11 @@ def test_equal_reasons_are_reported_once_with_their_clients():
     assert "partition 3: out of memory" in message
 
 
-@pytest.mark.parametrize(("asked", "nodes", "is_logged"), [(30, 20, True), (20, 20, False),
-    ("auto", 2, False), (3, 0, False)])  # fmt: skip
-def test_more_clients_a_round_than_there_are_is_logged(asked, nodes, is_logged, caplog):
+@pytest.mark.parametrize(
+    ("method", "asked", "is_logged"),
+    [("ravan", 30, True), ("ravan", 2, False), ("local", 30, False)],
+)
+def test_more_clients_a_round_than_there_are_is_logged(method, asked, is_logged, caplog):
     with caplog.at_level("INFO", "ravan_flwr"):
-        report_few_nodes({"clients-per-round": asked}, nodes)
-    assert ("clients-per-round = 30, but only 20" in caplog.text) is is_logged
+        run(Nodes(4), rounds=1, method=method, clients_per_round=asked)
+    assert ("clients-per-round = 30, and no more are there" in caplog.text) is is_logged

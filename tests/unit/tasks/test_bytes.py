@@ -115,3 +115,10 @@ def test_arrays_of_values_up_to_one_are_stored_unchanged():
     encoded = task().encode(examples(shares, datasets.Array2D((16, 16), "float32")))
     assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.float32
     assert torch.equal(logits_of(task(), encoded)[0], torch.from_numpy(shares) * 2 - 1)
+
+
+def test_a_model_folder_without_a_processor_is_said_to_get_defaults(tmp_path, caplog):
+    caplog.set_level("INFO")
+    vision = Vision(task().data, 0, lambda: tmp_path, lambda: {"image_size": 16, "num_channels": 1})
+    assert vision.reader is None
+    assert "has no preprocessor_config.json: images are resized to 16 x 16" in caplog.text
