@@ -21,14 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from statistics import median
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters.stored import refresh_cast
 from ravan_flwr.tasks.base import Batch
-from ravan_flwr.training.step import Step
+from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
 
 log = getLogger(__name__)
 
@@ -72,8 +73,9 @@ class CudaGraphs:
 class CapturedSteps:
     """The captured steps of a process's model, for its clients in turn."""
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
+    def __init__(self, capture: Capture, *, at_first: bool = True) -> None:
+        """Capture each shape of a batch when it comes for the first time, or else the second."""
+        self.capture, self.at_first = capture, at_first
         self.states: dict[Any, FixedState] = {}
         self._logged: set[str] = set()
 
@@ -142,6 +144,7 @@ class FixedState:
         # By parameter: the dicts themselves are shared by the optimisers of all clients.
         self.optimizer_states = [step.optimizer.state[p] for p in step.parameters]
         self.graphs: dict[Any, Graph | None] = {}  # by the shapes of a batch; None: it failed
+        self.seen = set[Any]()  # shapes
 
     def adopt(self, network: nn.Module, step: Step) -> None:
         """Move a client's tensors to these addresses, and begin its optimiser anew."""
@@ -156,8 +159,8 @@ class FixedState:
             if own.data_ptr() != place.data_ptr():
                 place.copy_(own.data)
                 own.data = place
-        for name, (key, cast) in self.casts.items():
-            refresh_cast(tensors[name], key[1], cast)
+        for name, (key, kept) in self.casts.items():
+            refresh_cast(tensors[name], key[1], kept)
         for place, own in zip(self.anchors, step.anchors, strict=True):
             place.copy_(own)
         self.rate.fill_(step.rate)
@@ -250,7 +253,9 @@ class CapturedClient:
         )
         # The last batch of a pass has another size in each client.
         is_whole = sum(map(_examples, parts)) >= self.step.steps.batch_size
-        if is_whole and key not in graphs and self.owner.number < MAX_GRAPHS:
+        is_due = self.owner.at_first or key in self.state.seen
+        self.state.seen.add(key)
+        if is_whole and is_due and key not in graphs and self.owner.number < MAX_GRAPHS:
             graphs[key], reason = None, ""
             try:
                 graphs[key] = self.state.capture(self.network, self.step, parts, self.owner.capture)
@@ -278,6 +283,44 @@ class CapturedClient:
                 graphs = self.state.graphs if self.state else {}
                 graphs.update({key: None for key, kept in graphs.items() if kept is graph})
         return loss
+
+
+class ForwardPass(Step):
+    """A forward pass in the place of a step: it returns logits, and trains nothing."""
+
+    def __init__(self, network: nn.Module, batch_size: int, precision: str) -> None:
+        """Capture batches of `batch_size` examples or more; others are computed eagerly."""
+        device = next(network.parameters()).device
+        settings = LocalSteps(0, batch_size, 0.0, precision)
+        scaler = torch.amp.GradScaler(device.type, enabled=False)
+        nothing = [torch.zeros((), device=device)]
+        super().__init__(nothing, settings, scaler, self._logits, capturable=True)
+        self.network, self.device, self.dtype = network, device, PRECISIONS[precision]
+
+    def __call__(self, parts: Parts) -> Tensor:
+        """Return the logits of a batch."""
+        return self._logits(parts)
+
+    def _logits(self, parts: Parts) -> Tensor:
+        # Without a cache: a graph would read the copy that autocast made of an earlier weight.
+        dtype, (inputs,) = self.dtype, parts
+        with torch.autocast(
+            self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
+        ):
+            return cast(Tensor, self.network(**inputs).logits)
+
+
+class CapturedNetwork:
+    """A network for evaluations, whose forward pass is captured; its output has logits alone."""
+
+    def __init__(
+        self, owner: CapturedSteps, network: nn.Module, batch_size: int, precision: str
+    ) -> None:
+        self._client = owner.client(network, ForwardPass(network, batch_size, precision))
+
+    def __call__(self, **inputs: Tensor) -> SimpleNamespace:
+        """Return the network's output for these inputs."""
+        return SimpleNamespace(logits=self._client([inputs]))
 
 
 def _examples(part: Batch) -> int:

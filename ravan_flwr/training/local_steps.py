@@ -17,11 +17,11 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Task
-from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
+from ravan_flwr.tasks.extensions import Classification, Packs, Predicts, task_with
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import evaluation_batches, split_batches, training_batches
-from ravan_flwr.training.captured import CapturedClient
+from ravan_flwr.training.captured import CapturedClient, CapturedNetwork
 from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
 
 
@@ -253,11 +253,15 @@ def measured_sums(
     """Return the task's metrics as sums over the examples."""
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     sums: dict[str, float] = {}
+    network: Any = model.network.eval()
+    if model.captured_evaluation is not None and isinstance(task, Classification):
+        least = len(examples) // max(1, len(order))
+        network = CapturedNetwork(model.captured_evaluation, network, least, precision)
     with _inference(model.network, precision):
         batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):
             answers = examples.answers_of(rows)
-            _add(sums, task.measure(model.network, batch, answers, tally))
+            _add(sums, task.measure(network, batch, answers, tally))
     return sums
 
 

@@ -148,6 +148,7 @@ class ModelAndData:
             keep_casts(model.network, multiple=8 if on_gpu else 1)
         if on_gpu and captures_steps(config):
             model.captured = CapturedSteps(CudaGraphs())
+            model.captured_evaluation = CapturedSteps(CudaGraphs(), at_first=False)
             # At most eight lengths of texts.
             self.task.multiple = rounded_up(-(-self.task.max_length // 8), 8) or 1
         if on_gpu:  # of the process, for the model that it has

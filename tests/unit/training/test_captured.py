@@ -14,7 +14,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import captured
 from ravan_flwr.training.captured import CapturedClient, CapturedSteps, FixedState
-from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.local_steps import evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps, Step
 from testing.recorder import Recorder
@@ -227,3 +227,41 @@ def test_padded_texts_are_captured_in_few_lengths(preset, tmp_path):
     assert 1 <= len(fixed.graphs) <= 6
     for name, tensor in eager.upload.items():
         assert torch.allclose(tensor, replayed.upload[name], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bfloat16", "classifier": "trained"}, {"method": "fedit"},
+     {"method": "fedex-lora"}, {"method": "full"}],
+)  # fmt: skip
+def test_captured_evaluations_have_the_metrics_of_eager_ones(settings):
+    """Between evaluations clients train with other heads, so that tensors move."""
+    config = {"preset": "digits-vit", "device": "cpu"} | settings
+    loaded, measured = ModelAndData(read_config(config)), []
+    examples = loaded.partition(0, 4).train
+    for recorder in (None, Recorder(), None):
+        model, found, state = loaded.model, [], loaded.model.initial_state()
+        model.captured = model.captured_evaluation = None
+        if recorder is not None:
+            model.captured = CapturedSteps(recorder)
+            model.captured_evaluation = CapturedSteps(recorder, at_first=False)
+        for number in (1, 2, 3, 4):
+            steps = LocalSteps(2, 16, 0.01, loaded.config.precision)
+            fraction = 0.5 if number % 2 and model.method.parts else 1.0
+            train_locally(
+                model, loaded.task, examples, state, fraction, steps, ClientRound(0, number, 0)
+            )
+            state = {n: t + 0.02 if t.is_floating_point() else t for n, t in state.items()}
+            with model.holding(state):
+                found.append(evaluate_all(
+                    model, loaded.task, {"data": examples}, 40, loaded.config.precision
+                ))  # fmt: skip
+        measured.append(found)
+        if recorder is not None:
+            graphs = [
+                g for s in model.captured_evaluation.states.values() for g in s.graphs.values()
+            ]
+            assert graphs
+            assert None not in graphs
+    assert measured[0] == measured[1] == measured[2]
+    assert len({one["loss"] for one in measured[0]}) == 4
