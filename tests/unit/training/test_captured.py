@@ -242,9 +242,9 @@ def test_captured_evaluations_have_the_metrics_of_eager_ones(settings):
     for recorder in (None, Recorder(), None):
         model, found, state = loaded.model, [], loaded.model.initial_state()
         model.captured = model.captured_evaluation = None
+        evaluations = CapturedSteps(recorder or Recorder(), at_first=False)
         if recorder is not None:
-            model.captured = CapturedSteps(recorder)
-            model.captured_evaluation = CapturedSteps(recorder, at_first=False)
+            model.captured, model.captured_evaluation = CapturedSteps(recorder), evaluations
         for number in (1, 2, 3, 4):
             steps = LocalSteps(2, 16, 0.01, loaded.config.precision)
             fraction = 0.5 if number % 2 and model.method.parts else 1.0
@@ -257,11 +257,8 @@ def test_captured_evaluations_have_the_metrics_of_eager_ones(settings):
                     model, loaded.task, {"data": examples}, 40, loaded.config.precision
                 ))  # fmt: skip
         measured.append(found)
-        if recorder is not None:
-            graphs = [
-                g for s in model.captured_evaluation.states.values() for g in s.graphs.values()
-            ]
-            assert graphs
-            assert None not in graphs
+        graphs = [graph for s in evaluations.states.values() for graph in s.graphs.values()]
+        assert bool(graphs) is (recorder is not None)
+        assert None not in graphs
     assert measured[0] == measured[1] == measured[2]
     assert len({one["loss"] for one in measured[0]}) == 4
