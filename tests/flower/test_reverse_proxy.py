@@ -14,6 +14,7 @@ import sqlite3
 import ssl
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -366,6 +367,7 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, direction):
         "HEALTH_URL": f"https://{deployment.address}/health",
         "HEALTH_CA": str(deployment.keys / "authority" / "ca.crt"),
     }
+    began = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | health_settings, cwd=ROOT, capture_output=True, text=True,
@@ -373,7 +375,7 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, direction):
     assert result.returncode == bool(direction), result.stderr
     if direction:
         (seconds,) = re.findall(rf"this machine's clock is (\d+) s {direction}", result.stderr)
-        assert abs(int(seconds) - abs(ahead)) <= 10  # a busy machine delays the request
+        assert abs(int(seconds) - abs(ahead)) <= 2 + time.monotonic() - began
 
 
 def test_the_superlink_survives_an_out_of_memory_kill_of_a_serverapp(deployment):

@@ -150,18 +150,6 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, uninte
     assert without_times(run_dir) == without_times(uninterrupted)
 
 
-def test_a_read_only_disk_stops_the_run(tmp_path, monkeypatch):
-    settings = SETTINGS | {"output-dir": str(tmp_path)}
-
-    def refuse(path, *_):
-        raise OSError(30, "Read-only file system", str(path))
-
-    monkeypatch.setattr("ravan_flwr.runs.checkpoint.write_atomically", refuse)
-    monkeypatch.setattr("ravan_flwr.runs.directory.write_atomically", refuse, raising=True)
-    with pytest.raises(OSError, match="Read-only file system"):
-        simulate(settings, CLIENTS)
-
-
 @pytest.mark.parametrize(
     "change",
     [

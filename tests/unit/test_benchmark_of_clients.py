@@ -42,8 +42,8 @@ def test_a_round_is_the_time_between_two_lines(tmp_path):
     out = tmp_path / "run"
     found = measured(command(ROUNDS, out), out, os.environ)
     assert len(found.rounds) == 2  # of four rounds, the first starts up and the last evaluates
-    assert all(0.15 < seconds < 60 for seconds in found.rounds)
-    assert found.processor == pytest.approx([0.2, 0.2], abs=0.1)
+    assert min(found.rounds) > 0.15
+    assert min(found.processor) > 0.15
     assert found.memory > 1
     assert found.clients_a_second == 50 / np.median(found.rounds)
 

@@ -14,7 +14,6 @@ import time
 import tracemalloc
 import zipfile
 import zlib
-from contextlib import suppress
 from subprocess import CalledProcessError
 
 import datasets
@@ -370,9 +369,16 @@ def test_a_runs_files_must_be_regular_files(name, endless, run):
     from ravan_flwr.runs.history import RecordedRun
 
     endless(run / name)
-    for use in (version_of, RunSnapshot.read, RecordedRun.read):
-        with suppress(ValueError):
-            use(run)
+    assert version_of(run)
+    if name == "rounds.jsonl":
+        for read in (RunSnapshot.read, RecordedRun.read):
+            with pytest.raises(ValueError, match=r"rounds.jsonl is a pipe or a device, expected"):
+                read(run)
+        return
+    snapshot = RunSnapshot.read(run)
+    assert (snapshot.status, snapshot.run.summary, snapshot.run.rounds) == (None, None, [])
+    with pytest.raises(ValueError, match="has no finished round"):
+        RecordedRun.read(run)
 
 
 def test_checkpoints_must_be_regular_files(endless, run):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_layers
+from scripts import draw_layers, list_tests
 from scripts.draw_layers import (
     PACKAGE,
     PAGE,
@@ -84,3 +84,12 @@ def test_the_mathematics_imports_no_flower(subpackage):
         path for path in needed if any(n.split(".")[0] == "flwr" for n in imported(path))
     ]
     assert not with_flower
+
+
+def test_the_page_of_tests_names_tests_of_every_module():
+    page = list_tests.page()
+    assert list_tests.PAGE.read_text(encoding="utf-8") == page, (
+        "run python -m scripts.list_tests --write"
+    )
+    assert all(f"| `{module}` | " in page for module in list_tests.modules())
+    assert "| through  |" not in page

@@ -141,6 +141,7 @@ def test_a_message_has_the_clients_earlier_rounds_and_the_noise():
     nodes = Devices()
     run_rounds(nodes, rounds=3, clients_per_round=2)
     earlier: dict[int, int] = {}
+    assert len(nodes.asked) == 6
     for _, partition, settings in nodes.asked:
         assert settings["earlier-rounds"] == earlier.get(partition, 0)
         assert settings["noise-multiplier"] == 2.0

@@ -50,9 +50,9 @@ ENVELOPES = int(os.environ.get("RAVAN_ENVELOPES", "10000"))
 def test_a_hostile_reply_is_rejected_and_no_other_is_affected(behaviour, caplog):
     attacker = behaviour()
     settings = {"rounds": 2, "clients_per_round": 4, "evaluate_on": "clients"}
-    began = time.monotonic()
     notes, _, _ = run(Attacked(attacker), validation_share=0.5, **settings)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() < 20  # of the fake clock, which the server's waiting advances
+    assert len(notes.records) == 2
     honest = Nodes()
     if attacker.kind == "train" and attacker.reason:
         del honest.registered[12]  # partition 2

@@ -73,7 +73,8 @@ def test_random_batches_equal_those_of_earlier_versions():
     random = torch.Generator().manual_seed(3)
     expected = [rows for _ in range(2) for rows in torch.randperm(37, generator=random).split(8)]
     random = torch.Generator().manual_seed(3)
-    for rows, batch in zip(expected, training_batches(37, 8, random), strict=False):
+    batches = [*itertools.islice(training_batches(37, 8, random), 10)]
+    for rows, batch in zip(expected, batches, strict=True):
         assert np.array_equal(rows.numpy(), batch)
 
 
