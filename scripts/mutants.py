@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from ravan_flwr.methods import METHODS, MethodInfo
 from tests import ROOT
@@ -56,7 +57,7 @@ TESTS = {
     "unit/config/test_private.py unit/config/test_secure.py unit/config/test_run_config.py",
 }
 NUMBER = 40
-OTHER = {
+OTHER: dict[type[ast.AST], type[Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
@@ -92,18 +93,15 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
             new.op = OTHER[type(new.op)]()
         case ast.Constant(value=bool()):
             new.value = not new.value
-        case ast.Constant(value=int() | float()):
-            new.value += 1
+        case ast.Constant(value=int() | float() as value):
+            new.value = value + 1
         case ast.UnaryOp(op=ast.Not()):
             yield new.operand
             return
-        case ast.If() | ast.IfExp() if not isinstance(new.test, ast.Compare | ast.UnaryOp):
-            # The test alone is replaced: a statement would lose its comments.
-            return
         case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS:
             new.func = ast.Name(FUNCTIONS[name])
-        case ast.Call(func=ast.Attribute(attr=name)) if name in FUNCTIONS:
-            new.func = ast.Attribute(new.func.value, FUNCTIONS[name])
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in FUNCTIONS:
+            new.func = ast.Attribute(owner, FUNCTIONS[name])
         case ast.Raise() | ast.Expr(value=ast.Call()):
             yield ast.Pass()
             return
