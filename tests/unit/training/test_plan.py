@@ -109,7 +109,7 @@ def test_a_plan_estimates_time_from_a_step_that_it_tries_on_this_machine():
     row = time_of(device="cpu")
     assert "a step takes about 0.5 s on this machine (cpu): 1 min 15 s a round, 25 min" in row
     assert "Tried just now, with made-up weights and examples" in row
-    assert "evaluations, messages and what privacy takes are not counted" in row
+    assert "evaluations and messages are not counted" in row
     # Of a step in two parts, one part is tried. With epochs, the steps depend on the data.
     row = time_of(**{"device": "cpu", "micro-batch-size": 16, "local-epochs": 1})
     assert "a step takes about 1 s on this machine (cpu). Tried" in row
