@@ -6,12 +6,14 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 6
 
-.PHONY: help run simulate test quick e2e networks compat bench gpu gpu-first lint types docs check release clean
+.PHONY: help run simulate test test-all quick mutants e2e networks compat bench gpu gpu-first lint types docs check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
-	@echo "make test      all tests; WORKERS=0 in one process"
+	@echo "make test      the fast tests, in some ten minutes on two cores; WORKERS=0 in one process"
+	@echo "make test-all  all tests, in an hour: what CI runs"
+	@echo "make mutants   changes of the package that no test notices, in about two hours"
 	@echo "make quick     the tests of single parts and of the properties"
 	@echo "make e2e       only the tests of a deployment: SuperLink, reverse proxy (needs nginx), SuperNodes, signals"
 	@echo "make networks  docs/deploy.md on hosts in network namespaces, with faults (root, Linux, nginx; ten minutes)"
@@ -20,7 +22,7 @@ help:
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make gpu-first what needs a GPU, in ten minutes, as a table in docs/gpu.md"
 	@echo "make docs      the documents as a site, build/site/index.html"
-	@echo "make check     lint, types and tests, which build the site: what CI runs"
+	@echo "make check     lint, types and all tests, which build the site: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each run in an empty environment; Flower Hub's limits"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr simulate --help'
@@ -35,8 +37,17 @@ simulate: $(INSTALLED)
 # (tests/two_queues.py), beside which the others compute: more workers than the two cores that CI has.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+FOLDERS = tests/flower tests/processes tests/runs tests/properties tests/unit
+
+test: WORKERS = 3
 test: $(INSTALLED)
-	$(PYTEST) tests/flower tests/processes tests/runs tests/properties tests/unit $(ARGS)
+	$(PYTEST) --fast $(FOLDERS) $(ARGS)
+
+test-all: $(INSTALLED)
+	$(PYTEST) $(FOLDERS) $(ARGS)
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m scripts.mutants $(ARGS)
 
 # These wait for nothing: more workers would only import the libraries once more.
 quick: WORKERS = 2
@@ -96,7 +107,7 @@ types: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-check: lint types test
+check: lint types test-all
 
 release: $(INSTALLED)
 	$(BIN)/python -m scripts.release

@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 
 from testing import ROOT
+from tests.fast import fast_ones
 from tests.fork_server import ALL, HAS_GPU, WITHOUT_HUB, WORKER, ForkServer, Python
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport
 
@@ -59,13 +60,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "without slow tests, and few of many cases: what `make test` runs (tests/fast.py)"
+    parser.addoption("--fast", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests on the pretend accelerator first, and next the files that fork.
 
     PyTorch takes another kind of device only before the first backward pass of a process, and a
     process with that device cannot fork: pytest-xdist gives the two to different processes.
     """
     forking = {item.path for item in items if item.get_closest_marker("forks")}
+    if config.getoption("--fast"):
+        items[:] = fast_ones(config, items)
     items.sort(key=lambda item: (item.path.stem != "test_accelerator", item.path not in forking))
 
 

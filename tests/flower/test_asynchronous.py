@@ -21,9 +21,10 @@ from tests import ROOT
 from tests.flower import doubling_node
 from tests.flower.slowed import frozen, send, slowed
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 
 SLOW, DOUBLING = 2, 1
 SETTINGS = "clients-per-round=3 eval-every=1000 report=false tracking='none'"

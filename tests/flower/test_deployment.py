@@ -146,6 +146,7 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     assert not result_folder(deployment, 1).exists()
 
 
+@pytest.mark.slow
 def test_a_killed_node_reconnects_and_small_budgets_are_not_eligible(deployment, node_configs):
     wait_for(
         lambda: sorted(deployment.listed_nodes().values()) == ["offline", "online", "online"],
@@ -167,6 +168,7 @@ def test_a_killed_node_reconnects_and_small_budgets_are_not_eligible(deployment,
     delivered_to(deployment, run, 0, 1, 2)  # also to node 2, which was not eligible
 
 
+@pytest.mark.slow
 def test_a_node_that_was_offline_gets_the_result_later(deployment, node_configs):
     """Node 1 gets the first run's result; the second run's is not touched."""
     run, second = deployment.runs
@@ -189,6 +191,7 @@ def test_a_node_that_was_offline_gets_the_result_later(deployment, node_configs)
         deployment.deliver(run.folder)
 
 
+@pytest.mark.slow
 def test_a_revoked_node_ends_and_cannot_reconnect(deployment, node_configs):
     (node_id,) = [
         int(found) for found in re.findall(r"SuperNode ID: (\d+)", deployment.log("node-2"))

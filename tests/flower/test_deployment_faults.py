@@ -19,9 +19,10 @@ from testing.deployment import Deployment, wait_for
 from tests import ROOT
 from tests.flower import faulty_client
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 
 SHORT = "local-steps=5 clients-per-round=2 report=false tracking='none'"
 

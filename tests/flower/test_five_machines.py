@@ -12,9 +12,10 @@ from testing.deployment import Deployment, wait_for
 from tests import ROOT
 from tests.own_models import make_bert
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 
 PAGE = (ROOT / "docs" / "five-machines.md").read_text(encoding="utf-8")
 DEVICES = 5

@@ -49,6 +49,7 @@ def bundle(tmp_path_factory, python):
     return path
 
 
+@pytest.mark.slow
 def test_the_bundle_can_be_published(bundle):
     assert bundle.stat().st_size < 2_200_000
     with zipfile.ZipFile(bundle) as archive:
@@ -83,6 +84,7 @@ def superlink(python):
         os.killpg(link._process.pid, 0)
 
 
+@pytest.mark.slow
 def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, superlink, tmp_path):
     """The run config passes through Flower's command line."""
     app = tmp_path / "ravan-flwr"
@@ -133,6 +135,7 @@ def runs_of_all_methods(tmp_path_factory, python):
     return folder
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_path):
     (directory,) = (runs_of_all_methods / method).iterdir()
@@ -146,6 +149,7 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
     assert actual == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_failed_run_with_gpu_shares_has_status_failed(superlink, app, tmp_path, capfd):
     """Ray gets a GPU by configuration: it divides it without using it, and PyTorch uses the CPU."""
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
@@ -163,6 +167,7 @@ def test_a_failed_run_with_gpu_shares_has_status_failed(superlink, app, tmp_path
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_reported_in_one_line(superlink, app, capfd):
     assert superlink.run(app, "method='hetlra'", FEDERATION) == "finished:failed"
     output = capfd.readouterr().out
@@ -171,6 +176,7 @@ def test_a_wrong_value_is_reported_in_one_line(superlink, app, capfd):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8")) | st.text("'\"\\ \t\n=.$#") | st.just("a.toml"))
 def test_flower_parses_every_text_unchanged(text):
     """Its parser splits at spaces and does not support a quote within quotes of the same kind."""

@@ -16,9 +16,10 @@ from testing.deployment import Deployment
 from testing.tiny import save_speaker
 from tests.docstrings import as_messages, docstrings, lines
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 
 SECRET = "xylophonist"  # a word that only one device has
 SETTINGS = (

@@ -41,6 +41,7 @@ def superlink(python):
         yield link
 
 
+@pytest.mark.slow
 def test_the_example_learns_in_a_simulation(python):
     """All strategies run in one simulation, since Ray takes half a minute to start."""
     configs = [{"strategy": name, "num-server-rounds": 3} for name in STRATEGIES]
@@ -59,6 +60,7 @@ def test_the_example_learns_in_a_simulation(python):
         assert log.count("Received 4 results and 0 failures") == 3
 
 
+@pytest.mark.slow
 def test_an_unknown_strategy_is_an_error_that_lists_them(app, superlink, capfd):
     assert superlink.run(app, 'strategy="fedprox"', FEDERATION) != "finished:completed"
     message = "strategy = 'fedprox': expected one of ravan, fedit, flexlora, fedex-lora; set one"

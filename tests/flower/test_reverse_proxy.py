@@ -26,6 +26,7 @@ from testing.deployment import NAME, NGINX, SCRIPTS, TIMEOUT, Deployment, wait_f
 from tests import ROOT
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]

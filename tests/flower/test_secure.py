@@ -19,9 +19,10 @@ from testing.deployment import Deployment
 from tests import ROOT
 from tests.flower import dying_client
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 
 NODES = 8
 PLAN = {7: (1, "keys"), 6: (1, "masked"), 5: (2, "shares"), 4: (2, "unmask")}

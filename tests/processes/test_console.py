@@ -10,6 +10,7 @@ import pytest
 from tests import ROOT
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_a_command_without_an_error_message(python):
     command = [python.executable, "-m", "ravan_flwr", "plan"]
     with subprocess.Popen(

@@ -7,6 +7,7 @@ import pytest
 from tests import ROOT
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path, python):
     script = ROOT / "examples" / "compare_methods.py"
     words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]

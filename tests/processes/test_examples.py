@@ -17,6 +17,7 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 PAGE = ROOT / "docs" / "library.md"
 
 
+@pytest.mark.slow
 def test_the_script_has_forty_lines_at_most_and_learns(tmp_path, python):
     assert len(SCRIPT.read_text(encoding="utf-8").splitlines()) <= 40
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -56,6 +57,7 @@ def _forked_kernel(tmp_path, monkeypatch, python):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forked_kernel")
 def test_the_notebook_runs_and_draws_its_pictures(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -89,6 +91,7 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_pages_code_blocks_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}

@@ -16,6 +16,8 @@ from transformers import ASTConfig, ASTForAudioClassification
 from testing.tiny import save_model
 from tests import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(python, tmp_path):

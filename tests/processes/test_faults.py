@@ -90,6 +90,7 @@ def uninterrupted(tmp_path_factory):
     return simulate(SETTINGS | {"output-dir": str(folder)}, CLIENTS).run_dir
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_server_killed_at_any_moment_resumes_to_the_same_bits(
     moment, python, uninterrupted, tmp_path
@@ -111,6 +112,7 @@ def test_a_server_killed_at_any_moment_resumes_to_the_same_bits(
     assert len(temporary) <= 1  # the file that was being written
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(uninterrupted, tmp_path, caplog):
     settings = SETTINGS | {"output-dir": str(tmp_path), "num-rounds": 3}
     run_dir = simulate(settings, CLIENTS).run_dir
@@ -132,6 +134,7 @@ main(["simulate", *sys.argv[2:]])
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, uninterrupted, tmp_path):
     """A limit on the size of files below a checkpoint's size gives the system's own error."""
     settings = SETTINGS | {"output-dir": str(tmp_path)}
@@ -164,6 +167,7 @@ def test_a_run_with_other_settings_is_not_resumed(change, uninterrupted, tmp_pat
         simulate(settings, CLIENTS)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_are_independent(python, uninterrupted, tmp_path):
     """Two processes write into one output folder, in the same second."""
     words = as_key_values(SETTINGS)

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.gpu import BEGIN, END, PARTS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def gpu_first(tmp_path, python):

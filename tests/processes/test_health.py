@@ -44,6 +44,7 @@ server.serve_forever()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "connected"), [("connected", True), ("gave up", False)])
 def test_a_supernode_without_a_connection_is_ended_if_the_server_answers(
     tmp_path, state, connected

@@ -149,6 +149,7 @@ def simulate_words(folder, model):
     ]  # fmt: skip
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -165,6 +166,7 @@ def test_the_hubs_error_is_reported(run, hub, model, expected, tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [True, False])
 def test_without_a_connection_a_model_outside_the_cache_is_an_error(run, offline, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
@@ -176,6 +178,7 @@ def test_without_a_connection_a_model_outside_the_cache_is_an_error(run, offline
     assert "run `hf download org/bert` where there is a connection, name a folder" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_downloaded_model_needs_no_connection(run, hub, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
     subprocess.run(
@@ -196,6 +199,7 @@ def test_a_downloaded_model_needs_no_connection(run, hub, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_incomplete_download_is_completed(run, hub, tmp_path):
     command_line = simulate_words(save_data("glue-llama", tmp_path / "data", "rte"), "org/bert")
     assert run(hub, tmp_path / "home", *command_line).returncode == 0

@@ -19,6 +19,7 @@ def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+@pytest.mark.slow
 def test_phases_of_a_secure_round_without_training_import_no_torch():
     """Each of the four phases is a separate process on a device."""
     code = (
@@ -46,6 +47,7 @@ def imported():
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_device_imports_no_plotting_library(imported):
     """A SuperNode starts a process for every message, so imports delay each reply."""
     assert "torch" in imported[0]

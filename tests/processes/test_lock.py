@@ -103,6 +103,7 @@ def test_a_filesystem_without_locks_gives_a_warning_only(number, tmp_path, monke
         pass
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_resume_one_run(tmp_path):
     run = simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
     before = {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()}

@@ -25,6 +25,7 @@ print((after - before) * 1024 / (replies * numbers * 4), float(made[0]), float(m
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_closing_a_robust_round_takes_little_memory_beside_the_replies(aggregation, python):
     """For ten replies of 8 MB it takes the next state and a block, not copies of all replies."""

@@ -84,6 +84,7 @@ def assert_nothing_is_left(folder):
     wait_for(lambda: not processes_of(folder), "the last process to end", END_TIMEOUT)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_in_flower_and_all_of_its_processes(folder, start):
     process = start("simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
@@ -94,6 +95,7 @@ def test_sigterm_ends_a_run_in_flower_and_all_of_its_processes(folder, start):
     assert "ravan-flwr: error: ended by SIGTERM" in (folder / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
     """Python and Flower's commands are no forks here."""
     terminal, inside = pty.openpty()
@@ -118,6 +120,7 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
     assert_nothing_is_left(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_simulation(number, folder, start):
     process = start("simulate", *LONG, f"output-dir={folder}/runs")
@@ -128,6 +131,7 @@ def test_a_signal_ends_a_simulation(number, folder, start):
     assert f"ended by {number.name}" in (folder / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_study_with_its_runs(folder, start):
     (folder / "long.yaml").write_text(yaml.safe_dump(STUDY))
     arguments = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
@@ -139,6 +143,7 @@ def test_a_signal_ends_a_study_with_its_runs(folder, start):
     assert_nothing_is_left(folder)
 
 
+@pytest.mark.slow
 def test_an_ignored_sighup_does_not_end_a_run(folder, python):
     command = shlex.join(
         [python.executable, "-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]

@@ -17,6 +17,7 @@ def site(tmp_path_factory, python):
     return folder
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40

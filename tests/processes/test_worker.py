@@ -134,6 +134,7 @@ def comparable(reply):
     return bits, metrics, configs
 
 
+@pytest.mark.slow
 def test_replies_are_the_same_warm_and_cold_and_warm_ones_are_faster(owner):
     message = training_message()
     for kind, content in (("query", RecordDict()), ("train", message), ("train", message)):
@@ -209,12 +210,14 @@ def cpu_seconds(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_client_is_killed_ends_and_is_replaced(owner, training_client):
     training_client.send_signal(signal.SIGKILL)
     wait_for(lambda: not workers(owner.pid), "the worker to end")
     assert worker.ask("query", RecordDict(), context())
 
 
+@pytest.mark.slow
 def test_a_working_worker_ends_with_its_owner(owner, sockets, training_client, tmp_path):
     owner.kill()
     wait_for(lambda: not workers(owner.pid), "the worker to end")
@@ -223,6 +226,7 @@ def test_a_working_worker_ends_with_its_owner(owner, sockets, training_client, t
     assert not list(sockets.rglob("*.sock"))
 
 
+@pytest.mark.slow
 def test_another_app_has_another_worker(owner, sockets, tmp_path, python):
     """Its code is in another folder, while this checkout is the working directory."""
     worker.ask("query", RecordDict(), context())
@@ -248,6 +252,7 @@ print(list(worker.ask("query", RecordDict(), context)))
     assert new != old
 
 
+@pytest.mark.slow
 def test_a_new_run_reads_its_examples_again(owner, tmp_path):
     """Also with the same settings: examples may have changed, and fixed bases are the old run's."""
     node_config = {"data-path": str(tmp_path)}
@@ -292,6 +297,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
         folder_of_sockets()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(owner):
     worker.ask("query", RecordDict(), context())
     (pid,) = workers(owner.pid)
@@ -358,6 +364,7 @@ def test_an_unsafe_existing_folder_is_replaced_by_a_new_one(kind, new_owner, hom
         assert len(workers(new_owner.pid)) == 1
 
 
+@pytest.mark.slow
 def test_the_client_process_imports_no_torch_when_it_has_a_worker():
     program = (
         "import sys, json, ravan_flwr.client_app, ravan_flwr.client.worker; "

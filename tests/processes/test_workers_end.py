@@ -53,6 +53,7 @@ def training(tmp_path, python):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_run_ends_its_workers(number, training):
     os.kill(training.pid, number)
@@ -60,6 +61,7 @@ def test_a_signal_to_the_run_ends_its_workers(number, training):
     wait_for(lambda: not other_processes(training.pid), "the workers to end")
 
 
+@pytest.mark.slow
 def test_control_c_ends_run_and_workers_and_the_run_can_be_resumed(training, tmp_path, python):
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does
     assert training.wait(TIMEOUT) == 130
@@ -76,6 +78,7 @@ def test_control_c_ends_run_and_workers_and_the_run_can_be_resumed(training, tmp
     assert len((run / "rounds.jsonl").read_text().splitlines()) == rounds + 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_releases_its_lock(training, tmp_path, python):
     """Also while a worker is stopped, so that it cannot end before it continues."""
     (worker, *_) = sorted(other_processes(training.pid))[-1:]

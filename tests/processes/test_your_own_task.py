@@ -12,6 +12,8 @@ from ravan_flwr.cli import main
 from tests import ROOT
 from tests.own_models import make_bert, make_vit
 
+pytestmark = pytest.mark.slow
+
 PAGE, PRESETS = (
     (ROOT / "docs" / name).read_text(encoding="utf-8")
     for name in ("your-own-task.md", "presets.md")

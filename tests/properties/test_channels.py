@@ -245,6 +245,7 @@ def test_a_reply_has_the_audited_values_alone(device):
     assert set(metrics) == {"round", "derived", "recounted"}  # no seconds, loss, number of examples
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "state", [name for name in STATES if name not in ("no number", "infinite")]
 )

@@ -45,6 +45,7 @@ def others_of(client, owns):
     return sum(rest) / len(rest)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 4), st.lists(st.sampled_from([0.34, 0.67, 1.0]), min_size=4, max_size=4))
 def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, fractions):
     """Three rounds, also where clients train only some heads: those of the others are unchanged."""
@@ -144,6 +145,7 @@ def test_clients_have_equal_weights():
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_in_a_run_each_client_has_the_mean_of_the_others(masked, tmp_path):
     """With skewed budget fractions; masked sums agree within their quantisation step."""

@@ -160,6 +160,7 @@ def test_its_two_loras_are_within_the_budget_of_one():
         build("feddpa", rank=None, lora_rank=1)
 
 
+@pytest.mark.slow
 def test_two_rounds_with_skewed_budgets_and_their_export(tmp_path, capsys):
     run = simulate(SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}, 20)
     assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
@@ -178,6 +179,7 @@ def trained_client(run):
     return next(iter(load_personal_states(run.run_dir / "checkpoints", 2) or {}))
 
 
+@pytest.mark.slow
 def test_the_servers_model_is_evaluated_without_personal_parameters(tmp_path):
     both = SMALL | {"classifier": "frozen", "output-dir": str(tmp_path)}
     run = simulate(both | {"evaluate-on": "server"}, 4)

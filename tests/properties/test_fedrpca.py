@@ -57,6 +57,7 @@ def heads_in(upload, method):
     return dict(zip(marked, upload["H"].double(), strict=True))
 
 
+@pytest.mark.slow
 @given(CLIENTS)
 def test_a_round_adds_the_low_rank_part_and_amplifies_the_sparse_part(clients):
     method, adapters = build("fedrpca")
@@ -89,6 +90,7 @@ def test_the_update_of_one_client_alone_is_found_and_amplified():
     assert float((found - own).norm()) < 0.1 * float(own.norm())
 
 
+@pytest.mark.slow
 @given(st.integers(0, 99), st.integers(2, 5))
 def test_the_solution_is_nearly_optimal(seed, clients):
     """Any Y with |Y|_2 <= 1 and |Y|_inf <= lambda bounds the minimum from below, by <Y, M>."""
@@ -111,6 +113,7 @@ def test_a_weight_equals_repeated_clients_with_the_same_change(seed, weights):
     torch.testing.assert_close(found, several, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_rounds_with_skewed_budgets(tmp_path):
     run = simulate(SKEWED | {"output-dir": str(tmp_path)}, 8)
     assert run.summary["rejected"] == 0

@@ -224,6 +224,7 @@ def test_an_honest_reply_is_used(method):
     assert not round_log.rejected
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [

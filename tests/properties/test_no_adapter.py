@@ -57,6 +57,7 @@ def test_with_a_frozen_classifier_a_run_evaluates_without_training(tmp_path):
     assert (one.summary["steps"], one.summary["trainable-parameters"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_it_approaches_a_logistic_regression_on_the_same_features(tmp_path):
     """scikit-learn's, on the pretrained network's features of all training examples."""
     found = run(

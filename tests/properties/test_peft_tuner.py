@@ -441,6 +441,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind, reentrant):
         torch.testing.assert_close(saved[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
 def test_a_compiled_model_computes_the_same():
     torch._dynamo.reset()

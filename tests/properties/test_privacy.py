@@ -224,6 +224,7 @@ def test_amplification_by_sampling_agrees_with_the_literature():
     assert epsilon_of(1.0, 0.15, 1e-5, 0) == 0.0
 
 
+@pytest.mark.slow
 def test_noise_is_calibrated_to_just_within_epsilon():
     z = multiplier_for(2.0, 0.1, 1e-5, 30)
     assert 1.98 < epsilon_of(z, 0.1, 1e-5, 30) <= 2.0

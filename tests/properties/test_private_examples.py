@@ -107,6 +107,7 @@ def test_examples_are_drawn_independently_with_the_rate():
     assert float(torch.tensor(sizes).var()) == pytest.approx(40 * 0.2 * 0.8, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_account_of_several_kinds_equals_the_librarys():
     kinds = (Releases(1.2, 0.4, 30), Releases(2.0, 0.5, 10), Releases(1.0, 0.1, 0))
     account = dp_accounting.pld.PLDAccountant()

@@ -136,6 +136,7 @@ def test_training_changes_the_sampled_places_alone_and_restores_weights():
     assert not any(p.requires_grad for name, p in network.named_parameters() if "base" in name)
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
     skewed = SMALL | {"budgets": "skewed-right"}
     run = simulate(skewed | {"output-dir": str(tmp_path / "whole")}, 20)

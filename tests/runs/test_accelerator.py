@@ -100,11 +100,13 @@ def compare(settings, fraction, steps):
 
 
 # `none` changes nothing.
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
 def test_every_method_on_an_accelerator(method, accelerator):
     compare({"method": method}, 0.5, LocalSteps(2, 8, 0.01, "float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -118,6 +120,7 @@ def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
     compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [True, False])
 def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch):
     monkeypatch.setattr("ravan_flwr.adapters.multihead.merges", lambda *_: merged)
@@ -128,6 +131,7 @@ def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch)
     )
 
 
+@pytest.mark.slow
 def test_bases_from_data_on_an_accelerator(accelerator):
     """Without a comparison: rounding decides about directions with nearly no gradient."""
     settings = {"init": "data-aware", "heads": 2}
@@ -150,6 +154,7 @@ def float16_client(settings, scale, precision="float16"):
     return model, work, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
 def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, accelerator, monkeypatch):
     """With the larger scale gradients are infinite at first."""
@@ -179,6 +184,7 @@ def test_the_loss_scale_of_float16_changes_no_sketch_and_no_score(scale, acceler
     )
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_infinite_at_every_loss_scale_are_an_error(accelerator, monkeypatch):
     model, work, steps = float16_client({"init": "data-aware"}, 8.0)
     with torch.no_grad():
@@ -188,6 +194,7 @@ def test_gradients_that_stay_infinite_at_every_loss_scale_are_an_error(accelerat
         work(calibrate_locally, steps, ClientRound(5, 0, 0))
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_float16_persists_and_skipped_steps_are_counted(accelerator):
     model, work, steps = float16_client({}, 2.0**127)
     first = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
@@ -200,6 +207,7 @@ def test_the_loss_scale_of_float16_persists_and_skipped_steps_are_counted(accele
     torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, tmp_path):
     make_scaler = torch.amp.GradScaler
     monkeypatch.setattr(
@@ -217,6 +225,7 @@ def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, 
     assert 0 < sum(skipped) < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "task", "model", "method"),
     [

@@ -84,6 +84,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
 def test_an_architecture_trains_and_its_exports_give_the_runs_loss(
     kind, method, settings, tmp_path
@@ -171,6 +172,7 @@ def _mixed(_, __, output):
     return output - output.mean(0, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_merged_export_can_be_the_model_of_another_run(settings, tmp_path):
     """It has its tokenizer, and its classifier is loaded, not initialised."""
     given = settings("bert") | {"classifier": "trained", "method": "fedit"}
@@ -223,6 +225,7 @@ def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
     assert f'AutoModelForSequenceClassification.from_pretrained("{folder}", num_labels=3)' in card
 
 
+@pytest.mark.slow
 def test_the_classifier_is_the_layers_without_pretrained_weights_and_a_function_of_the_seed(
     settings,
 ):
@@ -440,6 +443,7 @@ def test_lengths_of_texts_read_from_a_file_are_the_same(settings, monkeypatch):
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.slow
 def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
     """The losses differ from those of random batches."""
     runs = {}
@@ -481,6 +485,7 @@ def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch)
         assert tensor.dtype == from_file[name].dtype
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
 def test_gradient_checkpointing_changes_nothing_but_memory(kind, settings, tmp_path):
     losses = []

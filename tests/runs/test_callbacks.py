@@ -72,6 +72,7 @@ def test_callbacks_are_called_after_the_files_are_written(tmp_path):
     assert run.summary["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_calibration_is_round_0_for_a_callback(tmp_path):
     recorder = Recorder(tmp_path)
     config: dict[str, Scalar] = {

@@ -45,6 +45,7 @@ def inputs_of(kind, folder):
     return folder / "images", images[:12]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("form", ["merged", "peft", "ravan"])
 def test_a_cards_code_gives_the_runs_predictions(form, run, tmp_path, monkeypatch):
     kind, directory = run

@@ -112,6 +112,7 @@ def files_of(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", [name for name, m in METHODS.items() if not m.mixes])
 def test_every_device_gets_the_servers_result(method, devices):
     devices.add(0)
@@ -139,6 +140,7 @@ def test_every_device_gets_the_servers_result(method, devices):
         assert names == {run.run_dir.name}
 
 
+@pytest.mark.slow
 def test_a_device_gets_the_same_files_as_an_export_with_the_tokenizer(devices, tmp_path):
     """Also in a process that has read no example, as in a deployment."""
     model = save_model("bert", tmp_path / "model")
@@ -166,6 +168,7 @@ def test_a_small_device_gets_all_heads(devices):
     check_logits(run, [devices.result(0, run) / "adapter"])
 
 
+@pytest.mark.slow
 def test_a_device_that_never_trained_gets_the_bases(devices):
     """Data-aware bases are sent once; a device that never trained gets them with the result."""
     devices.add(2)
@@ -178,6 +181,7 @@ def test_a_device_that_never_trained_gets_the_bases(devices):
     check_logits(run, [devices.result(1, run) / "adapter"])
 
 
+@pytest.mark.slow
 def test_clients_without_a_result_path_are_listed_as_not_delivered(devices, caplog):
     run = devices.run()
     assert run.summary["delivered"] == []
@@ -197,6 +201,7 @@ def test_a_form_that_the_method_lacks_is_not_delivered(devices):
 # Repeated delivery, and delivery after more rounds.
 
 
+@pytest.mark.slow
 def test_delivering_a_finished_run_again_changes_only_its_summary_and_log(devices):
     run = devices.run(deliver=False)
     before = files_of(run.run_dir)
@@ -224,6 +229,7 @@ def test_delivering_a_finished_run_again_changes_only_its_summary_and_log(device
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, monkeypatch):
     devices.add(0)
 
@@ -240,6 +246,7 @@ def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, m
     assert devices.run(resume=str(directory)).summary["delivered"] != []
 
 
+@pytest.mark.slow
 def test_more_rounds_replace_what_the_same_run_delivered(devices):
     devices.add(0)
     run = devices.run()
@@ -254,6 +261,7 @@ def test_more_rounds_replace_what_the_same_run_delivered(devices):
     check_logits(other, [devices.result(0, other) / "adapter"])
 
 
+@pytest.mark.slow
 def test_damaged_files_on_a_device_are_replaced(devices):
     devices.add(0)
     run = devices.run()
@@ -297,6 +305,7 @@ def test_files_of_other_origin_are_never_changed(kind, ended, devices, tmp_path)
     assert folder.is_symlink() == (kind == "link")
 
 
+@pytest.mark.slow
 def test_files_added_to_a_result_are_never_removed(devices):
     devices.add(0)
     run = devices.run()
@@ -313,6 +322,7 @@ def test_files_added_to_a_result_are_never_removed(devices):
     assert files_of(folder) == before
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("files", [None, [], {}, "x", {"adapter/README.md": 1}])
 def test_a_result_with_an_invalid_mark_is_not_replaced(files, devices):
     devices.add(0)
@@ -338,6 +348,7 @@ def files_of_at_most(number):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["adapter", "merged"])
 def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, monkeypatch):
     devices.add(0, result_form=form)
@@ -394,6 +405,7 @@ def test_an_unusable_result_path_is_reported(fault, reason, devices, monkeypatch
     assert str(devices.folder) not in json.dumps(run.summary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["_write_mark", "_replace"])
 def test_a_killed_process_leaves_the_former_result(moment, devices, monkeypatch):
     devices.add(0)

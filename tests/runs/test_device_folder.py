@@ -13,6 +13,7 @@ from testing.tiny import WORDS, newsgroups, save_model
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.slow
 @LEFT_OPEN
 def test_no_text_of_a_folder_leaves_the_node(tmp_path, monkeypatch):
     """Every reply has the method's tensors, and no word of a text."""

@@ -28,6 +28,7 @@ def records_of(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow(kept=3)
 def test_a_run_matches_its_plan(run):
     method = run.summary["method"]
     settings = TINY | {"method": method}

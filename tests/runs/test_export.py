@@ -75,6 +75,7 @@ def model_files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".md"}
 
 
+@pytest.mark.slow(kept=2)
 def test_the_exports_give_the_logits_of_the_run(run, exported):
     method = run.summary["method"]
     with result_of(run.run_dir, client_of(run)) as loaded:
@@ -118,6 +119,7 @@ INITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("options", INITS, ids=lambda options: options.get("init", "default"))
 def test_an_exported_adapter_has_the_runs_bases_and_can_be_trained(options, tmp_path):
     """Bases are made from the seed as the run's, or saved where they do not follow from it."""
@@ -151,6 +153,7 @@ def test_an_exported_adapter_has_the_runs_bases_and_can_be_trained(options, tmp_
         assert not torch.equal(layer.ravan_H["default"], old)
 
 
+@pytest.mark.slow
 def test_a_method_without_heads_is_not_exported_as_ravan(tmp_path, capsys):
     run = simulate(SHORT | {"method": "ffa-lora", "num-rounds": 1, "output-dir": str(tmp_path)}, 2)
     with pytest.raises(SystemExit):
@@ -198,6 +201,7 @@ def test_a_recorded_config_is_read_unchanged(run):
         recorded_config(content, "here")
 
 
+@pytest.mark.slow
 def test_mistakes_of_an_export_are_errors(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

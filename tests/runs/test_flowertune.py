@@ -87,6 +87,7 @@ def test_quantization_is_for_methods_with_a_frozen_backbone():
     assert read_config({"preset": "code", "max-bytes": 1e9}).max_bytes == 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_plan_needs_no_hub_and_a_run_names_the_missing_model(model, capsys):
     main(["plan", "preset=general-nlp", f"model={model}"])
@@ -112,6 +113,7 @@ def run(request, tmp_path_factory):
     return simulate(settings, 3).run_dir, folder / "model"
 
 
+@pytest.mark.slow
 def test_flowertunes_evaluation_loads_the_adapter_unchanged(run):
     """As evaluation/general-nlp/eval.py and evaluation/finance/eval.py load it, without 4 bits."""
     run_dir, base = run

@@ -126,6 +126,7 @@ def records_of(run_dir):
     return [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_collapsed_run_reports_it_and_can_resume_from_its_best_round(tmp_path, measured, capsys):
     settings = SMALL | {"output-dir": str(tmp_path)}
     run = simulate(settings, 3)
@@ -161,6 +162,7 @@ def test_a_collapsed_run_reports_it_and_can_resume_from_its_best_round(tmp_path,
     assert good.state.keys() == load_checkpoint(folder).state.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
 @pytest.mark.usefixtures("without_charts")
 def test_a_run_that_never_learned_reports_a_collapse_in_log_and_report(
@@ -181,6 +183,7 @@ def test_a_run_that_never_learned_reports_a_collapse_in_log_and_report(
     assert "a learning rate that is too high (here 3.0)" in page
 
 
+@pytest.mark.slow
 def test_a_single_evaluation_at_the_end_is_checked_unless_nothing_is_trained(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 3}
     run = simulate(settings | {"eval-every": 3}, 3)
@@ -189,6 +192,7 @@ def test_a_single_evaluation_at_the_end_is_checked_unless_nothing_is_trained(tmp
     assert untrained.summary["collapsed"] == []
 
 
+@pytest.mark.slow
 def test_resuming_at_an_earlier_round_drops_later_rounds(tmp_path):
     settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 3}
     run = simulate(settings, 3)
@@ -202,6 +206,7 @@ def test_resuming_at_an_earlier_round_drops_later_rounds(tmp_path):
     assert torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
     """The run has a user's preset, other settings, and another number of clients."""
     monkeypatch.chdir(tmp_path)

@@ -45,6 +45,7 @@ def metrics_before(settings):
         return loaded.evaluate()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora"])
 def test_perplexity_falls_on_real_text(method, tmp_path):
     settings = preset(tmp_path, method=method)
@@ -56,6 +57,7 @@ def test_perplexity_falls_on_real_text(method, tmp_path):
     assert metrics["best"]["perplexity"] <= metrics["final"]["perplexity"]
 
 
+@pytest.mark.slow
 def test_adapter_and_merged_export_answer_in_a_pipeline(conversation_run, tmp_path):
     run, *_ = conversation_run
     question = [as_messages(*docstrings()[3])["messages"][0]]
@@ -109,6 +111,7 @@ def test_rows_that_cannot_be_answered_have_a_reason(conversation_run, tmp_path):
     assert "row 4: its message of user is missing" in answered.problems
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_language_run_is_evaluated_planned_and_reported(
     conversation_run, tmp_path, capsys, caplog
@@ -129,6 +132,7 @@ def test_a_language_run_is_evaluated_planned_and_reported(
     assert footprint(config).server > 0
 
 
+@pytest.mark.slow
 def test_the_plan_counts_one_block_of_logits(conversation_run, monkeypatch):
     """Not all logits are counted, since the loss computes them block by block."""
     _, settings, _ = conversation_run
@@ -141,6 +145,7 @@ def test_the_plan_counts_one_block_of_logits(conversation_run, monkeypatch):
     assert unblocked - blocked > 0.8 * 8 * 95 * vocabulary * 4
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("batching", "micro_batch"), [("random", 8), ("packed", 8), ("random", 3)])
 def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_path):
     """All texts have the maximal length, and the loss is on every token."""
@@ -181,6 +186,7 @@ def record_batches(task, method):
     return example_sums, shapes
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -237,6 +243,7 @@ def test_gradients_of_single_texts_depend_on_their_own_tokens_only(block, tmp_pa
                 torch.testing.assert_close(batched[row], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_private_client_trains_in_micro_batches(tmp_path):
     settings = preset(tmp_path) | {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
     config = read_config(with_preset_path(settings))
@@ -252,6 +259,7 @@ def test_a_private_client_trains_in_micro_batches(tmp_path):
     assert max(rows for rows, _ in shapes) <= 2
 
 
+@pytest.mark.slow
 def test_client_metrics_are_averaged_by_token(tmp_path):
     """The mean over clients is over all their tokens; the perplexity follows from the loss."""
     settings = preset(
@@ -266,6 +274,7 @@ def test_client_metrics_are_averaged_by_token(tmp_path):
     assert found["perplexity"] == pytest.approx(pooled["perplexity"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_examples_without_a_target_belong_to_no_partition(tmp_path, capsys):
     settings = preset(tmp_path, weighting="examples", **{"num-rounds": 1})
     with (tmp_path / "data" / "train.jsonl").open("a") as file:
@@ -286,6 +295,7 @@ def test_a_device_reads_its_own_conversations(tmp_path):
     assert len(loaded.device_examples(str(device_folder), 0).train) == 7
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "options",
     [{"batching": "length"}, {"backbone-dtype": "4bit"}, {"gradient-checkpointing": True},

@@ -30,6 +30,7 @@ class Attacking(InProcessGrid):
         return reply
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_multiplied_reply_is_rejected_from_the_first_round(method, tmp_path, monkeypatch):
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Attacking)

@@ -20,6 +20,8 @@ from tests.browser import CHROMIUM, Browser
 from tests.followed import NOW, lines, node, record, run_in, status
 from tests.hostile_texts import HOSTILE
 
+pytestmark = pytest.mark.slow
+
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 
 

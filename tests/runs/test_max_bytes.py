@@ -37,6 +37,7 @@ def test_the_last_round_that_fits_is_evaluated_and_ends_the_run(
     assert "% of max-bytes" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_a_larger_limit(tmp_path):
     settings = QUICK | {"output-dir": str(tmp_path)}
     run = simulate(settings | {"max-bytes": 2.0 * bytes_of_a_round()}, 4)
@@ -50,6 +51,7 @@ def test_a_run_resumes_with_a_larger_limit(tmp_path):
     assert continued.summary["rounds"] == 4
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_rounds_within_the_limit():
     assert "enough for 3 of 5 rounds" in plan_of(QUICK | {"max-bytes": 3.5 * bytes_of_a_round()})
     assert "enough for all rounds" in plan_of(QUICK | {"max-bytes": 1e12})

@@ -45,6 +45,7 @@ def arguments(folder, kind=transformers.TrainingArguments, **changes):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_transformers_trainer_trains_and_resumes_from_its_checkpoint(tmp_path, checkpointing):
@@ -150,6 +151,7 @@ def test_saving_warns_of_a_head_that_was_unfrozen_by_hand(tmp_path):
     save(modules_to_save=["classifier"])  # warnings are errors
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of trl
 def test_trls_trainer_trains_with_the_configuration(tmp_path):
     trl = pytest.importorskip("trl")
@@ -325,6 +327,7 @@ def oldest():
         yield folder
 
 
+@pytest.mark.slow
 def test_the_script_runs_with_the_oldest_admitted_peft(oldest, tmp_path, python_without_hub):
     environment = os.environ | {"PYTHONPATH": oldest}
     done = python_without_hub.run(["-c", SCRIPT, OLDEST, str(tmp_path)], environment=environment)
@@ -352,6 +355,7 @@ def test_an_error_names_the_version_of_a_peft_that_cannot_be_extended(change, py
     assert "expected a release from 0.19.0 to" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_quickly_and_its_tuner_without_flower():
     code = (
         "import sys, time; began = time.process_time(); import ravan_flwr\n"

@@ -76,6 +76,7 @@ def watched(monkeypatch):
     return Grid
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 @pytest.mark.parametrize(("method", "travels"), [("fedsa-lora", {"A"}), ("local", set())])
 def test_personal_parameters_are_never_sent(method, travels, classifier, watched, tmp_path):
@@ -95,6 +96,7 @@ def test_personal_parameters_are_never_sent(method, travels, classifier, watched
     assert simulation.summary["bytes-up"] == num_requests * a_client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_run_resumes_to_the_same_bits_on_every_client(method, tmp_path):
     uninterrupted = run(tmp_path, method=method)
@@ -109,6 +111,7 @@ def test_a_run_resumes_to_the_same_bits_on_every_client(method, tmp_path):
     assert same_parts(parts_of(uninterrupted), parts_of(returned))
 
 
+@pytest.mark.slow
 def test_personal_parameters_are_stored_as_long_as_their_checkpoint(tmp_path):
     simulation = run(tmp_path, method="local", num_rounds=6)
     names = {path.name for path in (simulation.run_dir / "checkpoints").iterdir()}
@@ -119,6 +122,7 @@ def test_personal_parameters_are_stored_as_long_as_their_checkpoint(tmp_path):
     assert len(numbers) in (3, 4)
 
 
+@pytest.mark.slow
 def test_missing_personal_parameters_are_initialised_and_counted(tmp_path, caplog):
     stopped = run(tmp_path, method="local", num_rounds=2)
     (stopped.run_dir / "checkpoints" / "clients-000002.safetensors").unlink()
@@ -127,6 +131,7 @@ def test_missing_personal_parameters_are_initialised_and_counted(tmp_path, caplo
     assert resumed.summary["began-anew"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_run_resumed_on_devices_reports_lost_personal_parameters(
     method, tmp_path, monkeypatch, capsys
@@ -149,6 +154,7 @@ def test_a_run_resumed_on_devices_reports_lost_personal_parameters(
     assert all(f"partition {number} has lost its personal parameters" in output for number in lost)
 
 
+@pytest.mark.slow
 def test_damaged_personal_parameters_are_refused(tmp_path):
     stopped = run(tmp_path, method="local", num_rounds=2)
     path = stopped.run_dir / "checkpoints" / "clients-000002.safetensors"
@@ -167,6 +173,7 @@ def test_personal_parameters_without_a_partition_are_refused(tmp_path):
         load_personal_states(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_a_client_that_lost_its_personal_parameters_starts_again_and_is_reported(
     watched, tmp_path, capsys
 ):
@@ -201,6 +208,7 @@ def test_invalid_personal_parameters_count_as_lost():
     assert from_record(state.array_records[PERSONAL_RECORD]).keys() == good.keys()
 
 
+@pytest.mark.slow
 def test_local_clients_are_independent(tmp_path):
     """A client's result does not depend on the weights or uploads of other clients."""
     together = run(tmp_path, method="local", weighting="examples")
@@ -226,6 +234,7 @@ def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
     assert (simulation.run_dir / "adapter").is_dir()
 
 
+@pytest.mark.slow
 def test_per_client_statistics_are_of_the_clients_metrics(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit")
     for record in records_of(simulation):
@@ -267,6 +276,7 @@ def test_commands_need_a_client_of_a_personalised_run(words, tmp_path, capsys):
         assert output in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_error_explains_that_personal_parameters_are_on_devices(tmp_path):
     simulation = run(tmp_path, method="fedsa-lora", num_rounds=1)
     for path in (simulation.run_dir / "checkpoints").glob("clients-*"):
@@ -284,6 +294,7 @@ def test_an_error_explains_that_personal_parameters_are_on_devices(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_the_report_shows_per_client_statistics(tmp_path):
     simulation = run(tmp_path, method="fedsa-lora", report=True)
     assert (simulation.run_dir / "report" / "clients.png").is_file()

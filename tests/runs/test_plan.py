@@ -16,6 +16,7 @@ from testing import ROOT
 SHORT: dict[str, Scalar] = {"local-steps": 1, "report": False, "tracking": "none"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 def test_a_plans_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     settings = {"classifier": classifier, "heads": 2, "budgets": "full", "num-rounds": 1}
@@ -29,6 +30,7 @@ def test_a_plans_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, c
     assert f"rank            {run.summary['rank']}, 2 heads" in plan
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
 def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monkeypatch, capsys):
     def fail_on_request(*_, **__):
@@ -41,6 +43,7 @@ def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monk
     assert "trained " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_calibration_round(tmp_path):
     settings: dict[str, Scalar] = {**SHORT, "init": "data-aware", "num-rounds": 1}
     plan = describe(read_config(settings))

@@ -76,6 +76,7 @@ def check_learned(run):
     return metrics
 
 
+@pytest.mark.slow
 def test_preferences_are_learned_evaluated_and_planned(preference_run, tmp_path, capsys):
     run, settings, _ = preference_run
     metrics = check_learned(run)
@@ -99,6 +100,7 @@ def test_metrics_before_training_are_those_of_equal_models(preference_run):
     assert metrics["margin"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "form", "rounds"),
     [("fedit", as_conversations, 2), ("ffa-lora", None, 2), ("feddpa", None, 4)],
@@ -108,6 +110,7 @@ def test_other_adapters_learn_preferences(method, form, rounds, tmp_path):
     check_learned(simulate(preset(tmp_path, form, **options), 3))
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "options",
     [

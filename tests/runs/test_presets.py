@@ -90,6 +90,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("preset", "glue_task", "method"), RUNS)
 def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small_settings, tmp_path):
     run = simulate(
@@ -111,6 +112,7 @@ def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small_sett
         )  # both sets have the same size
 
 
+@pytest.mark.slow
 def test_a_text_to_text_model_learns(small_settings, tmp_path):
     """Loss and F1 improve: the trained model generates the answers."""
     settings = small_settings("mrqa-t5") | {
@@ -170,6 +172,7 @@ COUNTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("preset", "budget"), COUNTS)
 def test_parameters_are_those_of_the_paper(preset, budget):
     expected = COUNTS[preset, budget]
@@ -195,6 +198,7 @@ def test_the_rounded_parameter_counts_are_those_of_the_paper():
 PLANS = [*zip(METHODS, itertools.cycle(SMALLER), strict=False)]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("method", "preset"), PLANS[: len(SMALLER)])
 def test_every_presets_plan_needs_neither_weights_nor_a_connection(preset, method):
     plan = describe(read_config({"preset": preset, "method": method}))
@@ -203,6 +207,7 @@ def test_every_presets_plan_needs_neither_weights_nor_a_connection(preset, metho
     assert f"adapted         {adapted.get(preset, 48)} matrices" in plan
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("method", "preset"), PLANS[len(SMALLER) :])
 def test_every_methods_plan_needs_neither_weights_nor_a_connection(preset, method, two_blocks):
     plan = describe(read_config({"preset": preset, "method": method}))

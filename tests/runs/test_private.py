@@ -45,6 +45,7 @@ def test_a_private_run_reports_epsilon_and_counts_it_after_resuming(tmp_path, ca
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 9}, 4)
 
 
+@pytest.mark.slow
 def test_a_plan_states_epsilon():
     plan = plan_of(QUICK, 4)
     assert re.search(r"epsilon (7\.99\d|8\.000) after 3 rounds, delta 1e-05", plan)

@@ -23,6 +23,7 @@ def rounds_of(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_run_with_private_examples_learns_and_counts_epsilon_after_resuming(tmp_path, capsys):
     settings = PRIVATE | {"output-dir": str(tmp_path)}
@@ -63,6 +64,7 @@ def test_a_run_with_private_examples_learns_and_counts_epsilon_after_resuming(tm
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 99}, CLIENTS)
 
 
+@pytest.mark.slow
 def test_a_plan_states_epsilon_of_examples():
     plan = plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS)
     plan = " ".join(plan.split())
@@ -82,6 +84,7 @@ def test_a_plan_states_epsilon_of_examples():
     )
 
 
+@pytest.mark.slow
 def test_a_plan_counts_a_gradient_of_each_example():
     """It counts at least four bytes for each trained parameter and example of a batch."""
 

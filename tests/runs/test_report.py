@@ -107,6 +107,7 @@ def test_norms_of_heads_are_those_of_their_delta_weights(runs):
             assert written[layer.name] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_several_runs_are_grouped_with_seeds_as_a_band(runs, tmp_path):
     groups = group_runs([RecordedRun.read(path) for path in runs])
     assert {name: len(grouped) for name, grouped in groups.items()} == {"ravan": 2, "hetlora": 2}
@@ -181,6 +182,7 @@ def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
         assert shown_text.replace("\r", "").count(expected.replace("\r", "")) == 2, text
 
 
+@pytest.mark.slow
 def test_dollar_signs_in_texts_start_no_formula(runs, tmp_path):
     """Matplotlib would read text between two dollar signs as a formula."""
     names = [r"/data/$\frac{$/it's_a^model", r"/data/$x_$ and \$y^"]
@@ -219,6 +221,7 @@ def test_untrained_heads_are_shown(runs, tmp_path):
     assert not drawn[:, 1:].any()
 
 
+@pytest.mark.slow
 def test_runs_without_evaluation_or_with_another_metric(runs, tmp_path, capsys):
     def without_metrics(records):
         return [record | {"metrics": {}} for record in records]
@@ -347,6 +350,7 @@ def test_names_have_no_settings_that_the_preset_determines(runs, tmp_path):
     assert "lora-rank 4" in next(iter(group_runs([two, other("late")])))
 
 
+@pytest.mark.slow
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
     main(["report", *map(str, runs), "--spectrum", "--output", str(tmp_path)])
     spectra_files = {"spectrum.png", "effective-rank.png", "spectrum.csv"}
@@ -436,6 +440,7 @@ def all_installed(monkeypatch):
     monkeypatch.setattr(tracking, "_is_installed", lambda name: True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_installed")
 def test_wandb_and_mlflow_get_every_round(tmp_path, monkeypatch):
     wandb = FakeWandB()
@@ -465,6 +470,7 @@ def test_a_tracker_that_cannot_start_does_not_fail_the_run(tmp_path, monkeypatch
     assert "no tracking with wandb" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_installed")
 def test_a_tracker_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
     wandb = FakeWandB(fails=True)
@@ -483,6 +489,7 @@ def test_an_error_names_the_package_that_is_not_installed(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_report_removes_pictures_of_an_earlier_one_and_nothing_else(runs, tmp_path):
     out = tmp_path / "report"
     write_report(runs[:3], out, spectrum=True)

@@ -126,6 +126,7 @@ def check_against_plain(uploads, state, used, head_mean="trained"):
             assert error <= step_of(bounds[name]) + rounding, (name, row)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -189,6 +190,7 @@ def test_a_failed_client_alone_is_rejected(tmp_path, monkeypatch, uploads, phase
     check_against_plain(uploads[1], state_of(run, 1), range(len(remaining)), head_mean)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("phase", ["shares", "masked", "agree", "unmask"])
 def test_a_round_with_too_many_failures_has_no_effect_on_the_state_or_later_rounds(
     tmp_path, monkeypatch, phase
@@ -221,6 +223,7 @@ def test_the_server_does_not_wait_if_too_few_clients_are_eligible(tmp_path, monk
     assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
+@pytest.mark.slow
 def test_a_secure_run_resumes_to_the_same_bits(tmp_path):
     settings = QUICK | {"budgets": "uniform", "num-rounds": 2}
     uninterrupted = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
@@ -230,6 +233,7 @@ def test_a_secure_run_resumes_to_the_same_bits(tmp_path):
         assert torch.equal(state_of(resumed, 2)[name], tensor)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_bits(tmp_path, monkeypatch, python):
     # Workers cannot be forks of a process in which a test has used an accelerator.
     monkeypatch.setattr(sys, "executable", python.executable)
@@ -405,6 +409,7 @@ def test_clients_check_the_schedule(tmp_path, monkeypatch, server, message):
         assert re.search(message, rejected["reason"])
 
 
+@pytest.mark.slow
 def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
     """Each further round would reveal another sum of their data."""
 
@@ -475,6 +480,7 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
     assert len(record["clients"]) == 6
 
 
+@pytest.mark.slow
 def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
     tmp_path, monkeypatch, uploads
 ):
@@ -561,6 +567,7 @@ def test_a_client_with_an_unknown_key_is_skipped(tmp_path, monkeypatch):
     assert all(2 not in [c["partition-id"] for c in r["clients"]] for r in effective)
 
 
+@pytest.mark.slow
 def test_a_client_with_invalid_shares_is_skipped_after_one_round(tmp_path, monkeypatch):
     def behave(partition, _, kind, message, honest):
         reply = honest()
@@ -588,6 +595,7 @@ def spoil_shares(reply, holders, groups=1):
     return reply
 
 
+@pytest.mark.slow
 def test_a_dropout_that_spoiled_a_third_of_its_shares_is_skipped_after_one_round(
     tmp_path, monkeypatch
 ):
@@ -685,6 +693,7 @@ def bytes_in(plan):
     return [int(number.replace(",", "")) for number in found.groups()]
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_bytes(tmp_path):
     """For a round without failures; run ids and bounds differ by a few digits."""
     (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6))
@@ -708,6 +717,7 @@ def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
     assert view_of(RunSnapshot.read(run.run_dir))["facts"]["uploads"] == f"masked: {masked}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)

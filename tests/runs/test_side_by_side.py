@@ -113,6 +113,7 @@ def spawned_run(preset, tmp_path_factory):
         return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **ONE_ROUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forks", "new processes"])
 def test_workers_read_a_preset_by_its_path(kind, preset, request, tmp_path):
     if kind == "new processes":
@@ -123,6 +124,7 @@ def test_workers_read_a_preset_by_its_path(kind, preset, request, tmp_path):
     assert double.summary["rejected"] == 0
 
 
+@pytest.mark.slow
 def test_masked_rounds_in_two_processes_give_the_bits_of_one(tmp_path):
     """Each worker answers several messages with the state and other arrays."""
     settings: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 6}
@@ -132,6 +134,7 @@ def test_masked_rounds_in_two_processes_give_the_bits_of_one(tmp_path):
     assert_same(single, double)
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
 def test_two_processes_give_the_bits_of_one(settings, tmp_path):
     single, double = (run(tmp_path, number, **settings) for number in (1, 2))
@@ -140,6 +143,7 @@ def test_two_processes_give_the_bits_of_one(settings, tmp_path):
     assert_same(single, double)
 
 
+@pytest.mark.slow
 def test_auto_starts_workers_for_large_runs_and_gives_the_same_bits(tmp_path, monkeypatch, capsys):
     single = run(tmp_path, 1)
     small_run = run(tmp_path, "auto")
@@ -177,6 +181,7 @@ def rejected(simulation):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_only_its_clients_reply(tmp_path, monkeypatch):
     inject_fault(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
     first, second = rejected(run(tmp_path, 2, **{"clients-per-round": 6}))
@@ -186,6 +191,7 @@ def test_a_killed_worker_loses_only_its_clients_reply(tmp_path, monkeypatch):
     assert second == []
 
 
+@pytest.mark.slow
 def test_without_workers_clients_are_computed_sequentially(tmp_path, monkeypatch, capsys):
     """All workers are killed: at most the replies in progress are lost."""
     train, server = answers._ANSWERS["train"], os.getpid()
@@ -209,6 +215,7 @@ def test_without_workers_clients_are_computed_sequentially(tmp_path, monkeypatch
     assert "no other can be started: no memory" in output
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_reported_as_with_one_process(tmp_path, monkeypatch):
     def fail():
         answers.log.warning("about to fail in %s", "a worker")
@@ -221,6 +228,7 @@ def test_an_error_in_a_worker_is_reported_as_with_one_process(tmp_path, monkeypa
     assert "about to fail in a worker" in (simulation.run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_hung_workers_client_is_rejected_at_the_rounds_timeout(tmp_path, monkeypatch):
     """The clock advances only while the hung worker is the last one, on machines of any speed."""
     now, began, hangs = [0.0], time.monotonic(), tmp_path / "hangs"

@@ -50,6 +50,7 @@ def test_a_round_ends_with_its_slowest_client(tmp_path):
     assert [r["time"] >= 1.0 for r in rounds] == [False] * (len(rounds) - 1) + [True]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "aggregation",
     [
@@ -81,6 +82,7 @@ def test_a_run_in_simulated_time_resumes_to_the_same_bits(tmp_path, monkeypatch,
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.slow
 def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path, monkeypatch):
     """The run is killed with two of three updates: they are computed again, and count once."""
     settings = SHORT | {
@@ -116,6 +118,7 @@ def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path,
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.slow
 def test_budgets_by_speed_give_slow_devices_smaller_fractions(tmp_path):
     run = simulate(
         SHORT | {
@@ -144,6 +147,7 @@ def test_simulated_devices_are_refused_for_real_clients(kind, message):
         server_app.run(grid, context)
 
 
+@pytest.mark.slow
 def test_report_and_plan_show_simulated_time(tmp_path):
     settings = SHORT | {"devices": "edge-gpus", "eval-every": 1, "output-dir": str(tmp_path)}
     runs = [

@@ -44,6 +44,7 @@ def final_state(simulation):
     return safetensors.torch.load_file(path)
 
 
+@pytest.mark.slow
 def test_runs_in_two_threads_are_independent(tmp_path):
     """Neither logs nor results mix."""
     sequential = [run(tmp_path / "alone", seed=seed) for seed in (1, 2)]
@@ -98,6 +99,7 @@ def test_a_run_directory_has_all_files_and_fields(tmp_path):
     assert isinstance(summary["bytes-up"], int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
     simulation = run(tmp_path, budgets="uniform", classifier=classifier, num_rounds=4)
@@ -112,6 +114,7 @@ def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
     assert len(heads) > 1
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("scoring", "selection"), [("random", "global"), ("weight", "layer"), ("gradient", "global")]
 )
@@ -161,6 +164,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ravan", "fed-sb"])
 def test_an_epoch_has_as_many_steps_as_batches(tmp_path, method):
     """All clients have 119 or 120 examples, two batches, so both keys give the same run."""
@@ -173,6 +177,7 @@ def test_an_epoch_has_as_many_steps_as_batches(tmp_path, method):
     assert by_passes.summary["steps"] == 3 * 2 * 2
 
 
+@pytest.mark.slow
 def test_clients_with_more_examples_take_more_steps_also_after_resuming(tmp_path):
     settings: dict[str, Scalar] = {
         "partition": "dirichlet", "local_steps": "auto", "local_epochs": 0.5, "batch_size": 32,
@@ -211,6 +216,7 @@ def test_natural_partitions_fix_the_number_of_clients(tmp_path):
     assert RecordedRun.read(resumed.run_dir).config["num-clients"] == 10
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_more_rounds_but_not_with_other_settings(tmp_path, monkeypatch):
     first = run(tmp_path, num_rounds=1)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
@@ -272,6 +278,7 @@ def test_fewer_clients_than_clients_per_round_all_train(tmp_path):
     assert all(len(json.loads(line)["clients"]) == 2 for line in records)
 
 
+@pytest.mark.slow
 def test_clients_can_evaluate_on_their_own_examples(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3)
     assert 0 <= simulation.summary["metrics"]["final"]["accuracy"] <= 1
@@ -282,12 +289,14 @@ def test_clients_can_evaluate_on_their_own_examples(tmp_path):
     assert simulation.summary["bytes-down"] == 2 * (4 + 3) * state
 
 
+@pytest.mark.slow
 def test_only_evaluated_rounds_have_metrics_and_the_last_is_evaluated(tmp_path):
     simulation = run(tmp_path, num_rounds=3, eval_every=2)
     records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     assert [bool(json.loads(line)["metrics"]) for line in records] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_a_node_config_sets_budget_and_device(tmp_path, monkeypatch):
 
     class Edge(InProcessGrid):
@@ -547,6 +556,7 @@ def bytes_down(directory):
     }
 
 
+@pytest.mark.slow
 def test_data_aware_bases_are_sent_to_each_client_once_and_are_counted(tmp_path):
     simulation = run(tmp_path, init="data-aware", num_rounds=4, clients_per_round=2)
     by_round = bytes_down(simulation.run_dir)
@@ -565,6 +575,7 @@ def test_data_aware_bases_are_sent_to_each_client_once_and_are_counted(tmp_path)
     )
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
     settings = {"method": method, "num_rounds": 2}
@@ -643,6 +654,7 @@ def test_bytes_to_and_from_each_client_are_counted(tmp_path, method):
             assert client["bytes-up"] == factors
 
 
+@pytest.mark.slow
 def test_a_run_cannot_resume_with_other_partitions_or_without_its_bases(tmp_path):
     stopped = run(tmp_path, num_rounds=1, method="fed-sb", num_clients=4)
     with pytest.raises(ValueError, match=r"num-partitions = 6, expected 4 as before"):
@@ -652,6 +664,7 @@ def test_a_run_cannot_resume_with_other_partitions_or_without_its_bases(tmp_path
         run(tmp_path, method="fed-sb", num_clients=4, resume=str(stopped.run_dir))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkeypatch):
     uninterrupted = run(tmp_path, method="fed-sb")
 
@@ -669,6 +682,7 @@ def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkey
     assert without_times(resumed.summary) == without_times(uninterrupted.summary)
 
 
+@pytest.mark.slow
 def test_fed_sbs_calibration_samples_clients_and_its_bytes_are_counted(tmp_path):
     simulation = run(tmp_path, method="fed-sb", num_clients=8, classifier="frozen", num_rounds=3)
     by_round = bytes_down(simulation.run_dir)
@@ -683,6 +697,7 @@ def test_fed_sbs_calibration_samples_clients_and_its_bytes_are_counted(tmp_path)
     assert {client["bytes-up"] for client in first["clients"]} == {4 * 8 * 96 * 96}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["ravan", "full", "hetlora"])
 def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
     settings = {"method": method, "num_rounds": 1, "local_steps": 10, "classifier": "frozen"}
@@ -699,6 +714,7 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
     assert distances[2] < 0.7 * distances[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), [("ravan", "adam"), ("fedit", "momentum")])
 def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     settings = {"method": method, "server_optimizer": kind}
@@ -722,6 +738,7 @@ def test_a_server_optimiser_requires_a_plain_mean(tmp_path, method):
         run(tmp_path, method=method, server_optimizer="adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["data-aware", "first-round"])
 def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
     settings = {"init": init, "budgets": "uniform", "scoring": "gradient"}
@@ -733,6 +750,7 @@ def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
     assert resumed.summary["metrics"] == uninterrupted.summary["metrics"]
 
 
+@pytest.mark.slow
 def test_a_node_that_lost_the_bases_gets_them_again(tmp_path, monkeypatch):
 
     class Forgetful(InProcessGrid):
@@ -764,6 +782,7 @@ def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
         assert free_memory(torch.device(kind)) == 12345
 
 
+@pytest.mark.slow
 def test_an_automatic_budget_fraction_fits_the_free_memory(tmp_path, monkeypatch):
     from ravan_flwr.training.cost import step_memory
 

@@ -74,6 +74,7 @@ def test_a_density_close_to_one_gives_nearly_the_same_state(sparsity, tmp_path):
     assert max(float(state[name].abs().max()) for name in state) > 0.003
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -99,6 +100,7 @@ def test_sparsity_with_other_settings_resumes_to_the_same_bits(settings, tmp_pat
     assert settings.get("privacy") or same(state_of(uninterrupted), state_of(resumed))
 
 
+@pytest.mark.slow
 def test_simulated_time_and_max_bytes_count_sparse_bytes(tmp_path):
     times, num_rounds = {}, {}
     for sparsity in ("1:1", "1/16:1/16"):

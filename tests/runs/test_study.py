@@ -152,6 +152,7 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     assert "4 runs, 4 of them done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_table_draws_spectra_of_runs_with_other_numbers_of_clients(tmp_path, forked_runs):
     rows = {"alone": {"num-clients": 1, "method": "full", "learning-rate": 1e-3}, "three": {}}
     tables = [{"title": "T", "rows": rows, "spectra": True}]
@@ -204,6 +205,7 @@ def test_equal_parameters_requires_methods_of_similar_size(tmp_path):
     assert read_study(write(tmp_path, tables=[table])).tables[0].rows
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_chosen_on_the_validation_split(tmp_path, forked_runs):
     rates = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
     rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
@@ -290,6 +292,7 @@ def test_an_interrupted_study_starts_no_further_run(tmp_path, monkeypatch):
     assert len(started) <= 2  # the finished run, and one that started meanwhile
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_listed_and_the_others_continue(tmp_path, caplog, forked_runs):
     tables = [{"title": "T", "rows": {"good": {}, "bad": {"limits": "max-update-norm=1e-9"}}}]
     path = write(tmp_path, tables=tables, seeds=[0])

@@ -61,6 +61,7 @@ def read_rates(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_tuning_extends_its_grid_resumes_and_draws(tmp_path, forked_runs, monkeypatch, capsys):
     # With a wrong default the best rate is at the grid's edge, so the grid is extended.
     out = tmp_path / "out"
@@ -93,6 +94,7 @@ def test_a_tuning_extends_its_grid_resumes_and_draws(tmp_path, forked_runs, monk
     assert (out / "results.md").read_text() == text
 
 
+@pytest.mark.slow
 def test_the_best_rate_is_written_into_the_preset(tmp_path, forked_runs, capsys, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text(PRESET)
@@ -129,6 +131,7 @@ def test_a_dry_run_runs_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_when_every_rate_fails_the_error_has_the_first_reason(tmp_path, forked_runs, capsys):
     failing = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
     with pytest.raises(SystemExit) as end:

@@ -22,6 +22,7 @@ def rounds(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
     """The value is the larger accuracy of the first two rounds of an unbounded run."""
     settings = QUICK | {"output-dir": str(tmp_path)}

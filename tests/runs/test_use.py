@@ -192,6 +192,7 @@ def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
         shutil.move(moved, old)
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_skipped_with_a_problem(digits, image_folders, tmp_path):
     folder = tmp_path / "images"
     shutil.copytree(image_folders, folder)
@@ -273,6 +274,7 @@ def test_without_a_prediction_no_file_is_written(texts, tmp_path, capsys):
     assert (tmp_path / "there.csv").read_text() == "mine"
 
 
+@pytest.mark.slow
 @LEFT_OPEN
 def test_an_evaluation_names_its_examples(texts, digits, image_folders, tmp_path, capsys):
     run, data = texts
@@ -358,6 +360,7 @@ def generating_run(request, tmp_path_factory):
     return simulate(QUICK | settings, 2), folder / "data"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_text_to_text_run_is_evaluated_predicted_and_reported(generating_run, tmp_path):
     run, data = generating_run
@@ -398,6 +401,7 @@ def test_a_run_without_classes_json_has_a_report_and_a_card(digits, tmp_path):
     assert "macro-F1" not in (tmp_path / "merged" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_run_evaluated_on_clients_has_no_table_by_class(tmp_path):
     settings: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
@@ -407,6 +411,7 @@ def test_a_run_evaluated_on_clients_has_no_table_by_class(tmp_path):
     assert "Class by class" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_the_table_by_class_is_of_the_last_evaluation_also_after_resuming(tmp_path):
     settings = QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}
@@ -440,6 +445,7 @@ def test_a_report_has_the_numbers_of_the_run(digits, tmp_path):
         assert f'<th scope="row">{cells[0]}</th>{row}' in page
 
 
+@pytest.mark.slow
 @LEFT_OPEN
 def test_hostile_labels_are_shown_as_text(texts, tmp_path):
     """Names come from data, so that a page must escape them."""
@@ -478,6 +484,7 @@ def test_images_of_one_folder_have_its_name_as_label(digits, image_folders, tmp_
     assert counts == {str(n): 0 for n in range(10)} | {"7": len([*(image_folders / "7").iterdir()])}
 
 
+@pytest.mark.slow
 @LEFT_OPEN
 def test_an_evaluation_names_unreadable_images(digits, image_folders, tmp_path):
     shutil.copytree(image_folders, tmp_path / "data")

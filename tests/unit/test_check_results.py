@@ -26,6 +26,7 @@ def docs(tmp_path, monkeypatch):
     return tmp_path / "docs"
 
 
+@pytest.mark.slow
 def test_a_wrong_number_is_reported(docs, capsys):
     page = docs / "results-digits.md"
     with pytest.raises(SystemExit) as end:

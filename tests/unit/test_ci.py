@@ -52,6 +52,7 @@ def run_tests(folder, number, *, ci):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["0", "1"], ids=["one process", "xdist"])
 def test_a_skip_that_is_not_listed_fails_in_ci(processes, tmp_path):
     (tmp_path / "test_a.py").write_text(SKIPS)
@@ -69,6 +70,7 @@ def test_a_skip_that_is_not_listed_fails_in_ci(processes, tmp_path):
     assert skipped == {"PyTorch finds no CUDA GPU", "root may write anywhere"}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_skipped_fails_in_ci_and_no_skip_fails_elsewhere(tmp_path):
     (tmp_path / "test_b.py").write_text(MODULE)
     code, out = run_tests(tmp_path, "0", ci="true")

@@ -24,6 +24,7 @@ def packages(tmp_path_factory):
     return release.build(copy_checkout(folder / "checkout"), folder / "dist")
 
 
+@pytest.mark.slow
 def test_each_package_has_what_the_app_needs_and_nothing_else(packages):
     release.check_contents(ROOT, *packages)
     wheel = release.members(packages[1])

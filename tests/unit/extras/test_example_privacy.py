@@ -148,6 +148,7 @@ def test_a_message_has_the_clients_earlier_rounds_and_the_noise():
         earlier[partition] = earlier.get(partition, 0) + 1
 
 
+@pytest.mark.slow
 def test_noise_follows_from_epsilon_the_rounds_and_the_fewest_examples():
     notes, budget, files, _ = run_rounds(Devices(), rounds=4, noise_multiplier="auto", epsilon=8.0)
     assert 7.9 < budget.epsilon <= 8.0
@@ -160,6 +161,7 @@ def test_noise_follows_from_epsilon_the_rounds_and_the_fewest_examples():
     assert more.records[0]["privacy"]["epsilon"] == pytest.approx(epsilon(10, 3, budget.multiplier))
 
 
+@pytest.mark.slow
 def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
     """The smallest client can train two rounds, the others more; in the end no client can."""
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2

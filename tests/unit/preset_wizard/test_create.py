@@ -384,6 +384,7 @@ def test_a_test_split_without_a_training_split_is_refused(refused, bert, tmp_pat
     assert "got the splits test, expected one that is called train" in refused("x", folder, bert)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_accepted(new, images, tmp_path):
     output, config = new("digits", images, "digits-vit")
     assert (config.model.source, config.model.name) == ("bundled", "digits-vit")

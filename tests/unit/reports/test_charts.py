@@ -17,6 +17,7 @@ CAPTION = Caption("x", "X", "about")
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-1e3, 1e3)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20))
 def test_a_line_is_drawn_of_the_finite_values(points):

@@ -63,6 +63,7 @@ def test_large_counts_are_not_shortened_and_long_names_keep_their_ends():
     assert names == ["encoder.block.0….SelfAttention.q", "encoder.block.0….SelfAttention.k"]
 
 
+@pytest.mark.slow
 def test_names_of_any_form_are_drawn():
     counts = [[3, 1], [0, 2]]
     for name in ("$x_y^$", "中文", "a very long name " * 20, "two\nlines", "☃ \udce9", ""):

@@ -248,6 +248,7 @@ def test_a_removed_run_directory_is_reported(tmp_path):
     assert "found no config.json there" in ReadPage(page.get()).words
 
 
+@pytest.mark.slow
 def test_text_from_clients_is_escaped(tmp_path):
     """Text from a client is escaped wherever it is shown."""
 
@@ -312,6 +313,7 @@ def test_the_page_is_not_made_again_without_a_change(tmp_path, monkeypatch):
     assert page.version() != version
 
 
+@pytest.mark.slow
 def test_slow_charts_are_drawn_less_often_than_numbers_are_updated(tmp_path, monkeypatch):
     now = [NOW]
     monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: now[0])
@@ -332,6 +334,7 @@ def test_slow_charts_are_drawn_less_often_than_numbers_are_updated(tmp_path, mon
     assert page.version() == version  # but not once more
 
 
+@pytest.mark.slow
 def test_a_long_run_is_shown_quickly(tmp_path):
     people = [client(number) for number in range(20)]
     folder = run_in(tmp_path)

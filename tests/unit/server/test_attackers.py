@@ -229,6 +229,7 @@ def test_other_replies_of_the_same_poll_are_not_lost(uploads):
     assert found == {f"question-{n}": n in (2, 4) for n in range(6)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_malformed_envelope_stops_the_server(uploads, one_thread):
     random_, honest, sender = random.Random(0), objects_of(honest_reply()), registered_client()

@@ -89,6 +89,7 @@ def test_losses_and_numbers_of_examples_are_not_recorded():
     assert not any("train-loss" in client for client in record["clients"])
 
 
+@pytest.mark.slow
 def test_cohorts_are_resampled_and_an_empty_cohort_adds_noise_alone(monkeypatch):
     sizes = [len(r["clients"]) for r in run_rounds(Nodes(), rounds=24)[0].records]
     assert len(set(sizes)) > 1
@@ -98,6 +99,7 @@ def test_cohorts_are_resampled_and_an_empty_cohort_adds_noise_alone(monkeypatch)
     assert (notes.states[0]["H"] != 0).all()
 
 
+@pytest.mark.slow
 def test_the_sampled_cohort_does_not_depend_on_the_seed():
     nodes = [Nodes(), Nodes()]
     for one in nodes:
@@ -166,6 +168,7 @@ def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
         run_rounds(Nodes(), rounds=9, epsilon=0.1)
 
 
+@pytest.mark.slow
 def test_the_noise_multiplier_is_derived_from_epsilon_and_the_rounds():
     _, budget, _, _ = run_rounds(Nodes(), rounds=4, epsilon=8.0, noise_multiplier="auto")
     assert 7.9 < budget.epsilon <= 8.0

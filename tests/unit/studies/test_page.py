@@ -38,6 +38,7 @@ def page_of(tmp_path, *lines):
     return path
 
 
+@pytest.mark.slow
 def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monkeypatch, capsys):
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     path = page_of(

@@ -33,6 +33,7 @@ def charts_of(
     return {chart.name: chart for chart in charts(study.tables[0], results)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [MANY[:2], MANY])
 def test_a_table_has_four_charts_with_every_row(tmp_path, rows):
     found = charts_of(tmp_path, rows)

@@ -26,6 +26,7 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("name", RUNS)
 def test_replayed_steps_upload_the_bits_of_eager_ones(name):
     okay, line = check_method(RUNS[name], "cpu", Recorder())

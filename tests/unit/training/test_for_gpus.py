@@ -146,6 +146,7 @@ def test_examples_on_a_device_are_the_same(monkeypatch):
         assert torch.equal(placed.take(rows[:2])["image"], expected["image"])
 
 
+@pytest.mark.slow
 def test_the_memory_of_captured_steps_limits_the_clients_of_a_gpu_but_not_a_run(monkeypatch):
     step, need = step_memory(read_config(CUDA), 1.0), footprint(read_config(CUDA))
     assert step.graph == need.graph == step.activations > 0

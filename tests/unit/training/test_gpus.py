@@ -112,6 +112,7 @@ def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatc
     return share_gpus(read_config(config), clients, asked, runs, machine(folder, *cards))
 
 
+@pytest.mark.slow
 def test_as_many_clients_run_as_fit_beside_the_server(tmp_path, monkeypatch):
     cached_footprint = functools.cache(footprint)  # once for each configuration
     monkeypatch.setattr("ravan_flwr.training.footprint.footprint", cached_footprint)
@@ -286,6 +287,7 @@ def test_evaluation_memory_is_its_batch_and_the_widest_layer():
     assert evaluation_memory(text) > 2 * 12 * 256 * text.max_length * 768 * 4
 
 
+@pytest.mark.slow
 def test_the_page_agrees_with_the_plan_for_each_size_of_gpu():
     """The memory of a process, the clients beside the server, and the numbers on the page agree."""
     assert [fitting(room, Footprint(30, 20)) for room in (20, 30, 50, 110, 1e6)] == [
@@ -295,6 +297,7 @@ def test_the_page_agrees_with_the_plan_for_each_size_of_gpu():
     assert "\n".join(classes()) in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
 def test_process_memory_is_model_context_and_work(evaluate_on):
     held = {"validation-share": 0.2} if evaluate_on == "clients" else {}

@@ -43,6 +43,7 @@ def test_kept_memory_equals_that_of_autograd_on_the_real_model(fraction):
     assert measured == pytest.approx(estimate.activations, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_blocks")
 def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
     message = r"precision = 'float16': .* too large for it in wo, .* set precision=bfloat16"

@@ -72,6 +72,7 @@ def distance(results, expected):
     )
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 @pytest.mark.parametrize(
@@ -183,6 +184,7 @@ def rounds(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_in_passes_is_the_run_one_by_one(tmp_path):
     runs = [
         rounds(simulate({**RUN, "clients-per-pass": number, "output-dir": str(tmp_path)}, 12))
@@ -197,6 +199,7 @@ def test_a_run_in_passes_is_the_run_one_by_one(tmp_path):
             assert same["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_leaves_the_run_as_it_is(tmp_path, monkeypatch, capsys):
     expected = rounds(simulate({**RUN, "output-dir": str(tmp_path)}, 12))
 
