@@ -29,7 +29,7 @@ HEAD = """# Which test is where
 | [flower/](flower) | Flower's runtime and deployments |
 | [networks/](networks) | hosts in network namespaces, by `make networks` |
 
-`make test` runs all but those marked `slow`, `make test-all` all, and `make mutants` changes the code in one place at a time and lists the changes that no test notices (`scripts/mutants.py` says which tests are tried).
+`make test` runs a fast choice of them (`fast.py`), `make test-all` all, and `make mutants` changes the code in one place at a time and lists the changes that no test notices (`scripts/mutants.py` says which tests are tried).
 [CONTRIBUTING.md](../CONTRIBUTING.md) has what helps to write one.
 
 ## By module
