@@ -120,7 +120,9 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             start = load_resume_point(earlier, from_round, config, loaded)
         check_limits(config, loaded.task.metric, start.records)
         if earlier is None:
-            directory = RunDirectory.create(parent, run_name(config, context.run_config))
+            number = len(list(grid.get_nodes())) if simulating(grid) else None
+            name = run_name(config, context.run_config, number)
+            directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))
             stack.enter_context(logging_to(directory.path))
         else:

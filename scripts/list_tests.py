@@ -96,7 +96,7 @@ def page() -> str:
     for module in modules():
         files = tests_of(module)
         cell = ", ".join(f"[{name}]({name})" for name in files[:MOST])
-        cell += f", and {len(files) - MOST} more" if len(files) > MOST else ""
+        cell += ", and others" if len(files) > MOST else ""
         if not files:
             cell = "through " + ", ".join(f"`{name}`" for name in importers(module)[:MOST])
         rows.append(f"| `{module}` | {cell} |\n")

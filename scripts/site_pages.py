@@ -75,7 +75,7 @@ def on_files(files: Any, config: Any) -> Any:
         linked |= {target for target, _ in map(place, LINK.findall(text), [page] * len(text))}
     for target in linked:
         inside = (ROOT / "docs" / target).exists() or target in PAGES or target in pages
-        if not inside and (ROOT / target).is_file():
+        if not inside and (ROOT / target).is_file() and not target.endswith(".md"):
             source = str(ROOT / target)
             files.append(File.generated(config, f"files/{target}", abs_src_path=source))
     return files
@@ -96,7 +96,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target, anchor = place((match[1], match[2] or ""), here)
         target = PAGES.get(target, target)
         if not (ROOT / "docs" / target).exists() and target not in BESIDE:
-            target = f"files/{target}" if (ROOT / target).is_file() else "index.md"
+            is_file = (ROOT / target).is_file() and not target.endswith(".md")
+            target = f"files/{target}" if is_file else "index.md"
         return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
 
     return LINK.sub(moved, markdown)

@@ -79,15 +79,20 @@ def preset_file(name: str) -> Path:
     """Return the file of a preset; raise ValueError if there is none."""
     if isinstance(name, PresetPath):
         if not os.path.isfile(name):  # noqa: PTH113 (False for a name that is too long)
-            raise ValueError(f"preset {str(name)!r}: found no such file; correct the path")
+            meant = f"{name}.yaml"
+            hint = f": did you mean {meant}?" if os.path.isfile(meant) else "; correct the path"  # noqa: PTH113
+            raise ValueError(f"preset {str(name)!r}: found no such file{hint}")
         return Path(name)
     if name in preset_names():
         return conf_folder() / f"{name}.yaml"
     if _is_path(name):
         raise _not_in_app(name)
+    here = [own for own in preset_names(Path("conf")) if own not in preset_names()]
     raise ValueError(
-        f"preset {name!r} is unknown{did_you_mean(name, preset_names())} Expected one of: "
-        f"{', '.join(preset_names())} (the files of {conf_folder()}), or the path of a file, such "
+        f"preset {name!r} is unknown{did_you_mean(name, [*here, *preset_names()])} Expected one "
+        f"of: {', '.join([*here, *preset_names()])} (the files of {conf_folder()}"
+        + (" and of conf/ here" if here else "")
+        + "), or the path of a file, such "
         f"as ./{name}.yaml; `ravan-flwr new` writes one for your own task"
     )
 

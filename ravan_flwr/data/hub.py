@@ -183,8 +183,8 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
     if not root.exists():
         if root.is_absolute():
             raise ValueError(
-                f"data {name}: found no such folder, expected the data there; name another one, "
-                "data=/path, in a preset data.name, for a run that has ended in its config.json"
+                f"data {name}: found no such folder, expected the data there; has it moved? Name "
+                "its place: data=/path, or data.name in the preset"
             )
         if name in _PACKAGED_DATASETS_MODULES:  # `datasets` would read all files below this folder
             raise ValueError(

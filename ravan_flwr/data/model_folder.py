@@ -137,8 +137,8 @@ def _folder_of(spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path]
     if folder.is_absolute():
         raise ValueError(
             f"model {folder}: found no such folder, expected config.json and weights as "
-            f"safetensors there; {_HOW_TO_MAKE}, or name another one: model=/path, and for a run "
-            "that has ended --model /path (from Python model=)"
+            "safetensors there; has it moved? Name its place: model=/path, or model.name in the "
+            f"preset; for a run that has ended --model /path (in Python model=). Or {_HOW_TO_MAKE}"
         )
     options: dict[str, Any] = {"revision": spec.revision or None, "allow_patterns": files}
     with suppress(LocalEntryNotFoundError):

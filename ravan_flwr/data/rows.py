@@ -258,6 +258,11 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
     for role, column in columns.items():
         name = next((name for name in (column, role) if name in header), None)
         if name is None:
+            if "image" in header and "image" not in columns:
+                raise ValueError(
+                    f"{where}: your data are images, but this preset's model reads texts; choose a "
+                    "preset of a model that reads images, or other data"
+                )
             raise ValueError(
                 f"{where}: got the columns {quoted(header)}, expected {column!r}"
                 + (f" or {role!r}" if role != column else "")

@@ -168,6 +168,10 @@ def lines(
         for number, line in enumerate(series):
             _band(axes, line, number, 0.2 if len(series) < 5 else 0.08, ends)
         _name(axes, x, y)
+        places = {float(at) for line in axes.lines for at in np.asarray(line.get_xdata())}
+        if len(places) == 1:  # a single value: its axis is not a millionth of it
+            (place,) = places
+            axes.set_xlim((0, 2 * place) if place > 0 else (place - 1, place + 1))
         if integers:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:

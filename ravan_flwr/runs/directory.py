@@ -36,13 +36,16 @@ MAX_CHANGES = 40  # characters of a run's name for what differs from its preset
 _NOT_NAMED = (*("preset", "method", "seed"), *("model", "data", "devices", "limits"))  # or paths
 
 
-def run_name(config: Config, run_config: Mapping[str, Scalar]) -> str:
+def run_name(
+    config: Config, run_config: Mapping[str, Scalar], num_clients: int | None = None
+) -> str:
     """Return a name for a run: preset, method, seed, and what the user changed, as heads8.
 
-    Where the changes are too long, the longest ones are left out.
+    `num_clients` is the number of simulated clients. Where the changes are too long, the longest
+    ones are left out.
     """
     of_preset = read_preset(cast(str, run_config.get("preset", KEYS["preset"].default))).run
-    changes = []
+    changes = [] if num_clients in (None, config.num_clients) else [f"-clients{num_clients}"]
     for key, spec in KEYS.items():
         value = run_config.get(key, spec.default)
         if not spec.of_result or key in _NOT_NAMED or value in (spec.default, of_preset.get(key)):

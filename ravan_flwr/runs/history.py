@@ -17,7 +17,8 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 # Runs that differ only in these keys are one group.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 _CHOSEN_FOR_THEM = {"task", "model", "data", "learning-rate", "rank"}  # for method and preset
-_LETTERS = 48  # of a setting in a group's name
+_LETTERS = 48  # of a setting in a group's name, and of the names of many groups
+_FEW = 3  # groups, whose names may be longer
 NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
@@ -150,6 +151,9 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     ]
     causes = {"method", "preset"}
     chosen = causes.union(*map(_given, runs))
+    federations = {(run.config.get("preset"), run.config.get("num-clients")) for run in runs}
+    if len(federations) > len({preset for preset, _ in federations}):
+        chosen.add("num-clients")
     for key in [key for key in keys if _top(key) not in chosen or _top(key) in _CHOSEN_FOR_THEM]:
         # It is left out where all others, or if it was chosen the method and preset, determine it.
         rest = [x for x in keys if x != key and (x in causes or _top(key) not in chosen)]
@@ -157,6 +161,13 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
             {_values(run, [*rest, key]) for run in runs}
         ):
             keys.remove(key)
+    number = len({_values(run, keys) for run in runs})
+    for key in reversed(keys) if number > _FEW else ():
+        # A legend has no room for many long names: leave out what the others determine.
+        rest = [x for x in keys if x != key]
+        too_long = any(len(", ".join(_values(run, keys))) > _LETTERS for run in runs)
+        if too_long and len({_values(run, rest) for run in runs}) == number:
+            keys = rest
     alike: dict[tuple[str, ...], list[RecordedRun]] = {}
     for run in runs:
         alike.setdefault(_values(run, keys), []).append(run)

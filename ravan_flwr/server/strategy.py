@@ -169,7 +169,7 @@ class FederatedTuning(Strategy):
             count(min(asked, eligible), "client"),
             (f"{low} to " if low < high else "") + count(high, "local step"),
             self.config.batch_size,
-            f"; clients-per-round = {asked}, and no more are there" * fewer,
+            f"; clients-per-round is {asked}, but no more can take part" * fewer,
         )  # fmt: skip
         method = self.method
         if isinstance(method, MultiHeadMethod) and method.init == "gram-schmidt":

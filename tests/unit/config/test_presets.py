@@ -2,6 +2,7 @@
 
 import pickle
 import subprocess
+from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -148,6 +149,17 @@ def test_flower_takes_no_other_file_and_the_advice_works(submitted, file, tmp_pa
     with pytest.raises(ValueError, match="set preset=mine") as error:  # of `flwr run -c`
         read_config({"preset": "conf/mine.yaml"})
     assert "cp " not in str(error.value)
+
+
+def test_a_name_lists_the_presets_of_the_working_folder_as_well(file, monkeypatch):
+    path = Path(file())
+    (path.parent / "conf").mkdir()
+    path.rename(path.parent / "conf" / "mine.yaml")
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(ValueError, match=r"did you mean 'mine'\? .*: mine, .*and of conf/ here"):
+        read_config({"preset": "mien"})
+    with pytest.raises(ValueError, match=r"no such file: did you mean .*conf/mine.yaml\?"):
+        read_config(with_preset_path({"preset": "conf/mine"}))
 
 
 def test_an_unknown_name_lists_the_presets():

@@ -87,6 +87,27 @@ def test_more_lines_than_colours_differ_in_their_dashes():
     assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 32
 
 
+def test_runs_with_other_numbers_of_clients_are_no_seeds_of_one_run():
+    runs = [run_of(3), run_of(3), run_of(3)]
+    for run, method, clients in zip(runs, ("ravan", "fedit", "fedit"), (20, 4, 8), strict=True):
+        run.config.update({"method": method, "num-clients": clients})
+    names = ["ravan, num-clients 20", "fedit, num-clients 4", "fedit, num-clients 8"]
+    assert [*group_runs(runs)] == names
+
+
+def test_a_long_name_has_no_settings_that_the_others_determine():
+    runs = [run_of(3) for _ in range(4)]
+    for number, run in enumerate(runs):
+        run.config.update({"heads": number, "local-steps": 5 * number, "init": "x" * 20 * number})
+    assert [*group_runs(runs[:3])][2] == f"heads 2, local-steps 10, init {'x' * 40}"
+    assert [*group_runs(runs)] == [f"heads {n}, local-steps {5 * n}" for n in range(4)]
+
+
+def test_the_axis_of_a_single_value_is_not_a_part_of_a_round():
+    (axes,) = comparison_charts(group_runs([run_of(1)]))[0].figure.axes
+    assert axes.get_xlim() == (0, 2)
+
+
 def test_an_empty_setting_is_left_out_of_a_name():
     runs = [run_of(3), run_of(3), run_of(3)]
     for run, name, revision in zip(runs, "abb", ["", "", "main"], strict=True):

@@ -349,3 +349,5 @@ def test_a_valid_record_is_read_up_to_the_given_round(tmp_path):
 def test_a_runs_name_has_what_the_user_changed(changes, name):
     config = read_config(changes | {"seed": 3})
     assert run_name(config, changes | {"seed": 3}) == f"digits-vit-ravan-seed3{name}"
+    assert run_name(config, changes, 20) == f"digits-vit-ravan-seed3{name}"
+    assert run_name(config, {}, 4) == "digits-vit-ravan-seed3-clients4"

@@ -688,4 +688,4 @@ def test_equal_reasons_are_reported_once_with_their_clients():
 def test_more_clients_a_round_than_there_are_is_logged(method, asked, is_logged, caplog):
     with caplog.at_level("INFO", "ravan_flwr"):
         run(Nodes(4), rounds=1, method=method, clients_per_round=asked)
-    assert ("clients-per-round = 30, and no more are there" in caplog.text) is is_logged
+    assert ("; clients-per-round is 30, but no more can" in caplog.text) is is_logged

@@ -80,7 +80,8 @@ PRESETS = sorted(conf_folder().glob("*.yaml"))
 PLAIN = [
     path
     for path in PRESETS
-    if path.stem in ("fashion-vit", "glue-llama", "packages-minilm", *OF_DECODERS)
+    if path.stem in ("fashion-vit", "glue-llama", *OF_DECODERS)
+    or path.stem.endswith(("-minilm", "-mpnet"))
 ]
 
 

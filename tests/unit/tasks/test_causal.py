@@ -179,6 +179,7 @@ def test_perplexity_is_by_token_for_any_batches(folder):
 
     class Model:
         device = torch.device("cpu")
+        captured_evaluation = None
 
     model = Model()
     model.network = network  # type: ignore[attr-defined]
