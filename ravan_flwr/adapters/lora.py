@@ -34,11 +34,12 @@ class LoRALinear(nn.Module):
         self.A = nn.Parameter(A.detach().to(device, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
         clients = len(self.B) // self.base.out_features
         if clients > 1:
+            y: Tensor = self.base(x)
             return y + self._of_clients(x, clients).to(y.dtype)
         u = F.linear(x, self.A)
+        y = self.base(x)
         plain = type(self.base) in (nn.Linear, StoredLinear)
         if plain and u.dtype == y.dtype == self.B.dtype:
             # In place: no tensor for the product, and no separate pass for the sum.
