@@ -240,6 +240,7 @@ def test_quotes_around_a_value_are_taken_off_in_pairs():
     assert read_settings(settings)[0] == {"a": "x", "b": "x", "c": "'", "d": "it's'", "e": ""}
 
 
+@pytest.mark.slow
 def test_a_folder_without_the_app_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:

@@ -42,6 +42,7 @@ def threads(python):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("omp_num_threads", "number"), [("", 1), ("2", 2)])
 def test_the_default_preset_computes_with_one_thread(omp_num_threads, number, threads):
     """Unless OMP_NUM_THREADS is set; counted inside `holding`, where training runs."""

@@ -165,6 +165,7 @@ def test_flower_stores_the_nodes_state_not_the_worker(owner):
         worker.ask("train", sent, third)
 
 
+@pytest.mark.slow
 def test_errors_are_the_same_as_without_a_worker(owner):
     for _ in range(2):
         with pytest.raises(ValueError, match="budget = 2: expected a number above 0"):

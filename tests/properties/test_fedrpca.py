@@ -103,6 +103,7 @@ def test_the_solution_is_nearly_optimal(seed, clients):
     assert float((Y * M).sum()) - 1e-9 <= cost <= 1.003 * float((Y * M).sum())
 
 
+@pytest.mark.slow
 @given(st.integers(0, 99), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 def test_a_weight_equals_repeated_clients_with_the_same_change(seed, weights):
     random = torch.Generator().manual_seed(seed)

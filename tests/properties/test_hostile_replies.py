@@ -199,6 +199,7 @@ def drawn_replies():
     return drawn
 
 
+@pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_no_hostile_reply_affects_a_sum(method):
     server = Server(method)

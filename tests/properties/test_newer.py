@@ -348,6 +348,7 @@ def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(mo
 # FLoRA
 
 
+@pytest.mark.slow
 @given(st.lists(CLIENTS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
 def test_flora_adds_the_mean_product_to_the_weight_and_reinitialises(rounds, scale):
     """The paper's equation, over several rounds of clients of any rank: the sum is exact."""

@@ -158,12 +158,14 @@ def steadiness(new):
     return -float(new["gradient"].norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [statistic, steadiness])
 def test_an_adversary_learns_no_more_than_the_account_permits(look):
     assert 1.0 < CLAIMED < 2.0
     assert lower_bound(step, look, OTHERS, CANARY) < CLAIMED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "look"), [(unclipped, statistic), (divided_by_drawn, steadiness)]
 )

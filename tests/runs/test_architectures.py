@@ -192,6 +192,7 @@ def test_a_merged_export_can_be_the_model_of_another_run(settings, tmp_path):
     assert loss_of(relabelled.model.network, relabelled) != pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["peft", "ravan"])
 def test_an_adapter_of_a_backbone_without_a_pooler_has_the_new_one(form, settings, tmp_path):
     """As in a folder of BertForMaskedLM; the adapted layers are beside it in the same module."""
@@ -207,6 +208,7 @@ def test_an_adapter_of_a_backbone_without_a_pooler_has_the_new_one(form, setting
     torch.testing.assert_close(loss_of(saved, loaded), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
     """The delta-weight is added in float32, and the sum is rounded to the checkpoint's dtype."""
     folder = save_model("llama", tmp_path / "model", dtype="bfloat16")
@@ -248,6 +250,7 @@ def test_the_classifier_is_the_layers_without_pretrained_weights_and_a_function_
             assert a.ndim == 1 or not torch.equal(a, c)
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
     """BERT has dropout: two runs are equal to the bit, after other random draws."""
     finals: list[float] = []
@@ -398,6 +401,7 @@ def test_a_presets_shape_must_be_that_of_its_model(settings):
         build_network(spec, make_task(config), 0)
 
 
+@pytest.mark.slow
 def test_padding_does_not_change_the_loss(settings):
     """A batch's loss is the mean of the losses of its single texts."""
     for kind in ("bert", "llama", "t5"):
@@ -415,6 +419,7 @@ def test_padding_does_not_change_the_loss(settings):
         torch.testing.assert_close(torch.stack(alone).mean(), together, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
 def test_an_evaluation_by_length_equals_one_in_order(kind, settings, monkeypatch):
     loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))

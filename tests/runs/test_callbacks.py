@@ -61,6 +61,7 @@ class Minimal:
         self.rounds.append((record["round"], sorted(state)))
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_after_the_files_are_written(tmp_path):
     recorder, minimal = Recorder(tmp_path), Minimal()
     run = simulate({**SHORT, "output-dir": str(tmp_path)}, 4, callbacks=[recorder, minimal])

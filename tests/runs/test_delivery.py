@@ -160,6 +160,7 @@ def test_a_device_gets_the_same_files_as_an_export_with_the_tokenizer(devices, t
     assert "tokenizer.json" in files
 
 
+@pytest.mark.slow
 def test_a_small_device_gets_all_heads(devices):
     devices.add(0, budget=0.25)
     run = devices.run(num_clients=1, clients_per_round=1)
@@ -375,6 +376,7 @@ def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, mon
     monkeypatch.undo()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -66,6 +66,7 @@ def test_prompts_are_those_of_flowertunes_apps(preset):
         assert form.answered(roles | {"input": ""}, "completion").text == prompt_of("Do it. ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SHAPES)
 def test_ravan_has_as_many_parameters_as_flowertunes_lora(model):
     layers, width, queries, values = SHAPES[model]

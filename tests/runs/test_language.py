@@ -217,6 +217,7 @@ def test_packing_and_micro_batches_give_the_same_upload(options, tmp_path):
     assert max(rows for rows, _ in laid_out) <= (config.micro_batch_size or config.batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [2**27, 2**14])
 def test_gradients_of_single_texts_depend_on_their_own_tokens_only(block, tmp_path, monkeypatch):
     """They do not depend on the batch's other texts, nor on the number of blocks of logits."""

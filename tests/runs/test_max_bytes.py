@@ -23,6 +23,7 @@ def rounds(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("fitting_rounds", "expected"), [(2.5, 2), (1.0, 1), (2.0, 2), (99.0, 5)])
 def test_the_last_round_that_fits_is_evaluated_and_ends_the_run(
     fitting_rounds, expected, tmp_path, capsys

@@ -99,6 +99,7 @@ print(model(torch.arange(24).view(2, 12)).logits.tolist())
 """
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
     ("backbone", "settings", "kept"),
@@ -186,6 +187,7 @@ TOLERANCE = {
 }  # relative error of a merged weight, by rounding
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes and transformers warn on a CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantization", QUANTIZED)
@@ -334,6 +336,7 @@ def test_the_script_runs_with_the_oldest_admitted_peft(oldest, tmp_path, python_
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_the_script_runs_with_the_installed_peft(tmp_path, python):
     done = python.run(["-c", SCRIPT, peft.__version__, str(tmp_path)])
     assert not done.returncode, done.stderr

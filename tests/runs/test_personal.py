@@ -218,6 +218,7 @@ def test_local_clients_are_independent(tmp_path):
     assert not torch.equal(parts[0]["B"], parts[1]["B"])
 
 
+@pytest.mark.slow
 def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
     settings: dict[str, Scalar] = {"validation-share": 0.25, "partition": "dirichlet"}
     loaded = ModelAndData(read_config(settings | {"method": "centralised"}))
@@ -250,6 +251,7 @@ def test_per_client_statistics_are_of_the_clients_metrics(tmp_path):
     assert "per-client" not in run(tmp_path, method="fedit", num_rounds=1).summary
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("words", [["export", "--as", "merged"], ["predict"], ["evaluate"]])
 def test_commands_need_a_client_of_a_personalised_run(words, tmp_path, capsys):
     simulation = run(tmp_path, method="fedsa-lora", num_rounds=1, num_clients=4)

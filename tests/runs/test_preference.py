@@ -127,6 +127,7 @@ def test_preferences_are_learned_with_noise_masks_or_sparse_updates(options, tmp
     assert records[-1]["metrics"]["accuracy"] > 0.7
 
 
+@pytest.mark.slow
 def test_a_result_answers_and_is_the_reference_of_another_run(preference_run, tmp_path):
     """With `model=` of an export, another run starts from it, and it is the run's reference."""
     run, settings, _ = preference_run
@@ -150,6 +151,7 @@ def test_a_result_answers_and_is_the_reference_of_another_run(preference_run, tm
         assert next_run.evaluate()["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [4, 2])
 def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch, preference_run):
     """For pairs of maximal length; only the policy's tensors are saved, for both texts."""

@@ -182,6 +182,7 @@ def test_parameters_are_those_of_the_paper(preset, budget):
         assert adapter_parameters(config) == count, method
 
 
+@pytest.mark.slow
 def test_the_rounded_parameter_counts_are_those_of_the_paper():
     def millions(preset, method):
         return adapter_parameters(read_config({"preset": preset, "method": method})) / 1e6

@@ -105,6 +105,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("dtype", "method", "precision"), RUNS)
 def test_a_run_trains_and_its_export_has_full_precision(
     dtype, method, precision, settings, pretrained_weights, tmp_path
@@ -124,6 +125,7 @@ def test_a_run_trains_and_its_export_has_full_precision(
             torch.testing.assert_close(weight, old + delta, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("scoring", ["weight", "gradient"])
 @pytest.mark.parametrize("dtype", BITS)
 def test_heads_are_selected_by_score(dtype, scoring, settings, tmp_path):

@@ -398,6 +398,7 @@ def events_in(folder):
     return events
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_round(tmp_path):
     run = simulate(SHORT | {"tracking": "tensorboard", "output-dir": str(tmp_path)}, 3).run_dir
     logged = {
@@ -462,6 +463,7 @@ def test_wandb_and_mlflow_get_every_round(tmp_path, monkeypatch):
     assert wandb.settings["config"]["method"] == "ravan"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_installed")
 def test_a_tracker_that_cannot_start_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # a module without `init`
@@ -501,6 +503,7 @@ def test_a_report_removes_pictures_of_an_earlier_one_and_nothing_else(runs, tmp_
     assert {path.name for path in out.iterdir()} == fresh | {"mine.png"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_an_earlier_report_among_the_runs_is_skipped(runs, tmp_path, capsys):
     copies = [copy_of(run, tmp_path / f"{n}") for n, run in enumerate(runs[:2])]

@@ -155,6 +155,7 @@ def test_the_next_state_equals_the_plain_mean_up_to_rounding(tmp_path, uploads, 
         check_against_plain(uploads[number], state_of(run, number), range(6), head_mean)
 
 
+@pytest.mark.slow
 def test_with_full_budgets_a_secure_run_equals_a_plain_run_up_to_rounding(tmp_path):
     """Clients, heads and batches are the same: only the rounding differs."""
     states = []
@@ -308,6 +309,7 @@ def test_a_client_with_another_state_sends_no_masked_numbers(tmp_path, monkeypat
         assert "not those of the schedule" in rejected["reason"]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("changes", [{"learning-rate": 1e-9}, {"seed": 1}, {"num-rounds": 9}])
 def test_a_client_with_other_settings_sends_no_masked_numbers(tmp_path, monkeypatch, changes):
     def reply(message, context, honest=worker_process.reply_of):
@@ -438,6 +440,7 @@ def test_the_server_refuses_a_round_with_too_few_clients(tmp_path, monkeypatch):
     assert "got a round of 3 clients, expected 4 to 5" in records_of(run)[0]["refused"]
 
 
+@pytest.mark.slow
 def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
     """A failure because of NaN would reveal information about the client's examples."""
 
@@ -529,6 +532,7 @@ def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
     assert "its keys of the round are another client's" in record["rejected"][0]["reason"]
 
 
+@pytest.mark.slow
 def test_random_masked_numbers_refuse_only_their_round(tmp_path, monkeypatch):
     def behave(partition, number, kind, message, honest):
         reply = honest()
@@ -545,6 +549,7 @@ def test_random_masked_numbers_refuse_only_their_round(tmp_path, monkeypatch):
     assert "refused" not in second
 
 
+@pytest.mark.slow
 def test_a_client_with_an_unknown_key_is_skipped(tmp_path, monkeypatch):
     """The others have another key of it: they report that, and the server skips the client."""
 
@@ -618,6 +623,7 @@ def test_a_dropout_that_spoiled_a_third_of_its_shares_is_skipped_after_one_round
         assert record["skipped"] == [3]
 
 
+@pytest.mark.slow
 def test_a_client_that_denies_all_shares_is_skipped_and_not_the_dealers(tmp_path, monkeypatch):
     """Two drop out, so that one further missing client is below the threshold."""
 
@@ -663,6 +669,7 @@ def test_of_two_disputing_clients_the_one_with_more_disputes_is_skipped(rounds, 
     assert found == skipped
 
 
+@pytest.mark.slow
 def test_accusations_of_one_client_exclude_only_itself(tmp_path, monkeypatch):
     def behave(partition, _, kind, message, honest):
         reply = honest()
@@ -706,6 +713,7 @@ def test_a_plan_counts_the_bytes(tmp_path):
     assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)

@@ -156,6 +156,7 @@ def test_auto_starts_workers_for_large_runs_and_gives_the_same_bits(tmp_path, mo
     assert_same(single, large_run)
 
 
+@pytest.mark.slow
 def test_auto_uses_no_more_cores_than_allowed(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
     monkeypatch.setattr(parallel_clients, "MIN_WORK", 0)

@@ -31,6 +31,7 @@ def last_state(run):
     return load_file(sorted(run.run_dir.glob("checkpoints/round-*.safetensors"))[-1])
 
 
+@pytest.mark.slow
 def test_a_round_ends_with_its_slowest_client(tmp_path):
     (tmp_path / "devices.yaml").write_text(
         "- {name: fast, clients: 3, teraflops: 1, downlink: 80, uplink: 8}\n"

@@ -200,6 +200,7 @@ def test_clients_with_more_examples_take_more_steps_also_after_resuming(tmp_path
         run(tmp_path / "2", resume=str(first.run_dir), **settings | {"local_epochs": 1})
 
 
+@pytest.mark.slow
 def test_natural_partitions_fix_the_number_of_clients(tmp_path):
     settings: dict[str, Scalar] = {"partition": "natural", "num_rounds": 1, "local_steps": 1}
     with pytest.raises(ValueError, match="num-clients = 4: .* 10 different values of 'label'"):
@@ -463,6 +464,7 @@ def test_an_error_of_a_full_disk_names_the_file_and_how_to_resume(
     assert not (folder / "failure.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
 @pytest.mark.parametrize("name", [".png", "index.html"])
 @pytest.mark.usefixtures("without_charts")
@@ -498,6 +500,7 @@ def test_a_run_without_training_examples_is_refused(tmp_path, monkeypatch, metho
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("num_rounds", "message"),
     [
@@ -593,6 +596,7 @@ def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_with_small_budgets_train_a_part_or_are_not_eligible(tmp_path, method):
     simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=2)
@@ -619,6 +623,7 @@ def test_a_method_without_eligible_clients_is_an_error(tmp_path):
         run(tmp_path, num_clients=2, method="fedit", budgets="skewed-right")
 
 
+@pytest.mark.slow
 def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypatch):
     train = training.train_locally
 
@@ -635,6 +640,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
     assert simulation.summary["bytes-up"] == 2 * 3 * state
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora", "raflora"])
 def test_bytes_to_and_from_each_client_are_counted(tmp_path, method):
     simulation = run(

@@ -57,6 +57,7 @@ def test_a_runs_bytes_are_those_of_the_plan(name, tmp_path):
         assert sparse_costs.bytes_down(1.0) < dense_costs.bytes_down(1.0)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("name", ["ravan", "fedit", "flora", "fedsa-lora"])
 def test_density_one_gives_the_bits_of_a_run_without_sparsity(name, tmp_path):
     first, second = run(tmp_path, method=name), run(tmp_path, method=name, sparsity="1.0:1")

@@ -96,6 +96,7 @@ class FrozenCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("kind", ["vit", "t5"])
 @pytest.mark.parametrize("method", ["ravan", "fedit"])
 def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settings, monkeypatch):

@@ -60,6 +60,7 @@ def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
     assert "reached" not in continued.summary
 
 
+@pytest.mark.slow
 def test_only_evaluated_rounds_count_and_a_missed_value_gives_a_warning(tmp_path, capsys):
     settings = QUICK | {"until-metric": 1e-6, "eval-every": 2, "output-dir": str(tmp_path)}
     assert simulate(settings, 4).summary["reached"] == 2

@@ -167,6 +167,7 @@ def test_an_id_and_other_columns_are_passed_through(texts, tmp_path):
     assert table["id"].tolist() == ["'=1+1", ""]
 
 
+@pytest.mark.slow
 def test_a_model_that_has_moved_is_named(texts, tmp_path, capsys):
     run, data = texts
     moved, old = tmp_path / "moved", Path(read_json(run.run_dir / "config.json")["model"]["name"])
@@ -389,6 +390,7 @@ def test_a_text_to_text_run_is_evaluated_predicted_and_reported(generating_run, 
         assert others == sum(counts.get("no-label", [])) == sum(evaluated.get("no-label", []))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_run_without_classes_json_has_a_report_and_a_card(digits, tmp_path):
     earlier = tmp_path / "old"
@@ -428,6 +430,7 @@ def test_the_table_by_class_is_of_the_last_evaluation_also_after_resuming(tmp_pa
     assert "Class by class" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_a_report_has_the_numbers_of_the_run(digits, tmp_path):
     page = write_report([digits.run_dir], tmp_path).read_text()

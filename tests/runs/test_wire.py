@@ -10,6 +10,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.training.cost import Skeleton
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("method", "wire"),
     [*((name, "int8") for name in METHODS), ("ravan", "float16"), ("ravan", "bfloat16")],

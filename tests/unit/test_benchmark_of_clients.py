@@ -38,6 +38,7 @@ for number in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_round_is_the_time_between_two_lines(tmp_path):
     out = tmp_path / "run"
     found = measured(command(ROUNDS, out), out, os.environ)

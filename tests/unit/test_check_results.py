@@ -51,6 +51,7 @@ def test_a_wrong_number_is_reported(docs, capsys):
     assert len([*check_results.wrong(page)]) >= 1
 
 
+@pytest.mark.slow
 def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, capsys):
     text = (docs / "results-digits.md").read_text()
     lines = (docs / "results-digits" / "methods-digits.jsonl").read_text().splitlines()
@@ -77,6 +78,7 @@ def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, cap
     assert "README.md: says 9.9 ± 9.8, which no table says or implies" in capsys.readouterr().out
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_both_implementations_agree_on_random_results(tmp_path, monkeypatch, seed):
     """Leave-one-seed-out, means of evaluations, Holm's correction, by independent code."""

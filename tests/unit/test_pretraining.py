@@ -69,6 +69,7 @@ def test_the_preset_reads_the_folder(monkeypatch, tmp_path):
         pretrain(monkeypatch, folder, "--steps", 2)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_resumes_to_the_same_bits(monkeypatch, tmp_path):
     pretrain(monkeypatch, tmp_path / "whole", "--steps", 4)
     clip, calls = torch.nn.utils.clip_grad_norm_, []

@@ -135,6 +135,7 @@ def test_the_server_cannot_override_a_configured_noise_multiplier():
     assert noise.multiplier == 2.0
 
 
+@pytest.mark.slow
 def test_a_round_whose_state_is_lost_stays_in_the_account(on_a_device):
     """Its noise multiplier stays as well."""
     del on_a_device

@@ -144,6 +144,7 @@ def test_damage_inside_a_parquet_file_is_reported_with_its_place(tmp_path):
         list(rows_of(path, TEXT))
 
 
+@pytest.mark.slow
 def test_a_long_table_is_read_with_the_memory_of_a_few_rows(tmp_path):
     with (tmp_path / "a.csv").open("w") as file:
         file.write("sentence\n")

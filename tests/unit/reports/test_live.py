@@ -47,6 +47,7 @@ def page_of(folder):
     return ReadPage(DashboardPage(folder).get())
 
 
+@pytest.mark.slow
 def test_a_running_run_shows_its_progress(tmp_path):
     page = page_of(run_in(tmp_path))
     assert "ravan on digits-vit" in page.words
@@ -224,6 +225,7 @@ def test_invalid_values_are_reported(tmp_path, odd):
     assert f"rounds.jsonl: line 1 is damaged (it has clients.0.{next(iter(odd))}: got" in words
 
 
+@pytest.mark.slow
 def test_large_numbers_are_shown(tmp_path):
     people = [client(0, seconds=1e300, heads=1e300)]
     lines(run_in(tmp_path), [record(1, clients=people, phases={"train": 1}), record(2)])

@@ -159,6 +159,7 @@ SHOWN = sorted(
 )
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("page", "name"), SHOWN)
 def test_pages_of_the_documentation_equal_their_records(page, name):
     file = ROOT / "conf" / "studies" / f"{name}.yaml"

@@ -42,6 +42,7 @@ def filled(path, tmp_path):
     return results.record
 
 
+@pytest.mark.slow
 def test_a_study_resumes_from_its_record_alone(path, filled, tmp_path, monkeypatch):
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     assert run_study(path, tmp_path)  # no run directory exists, and nothing is run

@@ -56,6 +56,7 @@ def copied(state, network, step, *, move):
 adopt = FixedState.adopt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [without_moving, with_the_first_rate])
 def test_a_wrong_replay_is_noticed(mutant, monkeypatch):
     monkeypatch.setattr(FixedState, "adopt", mutant)

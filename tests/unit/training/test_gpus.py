@@ -148,6 +148,7 @@ def test_as_many_clients_run_as_fit_beside_the_server(tmp_path, monkeypatch):
     assert sharing(SMALL, LARGE, asked=7).clients_per_gpu == 7
 
 
+@pytest.mark.slow
 def test_impossible_gpu_settings_are_reported(tmp_path, monkeypatch):
     def refused(message, *cards, **options):
         with pytest.raises(ValueError, match=message):
@@ -276,6 +277,7 @@ def test_the_peak_of_live_memory_is_counted():
     assert memory.peak == 8000
 
 
+@pytest.mark.slow
 def test_evaluation_memory_is_its_batch_and_the_widest_layer():
     config = read_config({"preset": "cifar100-vit-b16"})
     # ViT-B/16: 197 tokens of 768, four times as wide between the two layers of a block; 256
