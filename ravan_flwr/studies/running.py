@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from typing import IO, cast
 
 from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import as_key_values
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, table_runs, unique_runs
@@ -142,8 +143,11 @@ def _run(
     def report(run: PlannedRun, line: str) -> None:
         if match := _ROUND.search(line):
             left = minutes(clock.round(run, float(match["seconds"])))
-            log.info("%d/%d  left %s  %s: %s", todo.index(run) + 1, len(todo), left, run, match[1])
+            log.info(
+                "%d/%d  left %s  %s: %s", todo.index(run) + 1, len(todo), left, names[run], match[1]
+            )
 
+    names = _names(todo)
     children, pool = _Children(), ThreadPoolExecutor(options.jobs)
     clock = _Clock(todo, options.jobs)
     try:
@@ -155,13 +159,20 @@ def _run(
                 results.add_failure(run, last_line)
             elif metric and not result.missed_target(metric):
                 result.value(metric)
-            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run, last_line)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, names[run], last_line)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # start no further run
         children.end()
         raise
     finally:
         pool.shutdown()
+
+
+def _names(runs: Sequence[PlannedRun]) -> dict[PlannedRun, str]:
+    """Return the settings in which each of several runs differs from others, for the log."""
+    common = set.intersection(*(set(run.settings) for run in runs))
+    own = {run: {k: v for k, v in run.settings if (k, v) not in common} for run in runs}
+    return {run: " ".join(as_key_values(settings)) or str(run) for run, settings in own.items()}
 
 
 # What a run logs for each round, by `runs.console.Progress`.

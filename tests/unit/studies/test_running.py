@@ -116,6 +116,7 @@ def test_each_round_is_logged_when_it_ends_with_the_time_left_of_all_runs(
     for number, (first, second, done) in enumerate((runs[:3], runs[3:]), start=1):
         for line in (first, second, done):
             assert line.startswith(f"{number}/2  left ")
+            assert f" s  seed={number - 1}: " in line  # what differs between the runs, alone
         assert first.endswith("round  1/2  train loss 0.4678  accuracy   -     up 76.5 kB  "
                               "down 76.5 kB  6.0 s")  # fmt: skip
         assert ": round  2/2  train loss 0.0890  accuracy 0.8412" in second
