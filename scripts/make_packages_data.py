@@ -58,7 +58,7 @@ def cleaned(text: str) -> str:
     return re.sub(r"\s+", " ", _GIVEN_AWAY.sub(" ", text)).strip(" ,;:-")
 
 
-def _order(text: str) -> bytes:
+def hash_order(text: str) -> bytes:
     """Order by a hash: at random, and the same on every machine."""
     return hashlib.sha256(text.encode()).digest()
 
@@ -71,7 +71,7 @@ def selected(rows: Iterator[Row]) -> list[Row]:
             by_text.setdefault(text.lower(), (source, text, label))
     counts: Counter[str] = Counter()
     result = []
-    for row in sorted(by_text.values(), key=lambda row: _order(f"{row[0]} {row[1]}")):
+    for row in sorted(by_text.values(), key=lambda row: hash_order(f"{row[0]} {row[1]}")):
         counts[row[2]] += 1
         if counts[row[2]] <= MOST:
             result.append(row)
@@ -83,7 +83,7 @@ def write(rows: list[Row], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     for part in ("train", "test"):
-        part_rows = [row for row in rows if (_order(row[0])[0] % TEST == 0) == (part == "test")]
+        part_rows = [row for row in rows if (hash_order(row[0])[0] % TEST == 0) == (part == "test")]
         lines = "".join(
             json.dumps({"text": text, "label": label}) + "\n" for _, text, label in part_rows
         )

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from scripts.make_packages_data import hash_order
+
 NOUNS = Path("/usr/share/wordnet/data.noun")
 FIRST_FILE = 3  # the number of the first class in WordNet's list of lexicographer files
 CLASSES = """
@@ -56,11 +58,6 @@ def cleaned(gloss: str, words: Iterable[str]) -> str:
     return " ".join(kept).strip(" ,:-")
 
 
-def _order(text: str) -> bytes:
-    """Order by a hash: at random, and the same on every machine."""
-    return hashlib.sha256(text.encode()).digest()
-
-
 def splits(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows of each split, in an order by hash."""
     by_text: dict[str, Row] = {}
@@ -70,8 +67,8 @@ def splits(rows: Iterable[Row]) -> dict[str, list[Row]]:
     counts = Counter(label for *_, label in by_text.values())
     found: dict[str, list[Row]] = {"train": [], "test": []}
     taken: Counter[tuple[str, str]] = Counter()
-    for row in sorted(by_text.values(), key=lambda row: _order(f"{row[0]} {row[1]}")):
-        split = "train" if _order(row[0])[0] % TEST else "test"
+    for row in sorted(by_text.values(), key=lambda row: hash_order(f"{row[0]} {row[1]}")):
+        split = "train" if hash_order(row[0])[0] % TEST else "test"
         taken[split, row[2]] += 1
         if counts[row[2]] >= LEAST and taken[split, row[2]] <= MOST[split]:
             found[split].append(row)
