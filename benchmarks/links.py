@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.server.round_log import FRAMES, IDLE_BYTES, MESSAGE_BYTES
-from testing.deployment import wait_for
+from testing.deployment import ROUNDS_TIMEOUT, wait_for
 from testing.network import Host, Network
 from testing.site import Site, site_unavailable
 from tests.fork_server import LIBRARIES, ForkServer
@@ -131,7 +131,7 @@ def constants(folder: Path) -> None:
         before, run = count(), site.run(ROUNDS + 1, "eval-every=100")
         counts = [before]
         for number in (1, ROUNDS + 1):
-            wait_for(lambda: len(run.rounds) >= number, "a round", pause=0.1)  # noqa: B023
+            wait_for(lambda: len(run.rounds) >= number, "a round", ROUNDS_TIMEOUT)  # noqa: B023
             counts.append(count())
         first, others = (_difference(after, before) for before, after in itertools.pairwise(counts))
         payload = sum(

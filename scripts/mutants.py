@@ -32,7 +32,7 @@ from typing import Any
 
 from ravan_flwr.methods import METHODS, MethodInfo
 from tests import ROOT
-from tests.fork_server import ALL, ForkServer, Python
+from tests.fork_server import ALL, WORKER, Forked, ForkServer, Python
 
 FLAGS = "flags"
 # Module -> the tests that are to notice a change of it; the quickest come first.
@@ -176,12 +176,16 @@ class Copy:
     def run(self, tests: str, options: Sequence[str], limit: float) -> bool:
         """Return whether these tests pass within a time."""
         self.tried += 1
-        words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        words += [*options, *(f"tests/{name}" for name in tests.split())]
+        # As pytest-xdist's workers are started: their `sys.executable` is the real Python.
+        words = [str(self.python.scripts / WORKER), "-m", "pytest", "-q", "-x"]
+        words += ["-p", "no:cacheprovider", "-p", "no:xdist", *options]
+        words += [f"tests/{name}" for name in tests.split()]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "CI": ""}
-        process = self.python.start(
-            words, log=self.folder / "log", environment=environment, folder=self.folder
-        )
+        with (self.folder / "log").open("wb") as log:
+            process = Forked(
+                words, env=environment, cwd=self.folder, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
         try:
             return process.wait(limit) == 0
         except subprocess.TimeoutExpired:

@@ -34,12 +34,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ravan_flwr.launch.superlink import _free_ports, processes_of
+from ravan_flwr.launch.superlink import processes_of
 from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
-TIMEOUT = 1800.0  # seconds
+TIMEOUT = 120.0  # seconds
+ROUNDS_TIMEOUT = 600.0  # seconds for rounds of a run, also on a busy machine
+RUN_TIMEOUT = 1200.0  # seconds for a whole run, also on a busy machine
+# A SuperLink waits five seconds for a lock of its database, then answers HTTP 500, at which a
+# SuperNode ends. On a busy machine a test would wait for that node's reply until the round closes.
+_CUSTOMIZE = """
+from contextlib import suppress
+with suppress(ImportError):
+    from flwr.supercore import sql_mixin
+    sql_mixin.SQLITE_PRAGMAS = (*sql_mixin.SQLITE_PRAGMAS, ("busy_timeout", "120000"))
+"""
 SLOW_POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # of the SuperExec for ServerApps
 PENDING_CALLS = 10.0  # seconds for pending calls to end, also on a busy machine
 END_TIMEOUT = 120.0  # seconds for processes to end by themselves, before they are killed
@@ -58,7 +68,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.folder, self.keys = folder, folder / "keys"
         self._scripts = scripts  # where `python`, `flwr` and Flower's other commands are
         self.left_running: list[str] = []  # our processes that did not end by themselves
-        self._port, self._proxy_port = _free_ports(2)
+        self._held: list[socket.socket] = []
+        self._port, self._proxy_port = self._new_port(), self._new_port()
         self.superlink_address = f"127.0.0.1:{self._port}"  # the SuperLink's own, without the proxy
         self.address = f"127.0.0.1:{self._proxy_port}" if behind_proxy else self.superlink_address
         self.behind_proxy = behind_proxy
@@ -95,6 +106,19 @@ class Deployment(AbstractContextManager["Deployment"]):
         for pid in self._our_processes():
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)
+        for each in self._held:
+            each.close()
+
+    def _new_port(self) -> int:
+        """Hold a port until the deployment ends: only a server that reuses addresses gets it.
+
+        So Linux gives it to no connection and to no server that asks for any port.
+        """
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        self._held.append(held)
+        return int(held.getsockname()[1])
 
     def _our_processes(self) -> list[int]:
         """List our warm workers, which end with their owners; kill Flower's processes.
@@ -128,7 +152,9 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def start_superlink(self) -> None:
         """Start it, with its database of an earlier start."""
-        secrets = self.keys / "superlink"
+        secrets, home = self.keys / "superlink", self._home("superlink")
+        (home / "sitecustomize.py").write_text(_CUSTOMIZE)
+        path = os.pathsep.join([str(home), self._environment("superlink")["PYTHONPATH"]])
         self._superlink = self.start(
             "superlink",
             # Not a fork where its log is read: Flower sets the log level when it is imported.
@@ -138,9 +164,10 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--ssl-certfile", str(secrets / "superlink.crt"),
             "--ssl-keyfile", str(secrets / "superlink.key"),
             "--host", "127.0.0.1", "--port", str(self._port),
-            "--database", str(self._home("superlink") / "state.db"),
+            "--database", str(home / "state.db"),
             "--isolation", "process" if self.behind_proxy else "subprocess",
             environment=SLOW_POLLING
+            | {"PYTHONPATH": path}
             # Log every call, also those that are hidden by default.
             | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.behind_proxy else {}),
         )  # fmt: skip
@@ -249,7 +276,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def start_node(self, number: int, node_config: str, **environment: str) -> None:
         """Start a SuperNode with that key; see `wait_for_node`."""
-        secrets, (port,) = self.keys / f"node-{number}", _free_ports(1)
+        secrets, port = self.keys / f"node-{number}", self._new_port()
         self._supernodes[number] = self.start(
             f"node-{number}",
             "flower-supernode", "--superlink", self.address,
@@ -414,14 +441,17 @@ class Run:
 
     def wait(self) -> str:
         """Wait for the end of the run; return its status."""
-        try:
-            self._process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"the run continues after {TIMEOUT:g} s: {self.log[-2000:]}"
-            ) from None
+        began = time.monotonic()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(RUN_TIMEOUT)
         # `--stream` also ends when one of its calls fails; the run continues.
-        wait_for(lambda: self.status.startswith("finished"), "the end of the run")
+        left = RUN_TIMEOUT - (time.monotonic() - began)
+        try:
+            wait_for(lambda: self.status.startswith("finished"), "the end of the run", left)
+        except TimeoutError as error:
+            machines = sorted(path.parent.name for path in self._deployment.folder.glob("*/log"))
+            logs = (f"{name}: {self._deployment.log(name)[-1000:]}" for name in machines)
+            raise TimeoutError("\n".join([str(error), self.log[-2000:], *logs])) from None
         return self.status
 
     def abandon(self) -> None:

@@ -16,7 +16,13 @@ from ravan_flwr import simulate
 from ravan_flwr.launch.superlink import processes_of
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
-from testing.deployment import Deployment, _command_line, wait_for, with_fork
+from testing.deployment import (
+    ROUNDS_TIMEOUT,
+    Deployment,
+    _command_line,
+    wait_for,
+    with_fork,
+)
 from tests import ROOT
 from tests.flower import doubling_node
 from tests.flower.slowed import frozen, send, slowed
@@ -63,12 +69,6 @@ def updates_of(run):
     ]
 
 
-def per_hour(run):
-    """Return updates an hour, from the first message."""
-    updates = updates_of(run)
-    return 3600 * len(updates) / (run.rounds[-1]["time"] - min(span[0] for *_, span in updates))
-
-
 def kill_serverapp(deployment, run):
     """Kill the process of the ServerApp; return the last round with a checkpoint.
 
@@ -91,11 +91,11 @@ def test_a_slow_node_does_not_delay_the_others(deployment):
     with slowed(home):
         assert synchronous.wait() == "finished:completed"
     asynchronous = start_run(deployment, f"num-rounds=3 local-steps=30 buffer-size=2 {ASYNC}")
-    with slowed(home):
-        assert asynchronous.wait() == "finished:completed"
+    with frozen(home):
+        wait_for(lambda: len(asynchronous.rounds) >= 2, "two versions meanwhile", ROUNDS_TIMEOUT)
+    assert asynchronous.wait() == "finished:completed"
     assert [partition for partition, *_ in updates_of(synchronous)] == [0, 1, 2]
     assert [len(record["clients"]) for record in asynchronous.rounds] == [2] * 3
-    assert per_hour(asynchronous) >= 2 * per_hour(synchronous)
 
 
 def late_updates(rounds):
@@ -112,16 +112,24 @@ def interrupted_runs(deployment):
     """
     settings = f"local-steps=5 buffer-size=1 max-staleness=2 {ASYNC}"
     run = start_run(deployment, f"num-rounds=500 {settings}")
-    wait_for(lambda: len(run.rounds) >= 1, "a first version")
+    wait_for(lambda: len(run.rounds) >= 1, "a first version", ROUNDS_TIMEOUT)
     with frozen(deployment.folder / f"node-{SLOW}"):
         target = len(run.rounds) + 3  # node 2 has the next version at most
-        wait_for(lambda: len(run.rounds) >= target, "versions without node 2")
-    wait_for(lambda: late_updates(run.rounds[:-1]), "the late update, and a checkpoint of it")
+        wait_for(lambda: len(run.rounds) >= target, "versions without node 2", ROUNDS_TIMEOUT)
+    wait_for(
+        lambda: late_updates(run.rounds[:-1]),
+        "the late update, and a checkpoint of it",
+        ROUNDS_TIMEOUT,
+    )
     stopped_at = kill_serverapp(deployment, run)
     resumed = start_run(
         deployment, f"num-rounds={stopped_at + 5} {settings} resume='{run.directory}'"
     )
-    wait_for(lambda: len(run.rounds) > stopped_at, "a version of the run that was resumed")
+    wait_for(
+        lambda: len(run.rounds) > stopped_at,
+        "a version of the run that was resumed",
+        ROUNDS_TIMEOUT,
+    )
     deployment.kill_node(DOUBLING)
     assert resumed.wait() == "finished:completed"
     return run, resumed, stopped_at

@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.training.network import build_network
-from testing.deployment import Deployment, wait_for
+from testing.deployment import ROUNDS_TIMEOUT, Deployment, wait_for
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
@@ -113,7 +113,7 @@ def test_only_registered_nodes_connect(deployment, node_configs):
 
 def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     run = deployment.run(f"method='ravan' {SHORT}")
-    wait_for(lambda: "ROUND 2" in deployment.log("node-1"), "node 1 to work on round 2")
+    wait_for(lambda: "ROUND 2" in deployment.log("node-1"), "round 2", ROUNDS_TIMEOUT)
     deployment.kill_node(1)
     assert len(run.rounds) == 1
     deployment.start_node(1, node_configs[1])
@@ -151,6 +151,7 @@ def test_a_killed_node_reconnects_and_small_budgets_are_not_eligible(deployment,
     wait_for(
         lambda: sorted(deployment.listed_nodes().values()) == ["offline", "online", "online"],
         "node 1 to be taken for offline",
+        timeout=ROUNDS_TIMEOUT,
         pause=6.0,  # each look is a `flwr` command
     )
     changed = node_configs[1].replace("budget=0.75", "budget=1.0 warm-worker=true")

@@ -15,7 +15,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.specs import Scalar
-from testing.deployment import Deployment, wait_for
+from testing.deployment import ROUNDS_TIMEOUT, Deployment, wait_for
 from tests import ROOT
 from tests.flower import faulty_client
 
@@ -98,7 +98,9 @@ def faulty_runs(deployment):
         f"num-rounds={LAST_ROUND} limits='max-update-norm=100.0' {no_straggler_timeout} {SHORT}"
     )
     wait_for(
-        lambda: len(unresponsive_run.rounds) >= 1, "the unresponsive node's round to be closed"
+        lambda: len(unresponsive_run.rounds) >= 1,
+        "the unresponsive node's round to be closed",
+        ROUNDS_TIMEOUT,
     )
     (folder / "closed").touch()
     assert [each.wait() for each in (run, unresponsive_run)] == ["finished:completed"] * 2
@@ -174,7 +176,7 @@ def test_a_run_resumes_to_the_same_bits_after_the_superlink_was_killed(honest_de
     deployment = honest_deployment
     settings = f"num-rounds=4 {SHORT}"
     run = deployment.run(settings)
-    wait_for(lambda: len(run.rounds) >= 2, "two rounds")
+    wait_for(lambda: len(run.rounds) >= 2, "two rounds", ROUNDS_TIMEOUT)
     deployment.kill_superlink()
     stopped_at = len(run.rounds)
     run.abandon()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ravan_flwr.launch.superlink import _free_ports
 from testing.deployment import Deployment, wait_for
 from tests import ROOT
 from tests.own_models import make_bert
@@ -25,7 +24,7 @@ class Machines(Deployment):
     """Six machines without keys; the page's commands start everything."""
 
     def __enter__(self):
-        (self.port,) = _free_ports(1)
+        self.port = self._new_port()
         return self
 
     def localized(self, text, machine):
@@ -88,10 +87,9 @@ def test_every_command_of_the_page_works_in_its_order(machines, capsys):
             )
             wait_for(lambda: "startup complete" in machines.log("superlink"), "the server")
         elif "flower-supernode" in line:
-            for device, port in enumerate(_free_ports(DEVICES)):
-                command = (
-                    line.replace("partition-id=0", f"partition-id={device}") + f" --port {port}"
-                )
+            for device in range(DEVICES):
+                command = line.replace("partition-id=0", f"partition-id={device}")
+                command += f" --port {machines._new_port()}"
                 name = f"device-{device}"
                 machines._supernodes[device] = machines.start_line(
                     name, machines.localized(command, name)

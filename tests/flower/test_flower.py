@@ -22,7 +22,7 @@ from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from testing.checkout import copy_checkout
-from testing.deployment import TIMEOUT, copy_app
+from testing.deployment import RUN_TIMEOUT, copy_app
 from tests import ROOT
 
 NODES = 3
@@ -231,7 +231,7 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path):
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(TIMEOUT) == 0
+        assert process.wait(RUN_TIMEOUT) == 0
     assert (tmp_path / "done").exists()
 
 

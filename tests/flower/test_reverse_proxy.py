@@ -22,7 +22,15 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import NAME, NGINX, SCRIPTS, TIMEOUT, Deployment, wait_for
+from testing.deployment import (
+    NAME,
+    NGINX,
+    ROUNDS_TIMEOUT,
+    SCRIPTS,
+    TIMEOUT,
+    Deployment,
+    wait_for,
+)
 from tests import ROOT
 
 pytestmark = [
@@ -298,7 +306,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
     )  # fmt: skip
     assert deployment.wait_for_node(1)
     run = deployment.run(f"num-rounds=3 straggler-grace=30 {SHORT}")
-    wait_for(lambda: len(run.rounds) >= 1, "a round")
+    wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
     attacked.touch()
     assert run.wait() == "finished:completed"
     assert int(announced.read_text()) > 1_000_000
@@ -314,7 +322,7 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
 
 def test_a_locked_superlink_database_loses_no_reply(deployment):
     run = deployment.run(f"num-rounds=4 {SHORT}")
-    wait_for(lambda: len(run.rounds) >= 1, "a round")
+    wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
     state = deployment.folder / "superlink" / "state.db"
     # A SuperExec and a SuperNode end at their first failed call: docs/reliability.md.
     with deployment.only_apps_call(), closing(sqlite3.connect(state)) as database:
@@ -382,7 +390,11 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, direction):
 def test_the_superlink_survives_an_out_of_memory_kill_of_a_serverapp(deployment):
     """SIGKILL, as the kernel sends it to the largest process when a unit's memory is exhausted."""
     run = deployment.run(f"num-rounds=50 {SHORT}")
-    wait_for(lambda: any(run.folder.glob("*/checkpoints/round-*.safetensors")), "a checkpoint")
+    wait_for(
+        lambda: any(run.folder.glob("*/checkpoints/round-*.safetensors")),
+        "a checkpoint",
+        ROUNDS_TIMEOUT,
+    )
     apps = [
         pid
         for pid in processes_of(deployment.folder / "serverapps")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
-from testing.deployment import END_TIMEOUT, TIMEOUT, copy_app, wait_for
+from testing.deployment import END_TIMEOUT, ROUNDS_TIMEOUT, TIMEOUT, copy_app, wait_for
 from tests import ROOT
 
 pytestmark = [
@@ -76,7 +76,7 @@ def wait_for_training(process, folder, number=1):
         assert process.poll() is None, (folder / "log").read_text()
         return len(records_in(folder)) >= number
 
-    wait_for(trains, "a round")
+    wait_for(trains, "a round", ROUNDS_TIMEOUT)
 
 
 def assert_nothing_is_left(folder):
@@ -113,7 +113,7 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
             os.read(terminal, 65536)  # a full terminal would block the process
         return bool(records_in(folder))
 
-    wait_for(trains, "a round")
+    wait_for(trains, "a round", ROUNDS_TIMEOUT)
     assert len(processes_of(folder)) > 5
     os.close(terminal)
     assert process.wait(TIMEOUT) != 0

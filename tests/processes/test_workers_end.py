@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from testing.deployment import TIMEOUT, wait_for
+from testing.deployment import ROUNDS_TIMEOUT, TIMEOUT, wait_for
 from tests.fork_server import fork_of
 
 pytestmark = [
@@ -44,7 +44,7 @@ def training(tmp_path, python):
         return list(tmp_path.rglob("*.safetensors"))
 
     try:
-        wait_for(trains, "a round")
+        wait_for(trains, "a round", ROUNDS_TIMEOUT)
         run = SimpleNamespace(pid=fork_of(process.pid), wait=process.wait)
         assert len(other_processes(run.pid)) == 2
         yield run

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageStat
 
 from ravan_flwr.reports.dashboard import make_server
-from testing.deployment import TIMEOUT, wait_for
+from testing.deployment import ROUNDS_TIMEOUT, TIMEOUT, wait_for
 from tests import ROOT
 from tests.browser import CHROMIUM, Browser
 from tests.followed import NOW, lines, node, record, run_in, status
@@ -151,7 +151,7 @@ def test_the_dashboard_follows_a_run_until_it_is_killed(python, tmp_path):
     words = ["num-rounds=100000", "local-steps=1", "num-clients=3", "report=false",
              f"output-dir={tmp_path / 'runs'}", "tracking=none"]  # fmt: skip
     run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
-    wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round")
+    wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round", ROUNDS_TIMEOUT)
     (folder,) = (tmp_path / "runs").iterdir()
     words = ["-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
     command = [python.executable, *words]
