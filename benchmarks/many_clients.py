@@ -75,7 +75,6 @@ sys.stdout.write("\\n" + json.dumps({
     "MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     "record": max(map(len, lines[1:])),
     "checkpoint": max(sizes),
-    "status.json": (run / "status.json").stat().st_size,
     "log lines": len((run / "log.txt").read_text().splitlines()),
 }))
 """
@@ -170,16 +169,13 @@ def measured(clients: int, settings: dict[str, Any]) -> Row:
 
 def show(rows: dict[str, Row], absent: float, grown: float) -> None:
     """Print a row for each, and the results from their differences."""
-    print(
-        "| | ready, s | of a processor | rest of a round, ms | MB | record, bytes | checkpoint "
-        "| status.json |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| | ready, s | of a processor | rest of a round, ms | MB | record, bytes | checkpoint |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
         print(
             f"| {name} | {row['ready']:.1f} | {row['ready, processor']:.1f} "
             f"| {row['rest of a round'] * 1e3:.0f} | {row['MB']:.0f} "
-            f"| {row['record']:,} | {row['checkpoint']:,} | {row['status.json']:,} |"
+            f"| {row['record']:,} | {row['checkpoint']:,} |"
         )
     print(f"\na client that is not in a round costs it {absent * 1e6:.1f} microseconds")
     print(f"200 clients a round take {grown:.0f} MB more than 20")

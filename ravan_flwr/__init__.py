@@ -7,7 +7,6 @@ For scripts and notebooks (docs/python.md):
     plan_of(settings, num_clients)      a run's trained parameters, bytes and memory, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
-    watch_run(run, port)                serve the dashboard of a run, until Ctrl-C
     write_spectra(runs, folder, top)    singular values of the runs' delta-weights
     evaluate(run, data)                 metrics of a run's result on labelled examples, by class
     predict(run, data, output)          a run's answers for a table or a folder of images
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.peft import RavanConfig
-    from ravan_flwr.reports.dashboard import watch_run
     from ravan_flwr.reports.evaluation import evaluate, result_of
     from ravan_flwr.reports.export import export_run
     from ravan_flwr.reports.prediction import predict
@@ -47,14 +45,13 @@ _MODULES = {
     "result_of": "ravan_flwr.reports.evaluation",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
-    "watch_run": "ravan_flwr.reports.dashboard",
     "write_report": "ravan_flwr.reports.report",
     "write_spectra": "ravan_flwr.reports.spectrum",
 }
 
 __all__ = [
     "Callback", "RavanConfig", "Simulation", "evaluate", "export_run", "plan_of", "predict",
-    "result_of", "run_study", "simulate", "watch_run", "write_report", "write_spectra",
+    "result_of", "run_study", "simulate", "write_report", "write_spectra",
 ]  # fmt: skip
 
 

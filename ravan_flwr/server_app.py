@@ -32,7 +32,6 @@ from ravan_flwr.runs.directory import (
 )
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.record import Summary
-from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.kind import kind_of
@@ -46,7 +45,6 @@ from ravan_flwr.server.resume import (
     report_if_finished,
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
-from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
@@ -162,7 +160,6 @@ def _recording_failure(directory: RunDirectory) -> Iterator[None]:
                 + resume_advice(directory.path)
             )
         elif isinstance(error, OSError) and is_write_error(error, directory.path):
-            drop_status(directory.path)  # on a full disk it would stay at an earlier step
             failure = OSError(write_error_message(error, directory.path))
         with suppress(OSError):  # the disk itself may be what failed
             directory.write_json("failure.json", {"error": f"{type(failure).__name__}: {failure}"})
@@ -194,9 +191,9 @@ def _run_rounds(
         recorder = RunRecorder(
             directory, loaded, progress, trackers, start, strategy, personal_states
         )
-        strategy.callbacks.all += [recorder, StatusFile(directory.path)]
+        strategy.callbacks.all.append(recorder)
         if config.deliver:
-            arguments = (config, strategy.registry, strategy.message_builder, strategy.status)
+            arguments = (config, strategy.registry, strategy.message_builder)
             delivery = resolve_name(DELIVERY)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(user_callbacks)
@@ -276,7 +273,7 @@ def _deliver_again(
         retry_failed_calls(grid, config.round_timeout)
     registry.gather(grid, wait=True)
     message_builder = MessageBuilder(registry.nodes, start.fixed)
-    arguments = (config, registry, message_builder, Status(registry, report=None))
+    arguments = (config, registry, message_builder)
     resolve_name(DELIVERY)(grid, *arguments, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 

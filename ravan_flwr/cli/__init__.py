@@ -31,8 +31,8 @@ EXAMPLES = {
 
 # Commands of earlier versions -> what does the same.
 EARLIER = {
-    "watch": "`report --live`", "spectrum": "`report --spectrum`", "secure-keys": "`keys`",
-    "fetch": "`hf download`", "run": "`simulate --engine flower`",
+    "watch": "`simulate tracking=tensorboard`", "spectrum": "`report --spectrum`",
+    "secure-keys": "`keys`", "fetch": "`hf download`", "run": "`simulate --engine flower`",
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ravan_flwr.cli.parts import RUN, Commands, add_command, option
 from ravan_flwr.messages.plain_text import plain
-from ravan_flwr.reports import PORT
 from ravan_flwr.specs import EXPORT_FORMS
 
 # fmt: off
@@ -27,12 +26,7 @@ def add(commands: Commands) -> None:
             help="folder (default: report/ in the run, or here for several)"),
         option("--spectrum", action="store_true",
             help="add singular values and effective ranks of the runs' delta-weights"),
-        option("--live", action="store_true",
-            help="serve the dashboard of one run, in progress or ended"),
-        option("--port", type=int, metavar="N",
-            help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"),
-        note="Only this machine sees the page that --live serves; from another one: "
-        f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.")
+        note="A run that is in progress: tracking=tensorboard, wandb or mlflow shows it.")
     add_command(commands, "evaluate", _evaluate,
         "measure a run's result on labelled examples that it has not seen, class by class",
         RUN, option("--data", required=True, metavar="FOLDER",
@@ -58,11 +52,6 @@ def add(commands: Commands) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    if parsed.live:
-        _serve(parsed)
-        return
-    if parsed.port is not None:
-        raise ValueError("--port: got no --live beside it, expected it; add --live")
     from ravan_flwr.reports.report import write_report  # noqa: PLC0415
     from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
 
@@ -70,22 +59,6 @@ def _report(parsed: argparse.Namespace) -> None:
     default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
     page = write_report(parsed.runs, parsed.output or default, spectrum=parsed.spectrum)
     sys.stdout.write(f"report: {page.absolute()}\n")
-
-
-def _serve(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.reports.dashboard import watch_run  # noqa: PLC0415
-
-    if len(parsed.runs) > 1 or parsed.output or parsed.spectrum:
-        raise ValueError(
-            "--live: got more than one run, --output or --spectrum, expected one run and nothing "
-            "to write; leave --live out"
-        )
-    try:
-        watch_run(parsed.runs[0], PORT if parsed.port is None else parsed.port)
-    except KeyboardInterrupt as interrupt:
-        if type(interrupt) is not KeyboardInterrupt:  # another signal
-            raise
-        sys.stdout.write("\n")  # Ctrl-C is the normal end
 
 
 def _evaluate(parsed: argparse.Namespace) -> None:

@@ -29,7 +29,6 @@ from ravan_flwr.server.replies import as_value_error, content_of
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.status import Status
 
 log = getLogger(__name__)
 
@@ -77,7 +76,6 @@ class DeliverAtEnd(Callback):
     config: Config
     registry: ClientRegistry
     message_builder: MessageBuilder
-    status: Status
     directory: RunDirectory
     state: Tensors  # of the last round
 
@@ -128,7 +126,7 @@ class DeliverAtEnd(Callback):
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
-        collector = ReplyCollector(self.message_builder, notes, self.status)
+        collector = ReplyCollector(self.message_builder, notes)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
             self.message_builder.message(client, KIND, number, arrays, settings)

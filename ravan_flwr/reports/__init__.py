@@ -1,3 +1,1 @@
-"""Reports and the dashboard of runs; evaluation, prediction and export with a run's result."""
-
-PORT = 8642  # of the dashboard: neither Flower's nor TensorBoard's
+"""Reports of runs; evaluation, prediction and export with a run's result."""

@@ -1,11 +1,8 @@
 """Write the report of one run, or of several in the same charts: a page and a PNG of each picture.
 
-The page is one file that needs no other, light or dark as its reader's browser. The dashboard
-(dashboard.py) serves the same page with a script.
+The page is one file that needs no other and no script, light or dark as its reader's browser.
 """
 
-import base64
-import hashlib
 import html
 import logging
 import re
@@ -20,7 +17,7 @@ from markupsafe import Markup
 
 from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import RunSnapshot, comparison_of, picture_of, title_of, view_of
+from ravan_flwr.reports.run_view import comparison_of, picture_of, title_of, view_of
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
 
@@ -32,32 +29,21 @@ _ENVIRONMENT = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
 _ENVIRONMENT.globals |= {"minutes": minutes, "megabytes": megabytes}
-_STYLE, _SCRIPT, _PAGE = (
+_STYLE, _PAGE = (
     yaml.safe_load(Path(__file__).with_name("page.yaml").read_text(encoding="utf-8"))[part]
-    for part in ("style", "script", "page")
+    for part in ("style", "page")
 )
 _TEMPLATE = _ENVIRONMENT.from_string(_PAGE)
 
 
-def _hash_of(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-# Load nothing from elsewhere, and allow only this script and this style.
-POLICY = (
-    f"default-src 'none'; script-src {_hash_of(_SCRIPT)}; style-src {_hash_of(_STYLE)}; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
-
 def render(
     runs: Sequence[Mapping[str, Any]], title: str, *, comparison: Mapping[str, Any] | None = None,
-    version: str = "", problem: str = "", now: float = 0.0, files: Sequence[str] = (),
+    files: Sequence[str] = (),
 ) -> bytes:  # fmt: skip
-    """Return the HTML page, which names the files beside it; with a `version` it updates itself."""
+    """Return the HTML page, which names the files beside it."""
     page = _TEMPLATE.render(
-        runs=runs, title=title, comparison=comparison, version=version, problem=problem, now=now,
-        files=files, style=Markup(_STYLE), script=Markup(_SCRIPT),  # noqa: S704 (constants)
+        runs=runs, title=title, comparison=comparison, files=files,
+        style=Markup(_STYLE),  # noqa: S704 (a constant)
     )  # fmt: skip
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return page.lstrip().encode(errors="backslashreplace")
@@ -82,9 +68,7 @@ def write_report(
         compared += charts_of_runs([run.path for run in runs])
     charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
     rows = {run.path: row for row, members in groups.items() for run in members}
-    views = [  # before anything is drawn
-        view_of(RunSnapshot.of(run), live=False, row=rows[run.path]) for run in runs
-    ]
+    views = [view_of(run, row=rows[run.path]) for run in runs]  # before anything is drawn
     page = folder / "index.html"
     earlier = _files_beside(page)
     written = [path for chart in chain(compared, *charts) for path in chart.write(folder)]

@@ -1,7 +1,6 @@
-"""Call a run's hooks: at its beginning, after each round, on each status, and at its end.
+"""Call a run's hooks: at its beginning, after each round, and at its end.
 
-The app itself uses them to write records, checkpoints and the dashboard's status, and to deliver
-the result to devices.
+The app itself uses them to write records and checkpoints, and to deliver the result to devices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.runs.status import RunStatus
 
-HOOKS = ("on_run_begin", "on_round_end", "on_status", "on_run_end")
+HOOKS = ("on_run_begin", "on_round_end", "on_run_end")
 
 
 class Callback:
@@ -33,13 +31,6 @@ class Callback:
             record: The round's line of `rounds.jsonl`. Round 0 is a calibration, if there is one.
             state: The global state after the round, by name. RAVAN's is {"H": (layers, heads, r,
                 r)}, with "classifier" where that is trained. Do not change it.
-        """
-
-    def on_status(self, status: RunStatus) -> None:
-        """Read the run's status, several times a round: which clients were asked, which answered.
-
-        Args:
-            status: The content of `status.json`.
         """
 
     def on_run_end(self) -> None:
@@ -74,9 +65,6 @@ class Callbacks(Callback):
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         self._call("on_round_end", record, state)
-
-    def on_status(self, status: RunStatus) -> None:
-        self._call("on_status", status)
 
     def on_run_end(self) -> None:
         self._call("on_run_end")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ravan_flwr.files import LARGE, check_file, opened
+from ravan_flwr.files import check_file
 from ravan_flwr.runs.record import ClientRecord, RoundRecord
 
 log = logging.getLogger("ravan_flwr")
@@ -234,16 +234,3 @@ def logging_to(folder: Path) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
-
-
-def last_lines(folder: Path, most: int = 200, most_bytes: int = 65536) -> list[str]:
-    """Return the last lines of the folder's log; an empty list if there is none."""
-    try:
-        with opened(folder / LOG_FILE, LARGE) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            text = file.read().decode(errors="replace")
-    except (OSError, ValueError):  # no file, or not a regular one
-        return []
-    lines = text.splitlines()
-    return lines[1 if size > most_bytes else 0 :][-most:]  # the first may have been cut

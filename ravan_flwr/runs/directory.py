@@ -12,7 +12,6 @@ tensorboard/       each round's numbers (tracking.py)
 failure.json       the error of a failed run
 node-keys.json     the node key that each partition is bound to (server/partitions.py)
 privacy.json       the privacy budget that has been spent (server/privacy_budget.py)
-status.json        the present step of the run, and its clients (status.py)
 log.txt            the log, with times (console.py)
 lock               the process that writes to it, while there is one (lock.py)
 """
@@ -28,7 +27,7 @@ from typing import Any, cast
 
 from ravan_flwr.config.keys import KEYS, Config, as_typed
 from ravan_flwr.config.presets import read_preset, with_preset_path
-from ravan_flwr.files import LARGE, append, named_errors, opened, read_file, write_atomically
+from ravan_flwr.files import LARGE, append, named_errors, read_file, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, check, check_line, parse_json
 from ravan_flwr.specs import Scalar
 
@@ -196,7 +195,18 @@ class RunDirectory:
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; an incomplete last line is ignored."""
-        return RoundsFile(self.path).read()
+        path, records = self.path / "rounds.jsonl", list[RoundRecord]()
+        if not path.exists():
+            return records
+        for number, line in enumerate(read_file(path, LARGE).split(b"\n")[:-1], start=1):
+            try:
+                records.append(check_line(line, records[-1] if records else None))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}: line {number} is damaged ({error}), expected a record of this "
+                    "version; restore it"
+                ) from None
+        return records
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
         """Read the rounds up to `last`; raise ValueError if that round has no record."""
@@ -213,37 +223,6 @@ class RunDirectory:
         """Replace `rounds.jsonl` by one with only these rounds."""
         lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
         self.write("rounds.jsonl", "".join(lines))
-
-
-class RoundsFile:
-    """Read a run's `rounds.jsonl` repeatedly, each time only its new lines."""
-
-    def __init__(self, run: Path) -> None:
-        self._path = run / "rounds.jsonl"
-        self._inode = self._bytes = 0  # of the lines that were read
-        self._lines: list[RoundRecord] = []
-
-    def read(self) -> list[RoundRecord]:
-        """Return the records of all lines so far; an incomplete last line is ignored."""
-        stat = self._path.stat() if self._path.exists() else None
-        inode, size = (stat.st_ino, stat.st_size) if stat else (0, 0)
-        if inode != self._inode or size < self._bytes:  # a run that goes back replaces the file
-            self._inode, self._bytes, self._lines = inode, 0, []
-        if not stat:
-            return []
-        with opened(self._path, LARGE) as file:
-            file.seek(self._bytes)
-            for line in file.read().split(b"\n")[:-1]:
-                try:
-                    previous = self._lines[-1] if self._lines else None
-                    self._lines.append(check_line(line, previous))
-                except ValueError as error:
-                    raise ValueError(
-                        f"{self._path}: line {len(self._lines) + 1} is damaged ({error}), "
-                        "expected a record of this version; restore it"
-                    ) from None
-                self._bytes += len(line) + 1
-        return list(self._lines)
 
 
 def check_writable(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.methods import METHODS
-from ravan_flwr.runs.directory import RoundsFile, RunDirectory
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.record import RoundRecord, Summary
 
@@ -71,29 +71,22 @@ class RecordedRun:
     @classmethod
     def read(cls, path: Path) -> "RecordedRun":
         """Read a run directory; raise ValueError if it is none, or has no finished round."""
-        run = cls.so_far(path)
-        if not any(record["round"] for record in run.rounds):
+        directory = open_run(path)
+        rounds = directory.read_rounds()
+        if not any(record["round"] for record in rounds):
             raise NoRoundError(
                 f"report: {path} has no finished round, expected a run with one; name a run "
                 "directory, or run it longer"
             )
-        if lacking := sorted(NEEDED_SETTINGS - run.config.keys()):
+        config = directory.read_config()
+        if lacking := sorted(NEEDED_SETTINGS - config.keys()):
             raise ValueError(
                 f"report: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
                 "settings of a run; restore it, or use the version that made the run"
             )
-        return run
-
-    @classmethod
-    def so_far(cls, path: Path, rounds_file: RoundsFile | None = None) -> "RecordedRun":
-        """Read a run that may have only begun: its config is empty until it has written one."""
-        directory = open_run(path)
-        rounds = (rounds_file or RoundsFile(path)).read()
-        config = directory.read_config() if (path / "config.json").is_file() else {}
+        # The largest number: devices with their own data may have left during the run.
+        config["num-clients"] = max(record["partitions"] for record in rounds)
         has_summary = (path / "summary.json").is_file()
-        if rounds:
-            # The largest number: devices with their own data may have left during the run.
-            config["num-clients"] = max(record["partitions"] for record in rounds)
         return cls(path, config, rounds, directory.read_summary() if has_summary else None)
 
     @property

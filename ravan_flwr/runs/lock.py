@@ -7,15 +7,12 @@ continues without a lock and logs a warning; a private run ends with an error.
 """
 
 import os
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
-from typing import Literal
 
-import psutil
 from filelock import FileLock, Timeout
 
 from ravan_flwr.files import read_file
@@ -65,28 +62,3 @@ def locked(folder: Path, key: str = "resume", *, needed: bool = False) -> Iterat
         with suppress(OSError):
             path.unlink()  # while the lock is held, so that no process has locked this file
         lock.release()
-
-
-Holder = Literal["no process", "a process", "a dead process", "unknown"]
-
-
-def holder_of(folder: Path) -> Holder:
-    """Return which process writes to a run directory, without taking the lock.
-
-    The result is "unknown" for a process on another machine, and where files cannot be locked.
-    """
-    path = folder / NAME
-    try:
-        text, written = read_file(path, _MAX_BYTES).decode(), path.stat().st_mtime
-    except FileNotFoundError:
-        return "no process"
-    except (OSError, ValueError):
-        return "unknown"
-    match = re.fullmatch(r"process (\d{1,9}) on (.+)", text)
-    if match is None or match[2] != socket.gethostname():
-        return "unknown"
-    try:
-        alive = psutil.Process(int(match[1])).create_time() <= written + 1  # not a later process
-    except psutil.Error:
-        alive = False
-    return "a process" if alive else "a dead process"

@@ -170,7 +170,6 @@ class Buffered(Kind):
         collector, grid = round_.collector, round_.grid
         collector.send(grid, messages)
         out = [sent.client for sent in self.in_flight.sent.values()]
-        run.status.begin("training", round_.number, clients=out)
         deadline = RoundDeadline(
             self.config.round_timeout, len(out), enough=self.buffer, clock=run.clock
         )

@@ -8,7 +8,7 @@ Clients must be consistent: each has the server's app, and a partition that no o
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -70,7 +70,6 @@ class Node:
     # Late replies by message id, the oldest first: the client, and why the reply will be rejected
     # ("" if the reply is unused).
     late: dict[str, tuple[RegisteredClient, str]] = field(default_factory=dict)
-    heard: float = 0.0  # when it last replied, in seconds since 1970
 
     @property
     def name(self) -> str:
@@ -144,7 +143,6 @@ class ClientRegistry:
         self._checked: Mapping[int, RegisteredClient] | None = None  # clients compared already
         self._unasked = 0  # connected nodes that are queried after other answers
         self._refused_now: list[str] = []  # reasons, of this recruiting
-        self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
     # Cached until a client changes, so that a round costs almost nothing for clients not in it.
 
@@ -314,8 +312,6 @@ class ClientRegistry:
             node.open_query = ""
             self._take_answer(node, reply)
             first = first or node.num_queries == 1
-            if self.on_answer is not None:
-                self.on_answer()
         for node in self.nodes.values():
             if node.open_query and time.monotonic() >= node.query_expires:
                 node.open_query = ""
@@ -324,7 +320,6 @@ class ClientRegistry:
 
     def _take_answer(self, node: Node, reply: Message) -> None:
         """Register a node as a client if its answer is valid and it has the same app."""
-        node.heard = time.time()
         try:
             with as_value_error():
                 answers = content_of(reply).config_records

@@ -5,7 +5,6 @@ and recorded there, so that no round waits for it and the log is complete.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +25,6 @@ from ravan_flwr.server.reply_fetcher import (
     push,
 )
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.status import Status
 from ravan_flwr.server.superlink import failures_of
 from ravan_flwr.simulated_time.clock import clock_of
 from ravan_flwr.specs import Scalar
@@ -81,11 +79,9 @@ class Sent:
 class ReplyCollector:
     """Track outstanding messages, collect replies, reject late ones."""
 
-    def __init__(
-        self, message_builder: MessageBuilder, round_log: RoundLog, status: Status
-    ) -> None:
+    def __init__(self, message_builder: MessageBuilder, round_log: RoundLog) -> None:
         self._message_builder, self._nodes = message_builder, message_builder.nodes
-        self._round_log, self._status = round_log, status
+        self._round_log = round_log
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
         self.answered: Sent  # the message whose reply is processed now
@@ -106,10 +102,6 @@ class ReplyCollector:
         self._kind = messages[0].metadata.message_type.partition(".")[0]
         self.send(grid, messages)
         clients = [sent.client for sent in self.outstanding.values()]
-        number = self._round_log.number
-        training = "training" if number else "calibrating"
-        doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
-        self._status.begin(doing.get(self._kind, "delivering"), number, clients=clients)
         self.deadline = RoundDeadline(timeout, len(clients), least, grace, enough, clock_of(grid))
         failed = failures_of(grid).count
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}
@@ -139,7 +131,6 @@ class ReplyCollector:
             client = sent.client
             node = self._nodes[client.node_id]
             self._round_log.count(array_bytes(message), sent.size)
-            self._status.answered(node, client)
             try:
                 accumulate(check(message, client))
             except ValueError as error:
@@ -210,6 +201,5 @@ class ReplyCollector:
         """Count a late reply's bytes, and reject it unless it is unused."""
         client, why = node.late.pop(reply.metadata.reply_to_message_id)
         self._round_log.count(array_bytes(reply), 0)
-        node.heard = time.time()
         if why:
             self.reject(client, why)

@@ -50,7 +50,7 @@ class Round:
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # valid replies that the round needs
         self.recipients: set[int] = set()  # ids of the nodes that were asked
-        self.collector = ReplyCollector(run.message_builder, self.round_log, run.status)
+        self.collector = ReplyCollector(run.message_builder, self.round_log)
         # By budget fraction; most methods have one broadcast for all.
         self._broadcasts: dict[float, ArrayRecord] = {}
         self.kind = kind(self)

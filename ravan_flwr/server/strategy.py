@@ -32,7 +32,6 @@ from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
-from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.simulated_time.clock import REAL, Clock, SimulatedClock, clock_of
@@ -76,7 +75,6 @@ class FederatedTuning(Strategy):
         self.registry = ClientRegistry(config, loaded, partitions)
         self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
         self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
-        self.status = Status(self.registry, self.callbacks.on_status)
         self.in_flight = InFlight(start.memory)
         self.sampler = Sampler(config, self.method, self.registry)
 
@@ -109,7 +107,6 @@ class FederatedTuning(Strategy):
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
-        self.status.begin("recruiting", self._resume_point.first - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
         self.registry.restore(self._resume_point.memory)
         self.summary()
@@ -141,10 +138,8 @@ class FederatedTuning(Strategy):
                         messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
                         metrics = self.aggregate_evaluate(number, self.round.send(messages))
                     else:
-                        self.status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
-            self.status.begin("saving", number)
             self._record(metrics)
             # 6. Recruit nodes that have connected meanwhile, for the next round.
             if number < num_rounds:

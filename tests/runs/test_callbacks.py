@@ -21,7 +21,7 @@ class Recorder(Callback):
     """Records its calls, and checks the files on disk at each."""
 
     def __init__(self, runs):
-        self.runs, self.calls, self.states, self.statuses = runs, [], {}, []
+        self.runs, self.calls, self.states = runs, [], {}
 
     @property
     def directory(self):
@@ -40,10 +40,6 @@ class Recorder(Callback):
         saved = load_checkpoint(self.directory / "checkpoints").state
         assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
         self.states[record["round"]] = dict(state)
-
-    def on_status(self, status):
-        self.statuses.append((status["doing"], status["round"]))
-        assert json.loads((self.directory / "status.json").read_text()) == status
 
     def on_run_end(self):
         self.calls.append("end")
@@ -68,8 +64,6 @@ def test_callbacks_are_called_after_the_files_are_written(tmp_path):
     assert recorder.calls == ["begin", 1, 2, "end"]
     assert minimal.rounds == [(1, ["H", "classifier"]), (2, ["H", "classifier"])]
     assert not torch.equal(recorder.states[1]["H"], recorder.states[2]["H"])
-    steps = [("training", 1), ("saving", 1), ("training", 2), ("saving", 2)]
-    assert [step for step in dict.fromkeys(recorder.statuses) if step in steps] == steps
     assert run.summary["rounds"] == 2
 
 

@@ -25,7 +25,8 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.reports.run_view import RunSnapshot, view_of
+from ravan_flwr.reports.run_view import view_of
+from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import signed_keys
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
@@ -722,7 +723,7 @@ def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
     (card,) = run.run_dir.glob("*/README.md")
     for page in (card, run.run_dir / "report" / "index.html"):
         assert f"masked: {masked}" in page.read_text()
-    assert view_of(RunSnapshot.read(run.run_dir))["facts"]["uploads"] == f"masked: {masked}"
+    assert view_of(RecordedRun.read(run.run_dir))["facts"]["uploads"] == f"masked: {masked}"
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_run_directory_has_all_files_and_fields(tmp_path):
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
-        "tensorboard", "status.json", "log.txt", "classes.json", "settings.json",
+        "tensorboard", "log.txt", "classes.json", "settings.json",
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
@@ -453,7 +453,6 @@ def test_an_error_of_a_full_disk_names_the_file_and_how_to_resume(
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert f"{folder / file} cannot be written: No space left on device; " in errors
-    assert not (folder / "status.json").exists()
     if saved_round is None:
         assert "no round has finished" in errors
         return

@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.reports.run_view import RunSnapshot, view_of
+from ravan_flwr.reports.run_view import view_of
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.stop_conditions import check_limits, reached
 from ravan_flwr.specs import Scalar
@@ -44,7 +44,7 @@ def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
         f"until-metric = {value:g}: reached in round {first} (accuracy {value:.4f}); the run ends"
     )
     assert message in capsys.readouterr().out
-    facts = view_of(RunSnapshot.of(RecordedRun.read(run.run_dir)), live=False)["facts"]
+    facts = view_of(RecordedRun.read(run.run_dir))["facts"]
     assert facts["until-metric"] == f"{value:g}, reached in round {first}"
 
     same = simulate(settings | {"until-metric": value, "resume": str(run.run_dir)}, 4)

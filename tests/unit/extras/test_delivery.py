@@ -17,7 +17,6 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.reply_collector import MessageBuilder
-from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker
 from tests.hand_made import SUMMARY, Nodes, fake_clock, loaded_of, registered_client
@@ -61,7 +60,7 @@ def delivery_of(nodes, **settings):
     client_registry = ClientRegistry(config, loaded_of(), for_training=False)
     client_registry.gather(nodes, wait=True)
     message_builder = MessageBuilder(client_registry.nodes, None)
-    given = client_registry, message_builder, Status(client_registry, report=None)
+    given = client_registry, message_builder
     return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)
 
 

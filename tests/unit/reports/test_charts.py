@@ -11,7 +11,7 @@ import pytest
 from ravan_flwr.reports.charts import Caption, Series, boxes, lines, panels
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
-from tests.followed import record
+from tests.records import record
 
 CAPTION = Caption("x", "X", "about")
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-1e3, 1e3)

@@ -9,7 +9,7 @@ import pytest
 from ravan_flwr.reports.charts import Caption, Series, lines
 from ravan_flwr.reports.run_charts import comparison_charts, short_names
 from ravan_flwr.runs.history import RecordedRun, group_runs
-from tests.followed import record
+from tests.records import record
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 from ravan_flwr.reports.run_charts import run_charts
 from ravan_flwr.runs.history import RecordedRun
-from tests.followed import client, record
+from tests.records import client, record
 
 
 def charts_of(records, **config):

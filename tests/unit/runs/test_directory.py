@@ -29,7 +29,6 @@ from ravan_flwr.runs.directory import (
     with_recorded_settings,
     write_error_message,
 )
-from ravan_flwr.runs.status import write_status
 from ravan_flwr.specs import Scalar
 from tests.hand_made import ROUND
 
@@ -307,9 +306,7 @@ def test_files_of_a_run_are_written_into_its_directory_alone(tmp_path):
     """A removed run directory is not created again for the rest of the run."""
     directory = RunDirectory.create(tmp_path, "run")
     directory.path.rename(tmp_path / "elsewhere")
-    status: Any = {}
     record: Any = ROUND
-    write_status(directory.path, status)
     for write in (
         lambda: directory.write_json("summary.json", {}),
         lambda: directory.append_round(record),

@@ -4,7 +4,6 @@ import json
 import logging
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 from flwr.app import Message, RecordDict
@@ -16,7 +15,6 @@ from ravan_flwr.launch import in_process
 from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry, Node
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_LOGGED, RoundLog
-from ravan_flwr.server.status import DESCRIBED, Status
 from tests.hand_made import Nodes, fake_clock, loaded_of, registered_client, run
 
 __all__ = ["fake_clock"]
@@ -25,21 +23,16 @@ PACKAGE = in_process.__file__.removesuffix("launch/in_process.py")
 
 
 class OperationCount:
-    """Count the Python operations of this package within the block.
-
-    Writes of the status are excluded, since their number depends on time.
-    """
+    """Count the Python operations of this package within the block."""
 
     def __enter__(self):
-        self.number, self._patch = 0, pytest.MonkeyPatch()
-        self._patch.setattr(Status, "_write", lambda _: None)
+        self.number = 0
         self._before = sys.gettrace()
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_):
         sys.settrace(self._before)
-        self._patch.undo()
 
     def _enter(self, frame, event, arg):
         code = frame.f_code.co_filename
@@ -278,22 +271,6 @@ def test_ineligible_clients_are_logged_in_one_line(caplog):
     (line,) = [m for m in caplog.messages if "not eligible" in m]
     assert "partitions 100, 101, " in line
     assert line.endswith("119, and 80 more")
-
-
-def test_the_status_describes_current_clients_and_counts_the_others():
-    registry = ClientRegistry(read_config({}), loaded_of())
-    written: list[Any] = []
-    for number in range(1, DESCRIBED + 501):
-        registry.nodes[number] = Node(number)
-        registry._note(registry.nodes[number], registered_client(number, number - 1), "")
-    status = Status(registry, written.append)
-    sampled = [registry.clients[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
-    status.begin("training", 1, 5, sampled)
-    described = [client["partition-id"] for client in written[-1]["nodes"]]
-    assert written[-1]["clients"] == DESCRIBED + 500
-    assert written[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
-    assert described[:5] == [*written[-1]["asked"], 0, 1]
-    assert len(described) == len(set(described)) == DESCRIBED
 
 
 def test_a_preset_is_read_once_for_each_version_of_its_file(tmp_path, monkeypatch):
