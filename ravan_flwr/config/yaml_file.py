@@ -1,11 +1,9 @@
 """Read a YAML file that a user wrote, and check its parts.
 
-A repeated key is an error; YAML loaders usually keep the second value. The size is limited, with
-all aliases and merge keys expanded. A part is a pydantic model. Its errors give a field's
-description as the expected value.
+A repeated key is an error; YAML loaders usually keep the second value. A part is a pydantic model.
+Its errors give a field's description as the expected value.
 """
 
-import itertools
 import re
 from collections.abc import Hashable, Set
 from functools import partial
@@ -18,43 +16,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ravan_flwr.config.key import check_choice, did_you_mean
 from ravan_flwr.files import read_file
 
-_MAX_SIZE = 2**20  # bytes of a file; characters and nodes of its content with aliases expanded
-_MAX_DIGITS = 100  # of a number: the time to read YAML's base 60 is quadratic in the length
+_MAX_SIZE = 2**20  # bytes of a file
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MERGE = "tag:yaml.org,2002:merge"  # `<<`
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that rejects repeated keys in a mapping, and aliases that expand to large content.
+    """A loader that rejects repeated keys in a mapping.
 
     It is a loader in Python: libyaml's ends the process if a file is nested too deeply.
     """
-
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _expanded_size(node, {})
-        return node
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return the number of characters and nodes in a node, with all aliases expanded."""
-    if id(node) in sizes:
-        return sizes[id(node)]
-    sizes[id(node)] = _MAX_SIZE  # for an alias within the node that stands for the node itself
-    size = 1
-    if isinstance(node, yaml.ScalarNode):
-        size += len(node.value)
-        if node.tag in _NUMBERS and len(node.value) > _MAX_DIGITS:
-            raise _yaml_error(node, f"a number of {len(node.value):,} characters")
-    else:
-        pairs = isinstance(node, yaml.MappingNode)
-        for part in itertools.chain.from_iterable(node.value) if pairs else node.value:
-            size += _expanded_size(part, sizes)
-    if size > _MAX_SIZE:
-        raise _yaml_error(node, f"its aliases make it larger than {_MAX_SIZE:,} characters")
-    sizes[id(node)] = size
-    return size
 
 
 def _yaml_error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:

@@ -6,7 +6,7 @@
   `prompt` has messages, they are rendered as a conversation too.
 
 A chat template is a Jinja program in a model's folder, or in the preset. transformers runs it in
-Jinja's sandbox: it computes a text, and has no access to files or Python. Its steps are limited.
+Jinja's sandbox: it computes a text, and has no access to files or Python.
 Where a turn begins and ends is found from two renderings:
 
     prompt      the messages before the turn, with the opening of an answer: the model's input
@@ -17,14 +17,12 @@ The turn is what `answered` has beyond `prompt`. It is learned if the whole text
 reasoning or with the system message moved. Such a turn is input of the model, but not learned.
 """
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
 from string import Formatter
-from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -34,8 +32,6 @@ from ravan_flwr.data.rows import UnreadableError, text_of
 ASSISTANT = "assistant"
 MOST_MESSAGES = 1_000  # the template renders a conversation again for each of its turns
 Message = dict[str, str]
-MOST_STEPS = 1_000_000  # executed lines of a template; ten messages take some hundred
-_FILE = "<template>"  # the file name that Jinja gives to compiled templates
 
 
 @dataclass(frozen=True)
@@ -119,18 +115,9 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
     if not messages:
         return ""
     try:
-        with step_limit():
-            text: str = reader.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=opening,
-            )
-    except TemplateStepsError:
-        raise ValueError(
-            f"chat template: it takes more than {MOST_STEPS:,} steps for a conversation of "
-            f"{len(messages)}, expected a template that ends; correct chat-template in the "
-            "preset's data, or choose another model"
-        ) from None
+        text: str = reader.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
+        )
     except TemplateSyntaxError as error:
         raise ValueError(
             f"chat template: line {error.lineno}: {error.message}; expected a template of Jinja; "
@@ -138,12 +125,6 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
         ) from None
     except TemplateError as error:
         raise UnreadableError(f"the chat template refuses it: {error}") from None
-    except MemoryError as error:
-        raise ValueError(
-            f"chat template: memory ran out while it wrote a conversation of {len(messages)}; "
-            "correct chat-template in the preset's data, or choose another model; if it is as it "
-            "should be, end other programs"
-        ) from error
     except Exception as error:  # noqa: BLE001 (a template may raise any exception)
         reason = f"{type(error).__name__}: {error}"
         raise UnreadableError(f"the chat template cannot write it: {reason}") from None
@@ -160,37 +141,6 @@ def end_of_turn(reader: Any) -> str:
     except UnreadableError:
         return ""
     return text.rpartition(answer["content"])[2] if answer["content"] in text else ""
-
-
-class TemplateStepsError(Exception):
-    """A template has executed more steps than any conversation needs."""
-
-
-@contextmanager
-def step_limit() -> Iterator[None]:
-    """Raise `TemplateStepsError` in a template that runs more than `MOST_STEPS` lines.
-
-    Jinja's sandbox limits a range, but not nested loops. Unlike a time limit, the count of lines
-    is the same on every machine. A single line may still compute for long.
-    """
-    steps = 0
-
-    def line(_frame: FrameType, _event: str, _value: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > MOST_STEPS:
-            raise TemplateStepsError
-        return line
-
-    def call(frame: FrameType, _event: str, _value: Any) -> Any:
-        return line if frame.f_code.co_filename == _FILE else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 Row = Mapping[str, Any]  # an example's values by role

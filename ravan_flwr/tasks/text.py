@@ -1,7 +1,5 @@
 """Classify a text, or a pair of texts."""
 
-import base64
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -121,49 +119,7 @@ def load_tokenizer(folder: Path) -> Any:
             "choose another model"
         )
     tokenizer.padding_side = "right"
-    with model_file_errors(str(folder), "tokenizer's files"):
-        _check_growth(tokenizer.backend_tokenizer)
     return tokenizer
-
-
-_GROWTH = 64  # the factor by which a tokenizer may lengthen a text
-
-
-def _check_growth(backend: Any) -> None:
-    """Raise ValueError if a tokenizer makes texts far longer, or repeats their tokens."""
-
-    def steps_of(part: Any) -> list[Any]:
-        inner = [step for value in part.values() if isinstance(value, list) for step in value]
-        steps = [step for step in inner if isinstance(step, dict) and "type" in step]
-        return [part, *(deeper for step in steps for deeper in steps_of(step))]
-
-    def described(name: str) -> Any:  # the steps as the tokenizer's file has them
-        part = getattr(backend, name)
-        return steps_of(json.loads(part.__getstate__()) if part is not None else {})
-
-    for name in ("normalizer", "decoder"):
-        growth = 1  # most characters that replace one
-        for step in described(name):
-            pattern = step.get("pattern")
-            old = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
-            for new in (step.get("content"), step.get("prepend")):
-                growth *= max(1, -(-len(new or "") // max(1, old)))
-            if charsmap := step.get("precompiled_charsmap"):
-                # SentencePiece's replacements: after a trie, separated by zeros.
-                packed = base64.b64decode(charsmap)
-                replacements = packed[4 + int.from_bytes(packed[:4], "little") :].split(b"\0")
-                growth *= max(map(len, replacements))
-        if growth > _GROWTH:
-            raise ValueError(
-                f"its {name} makes {growth:,} characters of one, expected {_GROWTH} at most"
-            )
-    for step in described("post_processor"):
-        added = {name: len(token["ids"]) for name, token in step.get("special_tokens", {}).items()}
-        for pieces in (step.get("single", ()), step.get("pair", ())):
-            special = [part["SpecialToken"]["id"] for part in pieces if "SpecialToken" in part]
-            size = len(pieces) - len(special) + sum(added[name] for name in special)
-            if size > _GROWTH:
-                raise ValueError(f"it makes {size:,} pieces of a text, expected {_GROWTH} at most")
 
 
 def describe(tokenizer: Any) -> dict[str, Any]:

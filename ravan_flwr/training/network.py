@@ -3,12 +3,10 @@
 The parameters that the pretrained weights lack are the classifier, drawn from the seed.
 """
 
+import copy
 import hashlib
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from logging import getLogger
@@ -16,11 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ravan_flwr.adapters.attach import TARGETS, find_layers, find_projections, name_endings
@@ -98,7 +92,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 def build_skeleton(spec: ModelSpec, task: Task, dtype: torch.dtype = torch.float32) -> Backbone:
     """Build the network without weights on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
-    with torch.device("meta"), limit_size(_MOST_TENSORS, sys.maxsize):
+    with torch.device("meta"):
         network = _architecture(settings, task, spec.name)
     task.adjust(network)
     classifier = [network.get_parameter(name) for name in _classifier_names(network, task)]
@@ -126,42 +120,21 @@ def _classifier_names(network: PreTrainedModel, task: Task) -> list[str]:
 # A network is built from config.json before its weights are read, so its size is limited by that of
 # the weights. It may be larger than its files: they lack a classifier, and store embeddings once
 # that several layers share.
-_MOST_TENSORS = 2**16  # of a network without files
 _SIZE_FACTOR, _EXTRA_TENSORS, _EXTRA_NUMBERS = 4, 256, 2**24
-_MOST_IN_BUFFERS = 2**28  # numbers in buffers, such as masks
+_MAX_IN_BUFFERS = 2**28  # numbers in buffers, such as masks
 
 
-@contextmanager
-def limit_size(tensors: int, numbers: int) -> Iterator[None]:
-    """Raise ValueError as soon as a network that this thread builds is larger than that."""
-    thread, left = (
-        threading.get_ident(),
-        {"parameter": numbers, "buffer": numbers + _MOST_IN_BUFFERS},
-    )
-    registered = 0
-
-    def count(kind: str, tensor: Tensor | None) -> None:
-        nonlocal registered
-        if tensor is None or threading.get_ident() != thread:
-            return
-        registered += 1
-        left[kind] -= tensor.numel()
-        if registered > tensors or left[kind] < 0:
-            raise ValueError(
-                f"config.json describes a larger network than the weights are: more than "
-                f"{tensors:,} tensors, {numbers:,} numbers, or {numbers + _MOST_IN_BUFFERS:,} in "
-                "buffers"
-            )
-
-    hooks = (
-        register_module_parameter_registration_hook(lambda _, __, p: count("parameter", p)),
-        register_module_buffer_registration_hook(lambda _, __, b: count("buffer", b)),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _check_size(skeleton: PreTrainedModel, tensors: int, numbers: int) -> None:
+    """Raise ValueError if a network on the meta device is far larger than its weights."""
+    tensors = _SIZE_FACTOR * tensors + _EXTRA_TENSORS
+    numbers = _SIZE_FACTOR * numbers + _EXTRA_NUMBERS
+    sizes = [parameter.numel() for parameter in skeleton.parameters()]
+    in_buffers = sum(buffer.numel() for buffer in skeleton.buffers())
+    if len(sizes) > tensors or sum(sizes) > numbers or in_buffers > _MAX_IN_BUFFERS:
+        raise ValueError(
+            f"config.json describes a larger network than the weights are: more than "
+            f"{tensors:,} tensors, {numbers:,} numbers, or {_MAX_IN_BUFFERS:,} in buffers"
+        )
 
 
 def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTrainedModel:
@@ -300,10 +273,9 @@ def _from_folder(
     model_class = network_class(settings, task)
     config = _config(settings, task, spec.name)
     tensors, numbers = check_weights(folder, spec.name)
-    limits = limit_size(
-        _SIZE_FACTOR * tensors + _EXTRA_TENSORS, _SIZE_FACTOR * numbers + _EXTRA_NUMBERS
-    )
-    with no_bars(), model_file_errors(spec.name, "config.json and weights"), limits:
+    with no_bars(), model_file_errors(spec.name, "config.json and weights"):
+        with torch.device("meta"):
+            _check_size(model_class(copy.deepcopy(config)), tensors, numbers)
         loaded: Any = model_class.from_pretrained(
             folder,
             config=config,

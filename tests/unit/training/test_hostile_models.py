@@ -2,17 +2,13 @@
 
 import json
 import os
-import struct
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import transformers.modeling_utils
-from PIL import Image
-from tokenizers import Tokenizer, normalizers, processors
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.model_folder import model_folder
@@ -186,82 +182,3 @@ def test_the_size_of_a_models_files_is_limited(tmp_path):
         file.truncate(2**36)  # a sparse file
     with pytest.raises(ValueError, match=r"config.json has 68,719,476,736 bytes, expected"):
         build("bert", folder)
-
-
-def doubled(tokenizer):
-    """Apply thirty steps, each of which doubles a letter: a gigabyte of each."""
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 30)
-
-
-def replaced(tokenizer):
-    tokenizer.normalizer = normalizers.Replace("a", "b" * 10**6)
-
-
-def mapped(tokenizer):
-    """Apply SentencePiece's map of characters, a tree in which a node refers to a later place."""
-    charsmap = struct.pack("<I", 1024) + bytes(1024) + b"b" * 10**6 + b"\0"
-    tokenizer.normalizer = normalizers.Precompiled(charsmap)
-
-
-def repeated(tokenizer):
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=["$A"] * 1000, special_tokens=[]
-    )
-
-
-def surrounded(tokenizer):
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>",
-        special_tokens=[{"id": "</s>", "ids": [2] * 1000, "tokens": ["</s>"] * 1000}],
-    )
-
-
-GROWING = [
-    (doubled, r"its normalizer makes 1,073,741,824 characters of one, expected 64 at most"),
-    (replaced, r"its normalizer makes 1,000,000 characters of one"),
-    (mapped, r"its normalizer makes 1,000,000 characters of one"),
-    (repeated, r"it makes 1,000 pieces of a text"),
-    (surrounded, r"it makes 1,001 pieces of a text"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), GROWING)
-def test_a_tokenizer_that_lengthens_texts_is_refused(make, message, tmp_path):
-    folder = save_model("bert", tmp_path / "model")
-    path = str(folder / "tokenizer.json")
-    make(tokenizer := Tokenizer.from_file(path))
-    tokenizer.save(path)
-    with pytest.raises(ValueError, match=f"its tokenizer's files cannot be used .*{message}"):
-        _ = task("bert", folder).reader
-
-
-# The longest expansion of one character by NFKC: U+FDFA, 18 characters of 33 bytes.
-USUAL = {
-    "T5": normalizers.Sequence(
-        [normalizers.Precompiled(struct.pack("<I", 1024) + bytes(1024) + "ﷺ".encode() * 11),
-         normalizers.Replace("  ", "▁")]
-    ),
-    "LLaMA": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-    "ALBERT": normalizers.Sequence(
-        [normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents()]
-    ),
-    "BERT": normalizers.BertNormalizer(),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_common_tokenizers_are_accepted(name, tmp_path):
-    folder = save_model("bert", tmp_path / "model")
-    path = str(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(path)
-    tokenizer.normalizer = USUAL[name]
-    tokenizer.save(path)
-    assert task("bert", folder).reader("Hello world").input_ids
-
-
-@pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}])
-def test_an_image_processor_with_huge_images_is_refused(size, tmp_path):
-    folder = save_model("vit", tmp_path / "model")
-    changed(folder, "preprocessor_config.json", size=size)
-    with pytest.raises(ValueError, match=r"size = 1,000,000, expected 4,096 at most"):
-        task("vit", folder).inputs({"image": [Image.fromarray(np.zeros((8, 8), np.uint8))]})
