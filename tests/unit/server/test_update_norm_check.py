@@ -111,6 +111,38 @@ def test_under_local_epochs_each_client_has_its_own_limit():
         limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=0.1)
 
 
+def test_the_limits_are_those_of_the_documents_to_the_number():
+    """By hand: 1.5 x 0.1 x (1 + 0.1), and ten times that reach for a state of 100 numbers."""
+    limit = UpdateNormCheck(None, step=0.1)
+    assert limit.most(Change(0.0, 0.0, 1)) == pytest.approx(0.165)
+    assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1)) == 0
+    assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1), 0.1) == pytest.approx(0.165)
+    for numbers, most in ((100, 11.0), (1, 1.1)):
+        limit.check_growth("B", torch.zeros(numbers), 0.999 * most)
+        with pytest.raises(ValueError, match=f"grow by .*, expected at most {most:.4g}"):
+            limit.check_growth("B", torch.zeros(numbers), 1.001 * most)
+
+
+def test_a_given_limit_is_that_of_the_norm_and_of_products_of_changes():
+    limit = UpdateNormCheck(2.0)
+    limit.check({"x": Change(0.2, 0.0, 100)})  # a norm of 2 to the bit
+    with pytest.raises(ValueError, match="a change of norm 2.02, expected at most 2"):
+        limit.check({"x": Change(0.202, 0.0, 100)})
+    old = torch.tensor([3.0])  # 2 x (1 + 2 + 3) = 12
+    limit.check_growth("B", old, 15.0)
+    with pytest.raises(ValueError, match="grow by 12.1 in this round, expected at most 12"):
+        limit.check_growth("B", old, 15.1)
+
+
+def test_a_norm_that_the_method_gives_is_no_growth():
+    limit, old = UpdateNormCheck(None, step=1e-6), {"B": torch.zeros(1)}
+    for norm in (5.0, 5.0 * (1 + 5e-7)):
+        limit.check_state(old, {"B": torch.tensor([norm])}, {"B": 5.0})
+    for norms in ({"B": 4.9}, {}, None):
+        with pytest.raises(ValueError, match="the norm of B would grow by"):
+            limit.check_state(old, {"B": torch.tensor([0.9 if not norms else 5.0])}, norms)
+
+
 def test_an_impossible_next_state_is_refused():
     limit = UpdateNormCheck(None, step=0.1)
     old = {"B": torch.ones(100), "residual": torch.zeros(3)}
