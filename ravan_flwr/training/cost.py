@@ -33,6 +33,7 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.device import computing_with, suitable_threads
+from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
@@ -249,6 +250,7 @@ def step_seconds(config: Config) -> float:
     too much memory for that.
     """
     device, operations = likely_device(config.device), step_operations(config, 1.0)[1]
+    check_precision(config.precision, torch.device(device))
     on_gpu, memory = device == "cuda", step_memory(config, 1.0)
     each = max(1.0, operations / config.batch_size)
     number = int(min(MOST_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))

@@ -6,6 +6,7 @@ correct mechanism, and much better for a broken one.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -314,3 +315,13 @@ def test_seeded_noise_is_detected(monkeypatch):
     monkeypatch.setattr(mechanism, "gaussian", seeded)
     noise = released([])
     assert lower_bound(released, lambda new: statistic(new) - statistic(noise)) > CLAIMED
+
+
+def test_the_least_multiplier_is_returned_where_it_is_enough():
+    assert multiplier_for(1000.0, 1.0, 1e-5, 1) == 0.1
+
+
+def test_without_dp_accounting_an_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match=r"is not installed; pip install 'ravan-flwr\[privacy\]'"):
+        epsilon_of(1.0, 0.123, 1e-5, 1)
