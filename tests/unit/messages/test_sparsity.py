@@ -142,6 +142,17 @@ def test_a_bitmap_of_another_number_of_positions_is_refused(bit):
         densify(coded | {FLAT + "/places": flipped}, share, 12)
 
 
+def test_each_rows_bitmap_has_its_own_number_of_positions():
+    """One more in a row and one less in the next one would move a number to another head."""
+    share = Fraction(1, 2)
+    coded = sparsify({"H": torch.arange(1.0, 17).reshape(1, 2, 2, 4)}, share, {"H"})
+    marks = coded["H/places"]
+    assert marks.tolist() == [[[0b11110000], [0b11110000]]]
+    moved = torch.tensor([[[0b11111000], [0b11100000]]], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="marks other places than 4 of 8 in each row"):
+        densify(coded | {"H/places": moved}, share, 16)
+
+
 def test_an_index_out_of_range_is_refused():
     share = Fraction(1, 30)
     coded = sparsify({"B": torch.arange(1.0, 301)}, share, {"B"})
