@@ -43,8 +43,8 @@ TESTS = {
     "unit/server/test_aggregation.py unit/server/test_attackers.py properties/test_lies.py",
     "methods/tensors": "unit/methods/test_tensors.py unit/methods/test_extensions.py "
     "properties/test_robust.py properties/test_hostile_replies.py properties/test_methods.py",
-    "methods/ravan": "unit/methods/test_ravan.py unit/methods/test_selection.py properties/test_ravan.py "
-    "properties/test_first_round.py properties/test_options_of_methods.py",
+    "methods/ravan": "unit/methods/test_ravan.py unit/methods/test_selection.py "
+    "properties/test_ravan.py properties/test_first_round.py properties/test_options_of_methods.py",
     "messages/sparsity": "unit/messages/test_sparsity.py properties/test_sparsity.py",
     "privacy/account": "properties/test_privacy.py unit/client/test_account_book.py",
     "privacy/example_gradients": "properties/test_private_examples.py "
