@@ -199,12 +199,20 @@ def without_charts(monkeypatch):
 
 
 @pytest.fixture
-def two_blocks(monkeypatch):
-    """Plan with two blocks of each kind and a second a step, where a test depends on neither.
+def untimed(monkeypatch):
+    """Plan with a second a step, which is not tried: a large model takes minutes for one."""
+    from ravan_flwr.training import plan
+
+    monkeypatch.setattr(plan, "step_seconds", lambda _: 1.0)
+
+
+@pytest.fixture
+def two_blocks(monkeypatch, untimed):
+    """Plan with two blocks of each kind, where a test does not depend on the number of blocks.
 
     A plan's time grows with the number of blocks, which are equal.
     """
-    from ravan_flwr.training import network, plan
+    from ravan_flwr.training import network
     from ravan_flwr.training.cost import step_memory
 
     configured = network._config
@@ -217,7 +225,6 @@ def two_blocks(monkeypatch):
         return config
 
     monkeypatch.setattr(network, "_config", with_two_blocks)
-    monkeypatch.setattr(plan, "step_seconds", lambda _: 1.0)
     step_memory.cache_clear()
     yield
     step_memory.cache_clear()

@@ -88,6 +88,7 @@ def test_quantization_is_for_methods_with_a_frozen_backbone():
     assert read_config({"preset": "code", "max-bytes": 1e9}).max_bytes == 1e9
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_plan_needs_no_hub_and_a_run_names_the_missing_model(model, capsys):

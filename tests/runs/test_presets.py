@@ -199,6 +199,7 @@ def test_the_rounded_parameter_counts_are_those_of_the_paper():
 PLANS = [*zip(METHODS, itertools.cycle(SMALLER), strict=False)]
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("method", "preset"), PLANS[: len(SMALLER)])
 def test_every_presets_plan_needs_neither_weights_nor_a_connection(preset, method):

@@ -62,6 +62,7 @@ def test_a_run_with_private_examples_learns_and_counts_epsilon_after_resuming(tm
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 99}, CLIENTS)
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 def test_a_plan_states_epsilon_of_examples():
     plan = plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS)
@@ -82,6 +83,7 @@ def test_a_plan_states_epsilon_of_examples():
     )
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 def test_a_plan_counts_a_gradient_of_each_example():
     """It counts at least four bytes for each trained parameter and example of a batch."""

@@ -148,6 +148,7 @@ def test_simulated_devices_are_refused_for_real_clients(kind, message):
         server_app.run(grid, context)
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 def test_report_and_plan_show_simulated_time(tmp_path):
     settings = SHORT | {"devices": "edge-gpus", "eval-every": 1, "output-dir": str(tmp_path)}
