@@ -425,7 +425,8 @@ def test_a_device_that_cannot_take_part_goes_by_its_partition_and_one_sentence(
     assert [line for line in caplog.messages if "refused" in line] == [logged]
     assert len(strategy.registry.clients) == 3
     name, _, reason = logged.removeprefix("refused ").partition(": ")
-    assert strategy.status._now()["refused"] == [{"node": name, "reason": reason}]
+    refused = [node for node in strategy.registry.nodes.values() if node.refused]
+    assert [(node.name, node.refused) for node in refused] == [(name, reason)]
 
 
 def test_the_number_of_connected_clients_is_logged(caplog):
