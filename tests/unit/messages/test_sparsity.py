@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.messages import wire
-from ravan_flwr.messages.sparsity import FLAT, densify, num_bytes, sparsify
+from ravan_flwr.messages.sparsity import FLAT, densify, num_bytes, sparsify, sparsity_of_round
 from ravan_flwr.seeding import generator
 from tests.sparse import by_hand
 
@@ -145,12 +145,21 @@ def test_a_bitmap_of_another_number_of_positions_is_refused(bit):
 def test_each_rows_bitmap_has_its_own_number_of_positions():
     """One more in a row and one less in the next one would move a number to another head."""
     share = Fraction(1, 2)
-    coded = sparsify({"H": torch.arange(1.0, 17).reshape(1, 2, 2, 4)}, share, {"H"})
-    marks = coded["H/places"]
-    assert marks.tolist() == [[[0b11110000], [0b11110000]]]
-    moved = torch.tensor([[[0b11111000], [0b11100000]]], dtype=torch.uint8)
+    coded = sparsify({"H": torch.arange(1.0, 25).reshape(1, 3, 2, 4)}, share, {"H"})
+    right, more, fewer = [0b11110000], [0b11111000], [0b11100000]
+    assert coded["H/places"].tolist() == [[right] * 3]
+    moved = torch.tensor([[right, more, fewer]], dtype=torch.uint8)
     with pytest.raises(ValueError, match="marks other places than 4 of 8 in each row"):
-        densify(coded | {"H/places": moved}, share, 16)
+        densify(coded | {"H/places": moved}, share, 24)
+
+
+def test_a_calibration_and_a_density_of_one_send_all_numbers():
+    sparsity = Fraction(1, 2), Fraction(1, 4)
+    assert sparsity_of_round(sparsity, 0) == (1, 1)
+    assert sparsity_of_round(sparsity, 1) == sparsity
+    dense = {"H": torch.ones(1, 2, 3, 3), "B": torch.ones(7)}
+    got = densify(dense, Fraction(1), 43)
+    assert all(got[name] is tensor for name, tensor in dense.items())
 
 
 def test_an_index_out_of_range_is_refused():
