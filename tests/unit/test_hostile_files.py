@@ -14,6 +14,7 @@ import tracemalloc
 import zipfile
 import zlib
 from subprocess import CalledProcessError
+from typing import Any
 
 import datasets
 import numpy as np
@@ -32,6 +33,7 @@ from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
+from tests.hand_made import ROUND
 
 # The garbage collector closes the CSV files of `datasets`.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -327,9 +329,12 @@ def test_data_must_be_regular_files(name, endless, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write the files of a run that has just begun."""
+    """Write the files of a run with a round."""
     directory = RunDirectory.create(tmp_path, "run")
-    directory.write_json("config.json", {"method": "ravan", "preset": "x", "seed": 0})
+    settings = {"method": "ravan", "preset": "x", "seed": 0, "num-rounds": 2}
+    directory.write_json("config.json", settings)
+    record: Any = ROUND
+    directory.append_round(record)
     return directory.path
 
 
@@ -338,12 +343,14 @@ def test_a_runs_files_must_be_regular_files(name, endless, run):
     """A report must not block."""
     from ravan_flwr.runs.history import RecordedRun
 
+    (run / name).unlink(missing_ok=True)
     endless(run / name)
-    message = "has no finished round"
     if name == "rounds.jsonl":
-        message = "rounds.jsonl is a pipe or a device, expected"
-    with pytest.raises(ValueError, match=message):
-        RecordedRun.read(run)
+        with pytest.raises(ValueError, match=r"rounds.jsonl is a pipe or a device, expected"):
+            RecordedRun.read(run)
+        return
+    recorded = RecordedRun.read(run)
+    assert (recorded.summary, len(recorded.rounds)) == (None, 1)
 
 
 def test_checkpoints_must_be_regular_files(endless, run):

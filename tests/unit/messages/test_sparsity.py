@@ -155,7 +155,7 @@ def test_each_rows_bitmap_has_its_own_number_of_positions():
 
 def test_a_calibration_and_a_density_of_one_send_all_numbers():
     sparsity = Fraction(1, 2), Fraction(1, 4)
-    assert sparsity_of_round(sparsity, 0) == (1, 1)
+    assert sparsity_of_round(sparsity, 0) == (Fraction(1), Fraction(1))
     assert sparsity_of_round(sparsity, 1) == sparsity
     dense = {"H": torch.ones(1, 2, 3, 3), "B": torch.ones(7)}
     got = densify(dense, Fraction(1), 43)

@@ -5,10 +5,12 @@ import os
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import transformers.modeling_utils
+from PIL import Image
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.model_folder import model_folder
@@ -182,3 +184,11 @@ def test_the_size_of_a_models_files_is_limited(tmp_path):
         file.truncate(2**36)  # a sparse file
     with pytest.raises(ValueError, match=r"config.json has 68,719,476,736 bytes, expected"):
         build("bert", folder)
+
+
+@pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}])
+def test_an_image_processor_with_huge_images_is_refused(size, tmp_path):
+    folder = save_model("vit", tmp_path / "model")
+    changed(folder, "preprocessor_config.json", size=size)
+    with pytest.raises(ValueError, match=r"size = 1,000,000, expected 4,096 at most"):
+        task("vit", folder).inputs({"image": [Image.fromarray(np.zeros((8, 8), np.uint8))]})
