@@ -24,8 +24,7 @@ import numpy as np
 import psutil
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import RUN_TIMEOUT as LONG
-from testing.deployment import Deployment, Run, wait_for
+from testing.deployment import RUN_TIMEOUT, Deployment, Run, wait_for
 from tests.fork_server import LIBRARIES, ForkServer, Python, fork_of
 
 WAITING, RUNNING = "no run", "rounds"
@@ -97,7 +96,7 @@ class Farm:
         """Wait until each node has sent its first reply, which answers the query."""
         log = self.deployment.log
         done = lambda: all("Sent successfully" in log(f"node-{n}") for n in nodes)  # noqa: E731
-        wait_for(done, "the nodes' answers", LONG, pause=1)
+        wait_for(done, "the nodes' answers", RUN_TIMEOUT, pause=1)
 
     def kill(self) -> int:
         """Kill a fifth of the nodes at once; return how many."""
@@ -199,7 +198,7 @@ def grow(farm: Farm, numbers: list[int], ends: float) -> None:
                 continue
             settings = f"{SETTINGS} num-rounds=10000 clients-per-round={farm.clients}"
             farm.run = farm.deployment.run(settings)
-            wait_for(lambda: farm.rounds > 0, "the first round", LONG)
+            wait_for(lambda: farm.rounds > 0, "the first round", RUN_TIMEOUT)
         farm.measure(RUNNING)
 
 
@@ -211,7 +210,7 @@ def shrink(farm: Farm, rounds: int, ends: float) -> None:
     wait_for(
         lambda: farm.rounds >= first_round + 2
         and (farm.rounds >= rounds or time.monotonic() > ends),
-        "rounds without the killed nodes", LONG, pause=1,
+        "rounds without the killed nodes", RUN_TIMEOUT, pause=1,
     )  # fmt: skip
     seconds = (time.monotonic() - began) / (farm.rounds - first_round)
     print(f"{farm.rounds - first_round} rounds after that, {seconds:.1f} s each", flush=True)

@@ -153,8 +153,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     def start_superlink(self) -> None:
         """Start it, with its database of an earlier start."""
         secrets, home = self.keys / "superlink", self._home("superlink")
-        if not self.behind_proxy:  # there a test has to see a locked database
-            (home / "sitecustomize.py").write_text(_CUSTOMIZE)
+        (home / "sitecustomize.py").write_text(_CUSTOMIZE)
         path = os.pathsep.join([str(home), self._environment("superlink")["PYTHONPATH"]])
         self._superlink = self.start(
             "superlink",
@@ -168,9 +167,9 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--database", str(home / "state.db"),
             "--isolation", "process" if self.behind_proxy else "subprocess",
             environment=SLOW_POLLING
-            | {"PYTHONPATH": path}
-            # Log every call, also those that are hidden by default.
-            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.behind_proxy else {}),
+            # Behind the proxy log every call, also those that are hidden by default; there a test
+            # has to see a locked database.
+            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.behind_proxy else {"PYTHONPATH": path}),
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -442,13 +441,13 @@ class Run:
 
     def wait(self) -> str:
         """Wait for the end of the run; return its status."""
-        began = time.monotonic()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(RUN_TIMEOUT)
-        # `--stream` also ends when one of its calls fails; the run continues.
-        left = RUN_TIMEOUT - (time.monotonic() - began)
+
+        def has_ended() -> bool:
+            # `--stream` also ends when one of its calls fails; the run continues.
+            return self._process.poll() is not None and self.status.startswith("finished")
+
         try:
-            wait_for(lambda: self.status.startswith("finished"), "the end of the run", left)
+            wait_for(has_ended, "the end of the run", RUN_TIMEOUT)
         except TimeoutError as error:
             machines = sorted(path.parent.name for path in self._deployment.folder.glob("*/log"))
             logs = (f"{name}: {self._deployment.log(name)[-1000:]}" for name in machines)

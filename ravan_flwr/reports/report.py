@@ -18,7 +18,7 @@ from markupsafe import Markup
 from ravan_flwr.files import write_atomically
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.reports.run_view import comparison_of, picture_of, title_of, view_of
-from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _ENVIRONMENT = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_ENVIRONMENT.globals |= {"minutes": minutes, "megabytes": megabytes}
+_ENVIRONMENT.globals["megabytes"] = megabytes
 _STYLE, _PAGE = (
     yaml.safe_load(Path(__file__).with_name("page.yaml").read_text(encoding="utf-8"))[part]
     for part in ("style", "page")

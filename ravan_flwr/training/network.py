@@ -3,7 +3,6 @@
 The parameters that the pretrained weights lack are the classifier, drawn from the seed.
 """
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -275,7 +274,7 @@ def _from_folder(
     tensors, numbers = check_weights(folder, spec.name)
     with no_bars(), model_file_errors(spec.name, "config.json and weights"):
         with torch.device("meta"):
-            _check_size(model_class(copy.deepcopy(config)), tensors, numbers)
+            _check_size(_architecture(settings, task, spec.name), tensors, numbers)
         loaded: Any = model_class.from_pretrained(
             folder,
             config=config,
