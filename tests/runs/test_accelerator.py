@@ -1,6 +1,5 @@
 """Every part of a round on the pretend accelerator, where a tensor left on the CPU is an error."""
 
-import json
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from ravan_flwr.training.step import LocalSteps
 from testing.tiny import save_data, save_model
 from tests.methods import calibration_sums
 from tests.pretend import PretendTensor, register
+from tests.short_runs import records_of
 
 
 @pytest.fixture
@@ -49,9 +49,8 @@ def run_rounds(settings, fraction, steps):
     if model.method.calibration is not None:
         calibration = calibration_sums(model.method)
         for number, examples in enumerate(clients):
-            result = calibrate_locally(
-                model, task, examples, state, steps, ClientRound(5, 0, number)
-            )
+            work = ClientRound(5, 0, number)
+            result = calibrate_locally(model, task, examples, state, steps, work)
             calibration.add(result.upload, 1.0)
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
@@ -72,10 +71,8 @@ def run_rounds(settings, fraction, steps):
         state = total.close()
     with model.holding(state, personal.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
-        few_examples = {
-            name: encoded.select(encoded.rows[:32]) for name, encoded in loaded.test_sets.items()
-        }
-        measured = loaded.evaluate(sets=few_examples)
+        few = {name: test.select(test.rows[:32]) for name, test in loaded.test_sets.items()}
+        measured = loaded.evaluate(sets=few)
     personal_tensors = [tensor for part in personal.values() for tensor in part.values()]
     assert {tensor.device.type for tensor in (*state.values(), *personal_tensors)} == {"cpu"}
     change = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
@@ -88,9 +85,8 @@ def compare(settings, fraction, steps):
     assert device.type == "pretend"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ravan_flwr.training.model_and_data.pick_device", torch.device)
-        device, expected, measured_on_cpu = run_rounds(
-            settings | {"device": "cpu"}, fraction, steps
-        )
+        on_cpu = settings | {"device": "cpu"}
+        device, expected, measured_on_cpu = run_rounds(on_cpu, fraction, steps)
         assert device.type == "cpu"
     # Adam's step does not shrink with the gradient, so rounding of small gradients is visible.
     for actual, reference in zip(changes, expected, strict=True):
@@ -124,11 +120,8 @@ def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
 @pytest.mark.parametrize("merged", [True, False])
 def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch):
     monkeypatch.setattr("ravan_flwr.adapters.multihead.merges", lambda *_: merged)
-    compare(
-        {"classifier": "trained" if merged else "frozen"},
-        0.5,
-        LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1),
-    )
+    settings = {"classifier": "trained" if merged else "frozen"}
+    compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
 
 
 @pytest.mark.slow
@@ -220,8 +213,8 @@ def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, 
         "precision": "float16", "tracking": "none", "output-dir": str(tmp_path),
     }  # fmt: skip
     run = simulate(settings, 2)
-    (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    skipped = [client.get("skipped-steps", 0) for client in json.loads(line)["clients"]]
+    (record,) = records_of(run)
+    skipped = [client.get("skipped-steps", 0) for client in record["clients"]]
     assert 0 < sum(skipped) < 6
 
 
@@ -246,8 +239,7 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
     settings |= {"max-length": 16} if model != "vit" else {}
     run = simulate(settings, 3)
     assert run.summary["rejected"] == 0
-    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["clients"] for line in lines)
+    assert all(record["clients"] for record in records_of(run))
     assert (run.run_dir / "adapter").is_dir() or (run.run_dir / "merged").is_dir()
     if method == "ravan":
         assert Spectra.of(run.run_dir).values
@@ -289,18 +281,6 @@ def test_operations_on_tensors_of_two_devices_are_errors(accelerator):
     on_device.copy_(on_cpu)
     assert torch.equal(on_device.cpu(), on_cpu)
     assert on_device.tolist() == on_cpu.tolist()
-
-
-def test_gradients_are_on_the_device_of_their_parameters(accelerator):
-    layer = torch.nn.Linear(4, 2)
-    parameters = list(layer.parameters())
-    layer.to(accelerator)
-    assert [a is b for a, b in zip(parameters, layer.parameters(), strict=True)] == [True, True]
-    layer(torch.ones(3, 4, device=accelerator)).sum().backward()
-    gradients = [parameter.grad for parameter in parameters]
-    assert {None if g is None else g.device for g in gradients} == {torch.device("pretend:0")}
-    with pytest.raises(RuntimeError, match="same device"):
-        layer(torch.ones(3, 4))
 
 
 def test_a_base_left_on_the_cpu_is_an_error(accelerator):

@@ -1,6 +1,7 @@
 """Models of transformers, by architecture: adapted, trained, exported."""
 
 import copy
+import functools
 import itertools
 import json
 import shutil
@@ -23,13 +24,14 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.reports.export import merged_network
-from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network, default_targets
 from ravan_flwr.training.private_steps import check_examples_independent
-from testing.tiny import MODELS, OF_IMAGES, PIXELS, TOKENS, save_data, save_model
+from testing.tiny import MODELS, PIXELS, TOKENS, save_model
+from tests.runs.small_models import small_settings
+from tests.short_runs import records_of, same_bits
 
 # The number of each small model's query and value projections, if it is not 4.
 MATRICES = {"t5": 8, "phi3": 2}
@@ -38,26 +40,13 @@ MATRICES = {"t5": 8, "phi3": 2}
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """Return a function: architecture -> settings of a run with a small model and data."""
-    folder = tmp_path_factory.mktemp("models")
+    return functools.partial(small_settings, tmp_path_factory.mktemp("models"))
 
-    def settings_of(kind):
-        preset, task = ("svhn-vit-b16", "") if kind in OF_IMAGES else ("glue-llama", "mnli")
-        preset = "newsgroups-t5" if kind == "t5" else preset
-        task = "" if kind == "t5" else task
-        if not (folder / kind).is_dir():
-            save_model(kind, folder / kind)
-        if not (folder / preset).is_dir():
-            save_data(preset, folder / preset, task)
-        settings: dict[str, Scalar] = {
-            "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
-            "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-            "partition": "iid", "report": False, "tracking": "none", "learning-rate": 1e-2,
-            **({"glue-task": task} if task else {}),
-            **({"max-length": 16} if kind not in OF_IMAGES else {}),
-        }  # fmt: skip
-        return settings
 
-    return settings_of
+def loaded_with(settings, **more):
+    """Load model and data; `more` are settings with Python names."""
+    changes = {key.replace("_", "-"): value for key, value in more.items()}
+    return ModelAndData(read_config(settings | changes))
 
 
 def batch_of(loaded, number=8):
@@ -90,9 +79,7 @@ def test_an_architecture_trains_and_its_exports_give_the_runs_loss(
     kind, method, settings, tmp_path
 ):
     run = simulate(settings(kind) | {"method": method, "output-dir": str(tmp_path)}, 3)
-    records = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
-    assert not any(record["rejected"] for record in records)
-    assert run.summary["rounds"] == 1
+    assert (run.summary["rejected"], run.summary["rounds"]) == (0, 1)
     with result_of(run.run_dir) as loaded:
         assert len(loaded.model.layers) == MATRICES.get(kind, 4)
         deltas = loaded.model.method.delta_weights(loaded.model.adapters)
@@ -102,21 +89,24 @@ def test_an_architecture_trains_and_its_exports_give_the_runs_loss(
         torch.testing.assert_close(expected, actual, rtol=1e-4, atol=1e-4)
         if method in METHODS_OF_WEIGHTS:
             return
-        base: Any = copy.deepcopy(
-            build_network(loaded.config.model, loaded.task, seed=99).network
-        )  # another classifier
+        built = build_network(loaded.config.model, loaded.task, seed=99)  # another classifier
+        base: Any = copy.deepcopy(built.network)
         reloaded: Any = peft.PeftModel.from_pretrained(base, run.run_dir / "adapter")
         # The base model, as in training: PEFT's wrapper lacks its other methods.
         actual = loss_of(reloaded.base_model.model, loaded)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def private(settings, method):
+    """Load a model for private examples, with a trained classifier if it has one."""
+    trained = {} if settings["preset"] == "newsgroups-t5" else {"classifier": "trained"}
+    return loaded_with(settings | trained, privacy="example", epsilon=8.0, method=method)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_by_example_equal_those_of_single_examples(kind, settings):
     """Also with windows, a decoder, or several linear layers in the classifier."""
-    given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": "fedit"}
-    trained = {} if kind == "t5" else {"classifier": "trained"}
-    loaded = ModelAndData(read_config(given | trained))
+    loaded = private(settings(kind), "fedit")
     (examples, *_) = loaded.test_sets.values()
     with loaded.model.holding(loaded.model.initial_state()):
         network, parameters = loaded.model.network.eval(), loaded.model.parameters()
@@ -136,9 +126,8 @@ def test_gradients_by_example_equal_those_of_single_examples(kind, settings):
             for batched, single in zip(together, gradients([row]), strict=True):
                 torch.testing.assert_close(batched[row], single[0], rtol=1e-3, atol=1e-5)
             network.zero_grad()
-            loaded.task.loss(
-                network, loaded.task.collate(examples.take(np.array([row])))
-            ).backward()
+            batch = loaded.task.collate(examples.take(np.array([row])))
+            loaded.task.loss(network, batch).backward()
             for parameter, batched in zip(parameters, together, strict=True):
                 plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(batched[row], plain, rtol=1e-3, atol=1e-5)
@@ -148,9 +137,7 @@ def test_gradients_by_example_equal_those_of_single_examples(kind, settings):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_mixes_examples_is_found_by_random_examples(kind, method, settings):
     """The check runs before training, near the initial state, whose zeros would hide gradients."""
-    given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": method}
-    loaded = ModelAndData(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
-    check_mixing_is_found(loaded)
+    check_mixing_is_found(private(settings(kind), method))
 
 
 def check_mixing_is_found(loaded):
@@ -180,15 +167,15 @@ def test_a_merged_export_can_be_the_model_of_another_run(settings, tmp_path):
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     with result_of(run.run_dir) as loaded:
         expected = loss_of(loaded.model.network, loaded)
-    reloaded = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
-    torch.testing.assert_close(
-        loss_of(reloaded.model.network, reloaded), expected, rtol=1e-5, atol=1e-5
-    )
+    again = given | {"model": str(tmp_path / "merged"), "seed": 5}
+    reloaded = loaded_with(again)
+    actual = loss_of(reloaded.model.network, reloaded)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # With other labels the classifier is initialised, also with the same size.
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     config["id2label"]["0"] = "other"
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
-    relabelled = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    relabelled = loaded_with(again)
     assert loss_of(relabelled.model.network, relabelled) != pytest.approx(float(expected), abs=1e-4)
 
 
@@ -214,8 +201,7 @@ def test_an_export_has_the_checkpoints_dtype(settings, tmp_path):
     folder = save_model("llama", tmp_path / "model", dtype="bfloat16")
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     network.save_pretrained(folder)
-    given = settings("llama") | {"model": str(folder), "learning-rate": 1e-2}
-    run = simulate(given | {"output-dir": str(tmp_path / "runs")}, 3)
+    run = simulate(settings("llama") | {"model": str(folder), "output-dir": str(tmp_path)}, 3)
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     with result_of(run.run_dir) as loaded:
         exact = dict(merged_network(loaded).named_parameters())
@@ -250,26 +236,19 @@ def test_the_classifier_is_the_layers_without_pretrained_weights_and_a_function_
             assert a.ndim == 1 or not torch.equal(a, c)
 
 
-@pytest.mark.slow
-def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
-    """BERT has dropout: two runs are equal to the bit, after other random draws."""
-    finals: list[float] = []
-    for name in ("one", "two"):
-        torch.manual_seed(len(name) + len(finals))
-        run = simulate(settings("bert") | {"output-dir": str(tmp_path / name)}, 3)
-        finals.append(run.summary["metrics"]["final"]["loss"])
-    assert finals[0] == finals[1]
-
-
 def test_targets_can_be_set(settings):
-    config = read_config(settings("llama") | {"targets": "self_attn.o_proj, mlp.up_proj"})
-    names = [layer.name for layer in ModelAndData(config).model.layers]
+    given = settings("llama")
+    layers = loaded_with(given, targets="self_attn.o_proj, mlp.up_proj").model.layers
     ends = "self_attn.o_proj", "mlp.up_proj"
-    assert names == [f"model.layers.{i}.{end}" for i in (0, 1) for end in ends]
-    with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['nothing'\].*o_proj"):
-        _ = ModelAndData(read_config(settings("llama") | {"targets": "nothing"})).model
-    with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['mlp.up_prj'\]"):
-        _ = ModelAndData(read_config(settings("llama") | {"targets": "q_proj,mlp.up_prj"})).model
+    assert [layer.name for layer in layers] == [
+        f"model.layers.{i}.{end}" for i in (0, 1) for end in ends
+    ]
+    with pytest.raises(ValueError, match=r"got targets \['mlp.up_prj'\]"):
+        _ = loaded_with(given, targets="q_proj,mlp.up_prj").model
+    with pytest.raises(ValueError, match=r"got targets \['nothing'\].*o_proj") as error:
+        _ = loaded_with(given, targets="nothing").model
+    assert "layers.1" not in str(error.value)  # each end of the names is listed once
+    assert str(error.value).count("mlp.up_proj") == 1
 
 
 # Architectures that are not in the table: class, configuration, ends of the adapted layers' names.
@@ -323,8 +302,7 @@ def test_a_run_logs_once_that_all_linear_layers_are_adapted(
     model = save_model("xlnet", tmp_path / "xlnet")
     caplog.set_level("INFO", "ravan_flwr")
     for _ in range(2):
-        loaded = ModelAndData(read_config(settings("bert") | {"model": str(model)}))
-        assert len(loaded.model.layers) == 4
+        assert len(loaded_with(settings("bert"), model=str(model)).model.layers) == 4
     (line,) = [text for text in caplog.messages if "all-linear" in text]
     for fact in ("'xlnet'", "4 linear layers", "targets=", "ff.layer_1, ff.layer_2"):
         assert fact in line
@@ -347,56 +325,40 @@ def test_a_network_without_a_separate_backbone_is_refused(settings, tmp_path, mo
     save_model("clip", tmp_path / "clip")
     shutil.copy(Path(settings("vit")["model"]) / "preprocessor_config.json", tmp_path / "clip")
     with pytest.raises(ValueError, match="architecture 'clip'.*cannot be told from the head"):
-        _ = ModelAndData(read_config(settings("vit") | {"model": str(tmp_path / "clip")})).model
+        _ = loaded_with(settings("vit"), model=str(tmp_path / "clip")).model
 
 
-def test_an_error_lists_each_end_of_the_layers_names_once(settings):
-    config = read_config(settings("mpnet") | {"targets": "nothing"})
-    with pytest.raises(ValueError, match="no layer to adapt: got targets") as error:
-        _ = ModelAndData(config).model
-    for end in ("attention.attn.q", "intermediate.dense", "classifier.out_proj"):
-        assert str(error.value).count(end) == 1 + (end == "attention.attn.q")  # an example
-    assert "layer.1" not in str(error.value)
+NO_TOKENIZER = {"tokenizer.json": None, "tokenizer_config.json": None}
+DEEPER = {"config.json": lambda text: json.dumps(json.loads(text) | {"num_hidden_layers": 3})}
 
 
-def changed(settings, tmp_path, kind="vit", **files):
-    """Return a config with a copy of the model's folder with other files; None removes a file."""
+@pytest.mark.parametrize(
+    ("kind", "files", "message"),
+    [
+        ("vit", {"config.json": None}, "has no config.json"),
+        ("vit", {"model.safetensors": None}, "has no model.safetensors"),
+        ("vit", DEEPER, r"its weights lack vit.layers.2.* which only pretraining"),
+        ("bert", NO_TOKENIZER, "it has no tokenizer, expected tokenizer.json"),
+    ],
+)
+def test_folders_of_models_without_a_file_are_errors(kind, files, message, settings, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(settings(kind)["model"], folder)
-    for name, content in files.items():
-        path = folder / name.replace("__", ".")
-        path.unlink() if content is None else path.write_text(content)
-    return read_config(settings(kind) | {"model": str(folder)})
+    for name, change in files.items():
+        path = folder / name
+        path.write_text(change(path.read_text())) if change else path.unlink()
+    with pytest.raises(ValueError, match=message):
+        _ = loaded_with(settings(kind), model=str(folder)).model
 
 
-def test_models_that_do_not_fit_are_errors(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"has no config.json, expected config.json and weights"):
-        _ = ModelAndData(changed(settings, tmp_path / "a", config__json=None)).model
-    with pytest.raises(ValueError, match=r"has no model.safetensors, expected config.json and"):
-        _ = ModelAndData(changed(settings, tmp_path / "b", model__safetensors=None)).model
-    config = read_config(settings("vit") | {"model": settings("t5")["model"]})
+def test_models_that_do_not_fit_are_errors(settings):
     with pytest.raises(ValueError, match=r"data are images, but this model reads texts .*'t5'"):
-        _ = ModelAndData(config).model
-    content = json.loads(Path(f"{settings('vit')['model']}/config.json").read_text())
-    content["num_hidden_layers"] = 3
-    with pytest.raises(ValueError, match=r"its weights lack vit.layers.2.* which only pretraining"):
-        _ = ModelAndData(changed(settings, tmp_path / "c", config__json=json.dumps(content))).model
-    with pytest.raises(ValueError, match="classifier = 'trained': the model has no classifier"):
-        _ = ModelAndData(read_config(settings("t5") | {"classifier": "trained"})).model
-
-
-def test_a_model_without_a_tokenizer_is_an_error(settings, tmp_path):
-    with pytest.raises(ValueError, match="it has no tokenizer, expected tokenizer.json"):
-        _ = ModelAndData(
-            changed(settings, tmp_path, "bert", tokenizer__json=None, tokenizer_config__json=None)
-        ).model
-
-
-def test_a_presets_shape_must_be_that_of_its_model(settings):
+        _ = loaded_with(settings("vit"), model=settings("t5")["model"]).model
+    with pytest.raises(ValueError, match="classifier = 'trained'"):
+        _ = loaded_with(settings("t5"), classifier="trained").model
     config = read_config(settings("vit"))
-    spec = type(config.model)(
-        "hub", config.model.name, shape=(("model_type", "vit"), ("hidden_size", 768))
-    )
+    shape = (("model_type", "vit"), ("hidden_size", 768))
+    spec = type(config.model)("hub", config.model.name, shape=shape)
     with pytest.raises(ValueError, match="hidden_size = 16, but the preset's shape 768"):
         build_network(spec, make_task(config), 0)
 
@@ -405,24 +367,21 @@ def test_a_presets_shape_must_be_that_of_its_model(settings):
 def test_padding_does_not_change_the_loss(settings):
     """A batch's loss is the mean of the losses of its single texts."""
     for kind in ("bert", "llama", "t5"):
-        loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
+        loaded = loaded_with(settings(kind), max_length=48)
         (first, *_) = loaded.test_sets.values()
         network = loaded.model.network.eval()
+        rows = [first.take(np.array([row])) for row in range(8)]
         with torch.inference_mode():
-            alone = [
-                loaded.task.loss(network, loaded.task.collate(first.take(np.array([row]))))
-                for row in range(8)
-            ]
+            alone = [loaded.task.loss(network, loaded.task.collate(row)) for row in rows]
             together = loaded.task.loss(network, batch_of(loaded))
-        lengths = {int(first.take(np.array([r]))["attention_mask"].sum()) for r in range(8)}
-        assert len(lengths) > 1
+        assert len({int(row["attention_mask"].sum()) for row in rows}) > 1
         torch.testing.assert_close(torch.stack(alone).mean(), together, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
 def test_an_evaluation_by_length_equals_one_in_order(kind, settings, monkeypatch):
-    loaded = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
+    loaded = loaded_with(settings(kind), max_length=48)
     (test, *_) = loaded.test_sets.values()
     masks = test.take(np.arange(len(test)))["attention_mask"]
     counts = np.asarray(loaded.task.lengths(test))
@@ -436,28 +395,16 @@ def test_an_evaluation_by_length_equals_one_in_order(kind, settings, monkeypatch
     assert by_length == pytest.approx(in_order, rel=1e-5, abs=1e-7)
 
 
-def test_lengths_of_texts_read_from_a_file_are_the_same(settings, monkeypatch):
-    lengths = []
-    for limit in (2**28, 0):
-        monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", limit)
-        monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
-        loaded = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
-        train = loaded.partition(1, 3).train
-        assert isinstance(train.table, dict) == (limit > 0)
-        lengths.append(np.asarray(loaded.task.lengths(train)).tolist())
-    assert lengths[0] == lengths[1]
-
-
 @pytest.mark.slow
-def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
-    """The losses differ from those of random batches."""
-    runs = {}
+def test_training_by_length_and_dropout_are_a_function_of_the_seed(settings, tmp_path):
+    """BERT has dropout. The losses differ from those of random batches."""
+    losses = []
     for number, batching in enumerate(("random", "length", "length")):
+        torch.manual_seed(number)
         given = settings("bert") | {"max-length": 48, "batching": batching, "local-steps": 4}
         run = simulate(given | {"output-dir": str(tmp_path / str(number))}, 3)
-        (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-        runs[number] = json.loads(line)["train-loss"]
-    assert runs[1] == runs[2] != runs[0]
+        losses.append(records_of(run)[0]["train-loss"])
+    assert losses[1] == losses[2] != losses[0]
 
 
 def test_pixel_values_are_those_of_the_models_own_processor(settings):
@@ -465,29 +412,28 @@ def test_pixel_values_are_those_of_the_models_own_processor(settings):
     processor, test = loaded.task.reader, loaded.splits["test"]
     opened = test.cast_column("image", datasets.Image())["image"][:8]  # decoded by `datasets`
     images = [image.convert("RGB") for image in opened]
-    expected = processor(images=images, return_tensors="pt")
+    expected = processor(images=images, return_tensors="pt")["pixel_values"]
     inputs = {}
     network = loaded.model.network.eval()
-    handle = network.register_forward_pre_hook(
-        lambda _, args, kwargs: inputs.update(kwargs), with_kwargs=True
-    )
+    network.register_forward_pre_hook(lambda *given: inputs.update(given[2]), with_kwargs=True)
     loaded.task.loss(network, batch_of(loaded))
-    handle.remove()
-    torch.testing.assert_close(
-        inputs["pixel_values"], expected["pixel_values"], rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(inputs["pixel_values"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
 def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch):
-    config = read_config(settings(kind))
-    in_memory = batch_of(ModelAndData(config))
-    monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
-    from_file = batch_of(ModelAndData(config))
-    assert in_memory.keys() == from_file.keys()
-    for name, tensor in in_memory.items():
-        assert torch.equal(tensor, from_file[name])
-        assert tensor.dtype == from_file[name].dtype
+    batches, lengths = [], []
+    for limit in (2**28, 0):
+        monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", limit)
+        monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
+        loaded = loaded_with(settings(kind))
+        batches.append(batch_of(loaded))
+        train = loaded.partition(1, 3).train
+        assert isinstance(train.table, dict) == (limit > 0)
+        lengths.append(None if kind == "vit" else [*loaded.task.lengths(train)])
+    assert same_bits(*batches)
+    assert all(tensor.dtype == batches[1][name].dtype for name, tensor in batches[0].items())
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.slow(kept=1)

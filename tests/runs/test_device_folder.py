@@ -1,13 +1,12 @@
 """A run on the devices' own folders: no text leaves a device."""
 
-import json
-
 import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.specs import Scalar
 from testing.tiny import WORDS, newsgroups, save_model
+from tests.short_runs import records_of
 
 # `datasets` does not close CSV files before garbage collection.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -44,7 +43,7 @@ def test_no_text_of_a_folder_leaves_the_node(tmp_path, monkeypatch):
         "output-dir": str(tmp_path / "runs"), "report": False,
     }  # fmt: skip
     run = simulate(run_config, 2)
-    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    (record,) = records_of(run)
     assert [client["examples"] for client in record["clients"]] == [16, 16]
     assert set(record["metrics"]) == {"loss", "accuracy"}
     assert len(replies) == 6  # two queries, two trainings, two evaluations

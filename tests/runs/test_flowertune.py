@@ -29,7 +29,7 @@ CHALLENGES = {
 SHAPES = {"auto": (32, 4096, 4096, 1024), "small": (30, 576, 576, 192)}
 
 
-@pytest.mark.parametrize("preset", CHALLENGES)
+@pytest.mark.parametrize("preset", FLOWERTUNE)
 def test_the_settings_are_those_that_flower_publishes(preset):
     data, clients, fraction = CHALLENGES[preset]
     config = read_config({"preset": preset, "method": "fedit"})
@@ -46,7 +46,7 @@ def test_the_settings_are_those_that_flower_publishes(preset):
         assert learning_rate_in_round(config, t) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("preset", CHALLENGES)
+@pytest.mark.parametrize("preset", FLOWERTUNE)
 def test_prompts_are_those_of_flowertunes_apps(preset):
     """`formatting_prompts_func` after `reformat`, up to the response."""
     row = {"instruction": "Do it.", "input": "This.", "output": "Done."}
@@ -70,14 +70,12 @@ def test_prompts_are_those_of_flowertunes_apps(preset):
 @pytest.mark.parametrize("model", SHAPES)
 def test_ravan_has_as_many_parameters_as_flowertunes_lora(model):
     layers, width, queries, values = SHAPES[model]
-    counts = {
-        method: adapter_parameters(
-            read_config({"preset": "code", "method": method, "model": model})
-        )
+    fedit, ravan = (
+        adapter_parameters(read_config({"preset": "code", "method": method, "model": model}))
         for method in ("fedit", "ravan")
-    }
-    assert counts["fedit"] == layers * 32 * (2 * width + queries + values)
-    assert 0.98 < counts["ravan"] / counts["fedit"] <= 1
+    )
+    assert fedit == layers * 32 * (2 * width + queries + values)
+    assert 0.98 < ravan / fedit <= 1
 
 
 def test_quantization_is_for_methods_with_a_frozen_backbone():
@@ -137,7 +135,3 @@ def test_flowertunes_evaluation_loads_the_adapter_unchanged(run):
     config = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())
     assert (config["task_type"], config["peft_type"]) == ("CAUSAL_LM", "LORA")
     assert config["base_model_name_or_path"] == str(base)
-
-
-def test_all_flowertune_presets_are_tested():
-    assert set(CHALLENGES) == set(FLOWERTUNE)

@@ -73,9 +73,8 @@ def test_a_round_of_every_method_agrees_with_the_cpu(method, tmp_path):
 def test_every_precision_reaches_the_accuracy_of_float32(precision, scoring, tmp_path):
     settings = {"precision": precision, "scoring": scoring, "budgets": "uniform"}
     low_precision = run(tmp_path / "low", local_steps=30, **settings).summary
-    reference = run(
-        tmp_path / "full", local_steps=30, **settings | {"precision": "float32"}
-    ).summary
+    settings["precision"] = "float32"
+    reference = run(tmp_path / "full", local_steps=30, **settings).summary
     assert low_precision["rejected"] == 0
     accuracy = reference["metrics"]["final"]["accuracy"]
     assert low_precision["metrics"]["final"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
@@ -84,10 +83,8 @@ def test_every_precision_reaches_the_accuracy_of_float32(precision, scoring, tmp
 @pytest.mark.parametrize("init", ["gram-schmidt", "data-aware"])
 @pytest.mark.parametrize("selection", ["layer", "global"])
 def test_every_kind_of_head_trains(init, selection, tmp_path):
-    simulation = run(
-        tmp_path, init=init, selection=selection, scoring="weight", budgets="skewed-right"
-    )
-    assert simulation.summary["rejected"] == 0
+    heads = {"init": init, "selection": selection, "scoring": "weight", "budgets": "skewed-right"}
+    assert run(tmp_path, **heads).summary["rejected"] == 0
 
 
 # bitsandbytes warns of layers that are as narrow as this network's, for which 4 bits are slow.
@@ -187,6 +184,7 @@ def test_an_automatic_budget_fraction_fits_the_free_memory():
     free = free_memory(device)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     assert largest_fraction(config, free) == 1.0
+    assert footprint(config).client < torch.cuda.mem_get_info()[1]
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
     assert free - free_memory(device) == pytest.approx(2**28, rel=0.1)
     del held  # PyTorch caches it for this process
@@ -201,15 +199,11 @@ def test_cached_memory_is_released_only_if_other_processes_need_it(others_need_m
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     loaded = ModelAndData(read_config({"device": "cuda"}))
-    work = (
-        loaded.model,
-        loaded.task,
-        loaded.partition(0, 4).train,
-        loaded.model.initial_state(),
-        1.0,
-    )
+    examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
+    steps = LocalSteps(1, 8, 1e-3, "float32")
     for client in range(3):
-        train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), ClientRound(0, 1, client))
+        work = ClientRound(0, 1, client)
+        train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
     assert len(calls) == (3 if others_need_memory else 0)
 
 
@@ -247,8 +241,3 @@ def test_a_client_without_a_gpu_share_names_the_missing_setting(tmp_path, capfd,
     output = capfd.readouterr().out
     assert "on cpu" in output
     assert "client-resources-num-gpus=0.25" in output
-
-
-def test_a_clients_footprint_fits_the_gpu(tmp_path):
-    need = footprint(read_config({"device": "cuda"}))
-    assert need.client < torch.cuda.mem_get_info()[1]

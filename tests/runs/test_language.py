@@ -29,6 +29,7 @@ from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 from tests.memory import saved_for_backward
 from tests.runs.test_architectures import check_mixing_is_found
+from tests.short_runs import records_of
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,12 @@ def conversation_run(tmp_path_factory):
     return simulate(settings | {"report": True}, 2), settings, folder
 
 
-def metrics_before(settings):
-    loaded = ModelAndData(read_config(with_preset_path(settings)))
-    with loaded.model.holding(loaded.model.initial_state()):
-        return loaded.evaluate()
+def config_of(settings, **more):
+    return read_config(with_preset_path(settings | more))
+
+
+def loaded_of(settings, **more):
+    return ModelAndData(config_of(settings, **more))
 
 
 @pytest.mark.slow(kept=1)
@@ -51,7 +54,9 @@ def test_perplexity_falls_on_real_text(method, tmp_path):
     settings = preset(tmp_path, method=method)
     run = simulate(settings, 2)
     metrics = run.summary["metrics"]
-    start = metrics_before(settings)
+    loaded = loaded_of(settings)
+    with loaded.model.holding(loaded.model.initial_state()):
+        start = loaded.evaluate()
     assert run.summary["metric"] == "perplexity"
     assert metrics["final"]["perplexity"] < 0.8 * start["perplexity"]
     assert metrics["best"]["perplexity"] <= metrics["final"]["perplexity"]
@@ -96,15 +101,8 @@ def _file(path, rows):
 
 def test_rows_that_cannot_be_answered_have_a_reason(conversation_run, tmp_path):
     run, *_ = conversation_run
-    without_question, without_content = (
-        {"role": "assistant", "content": "x"},
-        {"role": "user", "content": None},
-    )
-    rows = [
-        as_messages("a", "b"),
-        *({"messages": m} for m in ([], [without_question], [without_content])),
-        {"x": 1},
-    ]
+    invalid = [], [{"role": "assistant", "content": "x"}], [{"role": "user", "content": None}]
+    rows = [as_messages("a", "b"), *({"messages": messages} for messages in invalid), {"x": 1}]
     answered = predict(run.run_dir, _file(tmp_path / "q.jsonl", rows), tmp_path / "a.csv")
     assert answered.unreadable == 4
     assert "row 3: its conversation asks for nothing" in answered.problems
@@ -128,18 +126,17 @@ def test_a_language_run_is_evaluated_planned_and_reported(
     write_report([run.run_dir, run.run_dir], tmp_path / "report")
     plan = plan_of(settings)
     assert "memory of a step" in plan
-    config = read_config(with_preset_path(settings))
-    assert footprint(config).server > 0
+    assert footprint(config_of(settings)).server > 0
 
 
 @pytest.mark.slow
 def test_the_plan_counts_one_block_of_logits(conversation_run, monkeypatch):
     """Not all logits are counted, since the loss computes them block by block."""
     _, settings, _ = conversation_run
-    unblocked = step_memory(read_config(with_preset_path(settings)), 1.0).activations
+    unblocked = step_memory(config_of(settings), 1.0).activations
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", 2**14)
     step_memory.cache_clear()
-    blocked = step_memory(read_config(with_preset_path(settings)), 1.0).activations
+    blocked = step_memory(config_of(settings), 1.0).activations
     step_memory.cache_clear()
     vocabulary = 384
     assert unblocked - blocked > 0.8 * 8 * 95 * vocabulary * 4
@@ -153,7 +150,7 @@ def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_
     parts = {"batching": batching, "micro-batch-size": micro_batch}
     settings = preset(tmp_path, data="  loss-on: all\n", **parts)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
-    loaded = ModelAndData(read_config(with_preset_path(settings)))
+    loaded = loaded_of(settings)
     examples = loaded.partition(0, 1).train
     task, model = loaded.task, loaded.model
     batch = task.collate(examples.take(np.arange(micro_batch)))
@@ -168,6 +165,13 @@ def test_the_plan_counts_the_saved_tensors_of_a_step(batching, micro_batch, tmp_
     counted = step_memory(loaded.config, 1.0).activations
     # The plan counts keys as often as queries, and for packing a mask as well.
     assert measured <= counted < (1.5 if batching == "packed" else 1.1) * measured
+
+
+def trained(loaded, train, *more):
+    """Return what a client's training gives."""
+    examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
+    steps, work = steps_of(loaded.config, 1, len(examples)), ClientRound(0, 1, 0)
+    return train(loaded.model, loaded.task, examples, state, 1.0, steps, work, *more)
 
 
 def record_batches(task, method):
@@ -198,16 +202,13 @@ def record_batches(task, method):
 def test_packing_and_micro_batches_give_the_same_upload(options, tmp_path):
     """A step has the same examples; the upload differs only by rounding."""
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
-    for run_settings in (settings, settings | options):
-        config = read_config(with_preset_path(run_settings))
-        loaded = ModelAndData(config)
+    for changes in ({}, options):
+        loaded = loaded_of(settings, **changes)
+        config = loaded.config
         token_sums, shapes = record_batches(loaded.task, "packed" if config.packing else "collate")
-        examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
-        steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
-        found = train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
-        results.append((found, sorted(token_sums), shapes))
-    (first, expected, plain), (second, trained, laid_out) = results
-    assert trained == expected
+        results.append((trained(loaded, train_locally), sorted(token_sums), shapes))
+    (first, expected, plain), (second, examples, laid_out) = results
+    assert examples == expected
     if "batching" in options:
         assert sum(r * w for r, w in laid_out) < sum(r * w for r, w in plain)
     assert second.train_loss == pytest.approx(first.train_loss, rel=1e-4)
@@ -222,7 +223,7 @@ def test_packing_and_micro_batches_give_the_same_upload(options, tmp_path):
 def test_gradients_of_single_texts_depend_on_their_own_tokens_only(block, tmp_path, monkeypatch):
     """They do not depend on the batch's other texts, nor on the number of blocks of logits."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
-    loaded = ModelAndData(read_config(with_preset_path(preset(tmp_path))))
+    loaded = loaded_of(preset(tmp_path))
     task = task_with(ByExample, loaded.task, "privacy=example")
     examples = loaded.partition(0, 1).train
     with loaded.model.holding(loaded.model.initial_state()):
@@ -246,14 +247,10 @@ def test_gradients_of_single_texts_depend_on_their_own_tokens_only(block, tmp_pa
 
 @pytest.mark.slow
 def test_a_private_client_trains_in_micro_batches(tmp_path):
-    settings = preset(tmp_path) | {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
-    config = read_config(with_preset_path(settings))
-    loaded = ModelAndData(config)
+    private = {"micro-batch-size": 2, "privacy": "example", "epsilon": 8.0}
+    loaded = loaded_of(preset(tmp_path), **private)
     token_sums, shapes = record_batches(loaded.task, "collate")
-    examples, state = loaded.partition(0, 2).train, loaded.model.initial_state()
-    steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
-    noise = StepNoise(1.0, 1.0)
-    found = train_privately(loaded.model, loaded.task, examples, state, 1.0, steps, work, noise)
+    found = trained(loaded, train_privately, StepNoise(1.0, 1.0))
     check_mixing_is_found(loaded)
     assert all(tensor.float().isfinite().all() for tensor in found.upload.values())
     assert token_sums
@@ -263,10 +260,8 @@ def test_a_private_client_trains_in_micro_batches(tmp_path):
 @pytest.mark.slow
 def test_client_metrics_are_averaged_by_token(tmp_path):
     """The mean over clients is over all their tokens; the perplexity follows from the loss."""
-    settings = preset(
-        tmp_path, **{"evaluate-on": "clients", "validation-share": 0.3, "num-rounds": 1}
-    )
-    run = simulate(settings, 3)
+    of_clients = {"evaluate-on": "clients", "validation-share": 0.3, "num-rounds": 1}
+    run = simulate(preset(tmp_path, **of_clients), 3)
     found = run.summary["metrics"]["final"]
     with result_of(run.run_dir) as loaded:
         parts = [loaded.partition(n, 3).validation for n in range(3)]
@@ -281,7 +276,7 @@ def test_examples_without_a_target_belong_to_no_partition(tmp_path, capsys):
     with (tmp_path / "data" / "train.jsonl").open("a") as file:
         file.write(lines([{"prompt": "x", "completion": ""}] * 40))
     run = simulate(settings, 2)
-    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    (record,) = records_of(run)
     assert not record["rejected"]
     assert "its completion is missing" in capsys.readouterr().out
     assert sum(client["examples"] for client in record["clients"]) < len(docstrings()) + 8
@@ -292,7 +287,7 @@ def test_a_device_reads_its_own_conversations(tmp_path):
     device_folder = tmp_path / "own"
     device_folder.mkdir()
     (device_folder / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
-    loaded = ModelAndData(read_config(with_preset_path({"preset": str(tmp_path / "p.yaml")})))
+    loaded = loaded_of({"preset": str(tmp_path / "p.yaml")})
     assert len(loaded.device_examples(str(device_folder), 0).train) == 7
 
 

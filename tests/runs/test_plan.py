@@ -1,19 +1,14 @@
 """A plan agrees with the run."""
 
-import json
-
 import pytest
 
-from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import model_folder
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training import network
 from ravan_flwr.training.plan import describe
 from testing import ROOT
-
-SHORT: dict[str, Scalar] = {"local-steps": 1, "report": False, "tracking": "none"}
+from tests.short_runs import records_of, run
 
 
 @pytest.mark.slow
@@ -22,12 +17,12 @@ def test_a_plans_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, c
     settings = {"classifier": classifier, "heads": 2, "budgets": "full", "num-rounds": 1}
     main(["plan", *(f"{key}={value}" for key, value in settings.items())])
     plan = capsys.readouterr().out
-    run = simulate(settings | SHORT | {"output-dir": str(tmp_path)}, 4)
-    client = json.loads((run.run_dir / "rounds.jsonl").read_text())["clients"][0]
-    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in plan
+    ended = run(tmp_path, 4, settings, local_steps=1)
+    client = records_of(ended)[0]["clients"][0]
+    assert f"trained         {ended.summary['trainable-parameters']:,} parameters" in plan
     assert f"{client['bytes-up']:,}" in plan
     assert f"{client['bytes-down']:,}" in plan
-    assert f"rank            {run.summary['rank']}, 2 heads" in plan
+    assert f"rank            {ended.summary['rank']}, 2 heads" in plan
 
 
 @pytest.mark.slow(kept=1)
@@ -45,11 +40,10 @@ def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monk
 
 @pytest.mark.slow
 def test_a_plan_counts_the_calibration_round(tmp_path):
-    settings: dict[str, Scalar] = {**SHORT, "init": "data-aware", "num-rounds": 1}
+    settings = {"init": "data-aware", "num-rounds": 1}
     plan = describe(read_config(settings))
-    run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
-    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    (first, *_), (second, *_) = (json.loads(line)["clients"] for line in lines)
+    records = records_of(run(tmp_path, 2, settings, local_steps=1))
+    (first, *_), (second, *_) = (record["clients"] for record in records)
     bases = second["bytes-down"] - first["bytes-down"]
     assert f"20 clients send {first['bytes-up']:,} bytes each" in plan
     assert f"a client gets {bases:,} once" in plan

@@ -1,7 +1,5 @@
 """A backbone stored in 16 bits: the same bits as from 32, in half the memory."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,9 @@ from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_dtype, stored_dtype
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
+from testing.tiny import MODELS, save_model
+from tests.runs.small_models import small_settings
+from tests.short_runs import same_bits
 
 KINDS = ["llama", "phi3", "bert", "t5", "vit"]
 
@@ -36,19 +36,7 @@ def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
 
     def settings_of(kind):
-        preset = {"t5": "newsgroups-t5", "vit": "svhn-vit-b16"}.get(kind, "glue-llama")
-        task = "rte" if preset == "glue-llama" else ""
-        if not (folder / kind).is_dir():
-            save_in_16_bits(kind, folder / kind)
-        if not (folder / preset).is_dir():
-            save_data(preset, folder / preset, task)
-        return {
-            "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
-            "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "device": "cpu",
-            "partition": "iid", "report": False, "tracking": "none", "learning-rate": 1e-2,
-            **({"glue-task": task} if task else {}),
-            **({} if kind in OF_IMAGES else {"max-length": 16}),
-        }  # fmt: skip
+        return small_settings(folder, kind, "rte", save_in_16_bits) | {"device": "cpu"}
 
     return settings_of
 
@@ -61,23 +49,17 @@ def load_both(settings, **more):
 
 
 def upload_of(loaded):
-    config = loaded.config
-    steps = LocalSteps(2, 8, 1e-2, config.precision)
+    steps = LocalSteps(2, 8, 1e-2, loaded.config.precision)
+    examples, state = loaded.partition(0, 4).train, loaded.model.initial_state()
     work = ClientRound(0, 1, 0)
-    examples = loaded.partition(0, 4).train
-    state = loaded.model.initial_state()
-    result = train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work)
-    return result.upload
+    return train_locally(loaded.model, loaded.task, examples, state, 1.0, steps, work).upload
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_backbone_in_16_bits_computes_the_same_bits(kind, precision, settings):
     full_precision, stored = load_both(settings(kind), precision=precision)
-    first_upload, second_upload = upload_of(full_precision), upload_of(stored)
-    assert first_upload.keys() == second_upload.keys()
-    for name, tensor in first_upload.items():
-        assert torch.equal(tensor, second_upload[name]), name
+    assert same_bits(upload_of(full_precision), upload_of(stored))
     assert full_precision.evaluate() == stored.evaluate()
 
 
@@ -111,7 +93,7 @@ def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settin
     plain = ModelAndData(read_config(run_settings))
     with FrozenCasts(plain.model.network) as casts_before:
         expected = upload_of(plain)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert same_bits(actual, expected)
     assert measured == plain.evaluate()
     assert casts.number == 0
     assert casts_before.number > 8
@@ -146,8 +128,7 @@ def test_each_method_uploads_the_same_bits(kind, method, form, settings):
     full_precision, stored = load_both(settings(kind), method=method, scoring="weight")
     for adapter in (*full_precision.model.adapters, *stored.model.adapters):
         adapter.form = form
-    first, second = upload_of(full_precision), upload_of(stored)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_bits(upload_of(full_precision), upload_of(stored))
 
 
 def test_linear_layers_and_embeddings_are_in_16_bits_and_all_others_in_32(settings):
@@ -174,26 +155,19 @@ def test_a_weight_shared_by_two_modules_stays_shared():
     assert network(tokens, labels=tokens).loss.dtype == torch.float32
 
 
-def test_no_32_bit_copy_is_saved_for_the_backward_pass(settings):
-    memory = [
-        step_memory(read_config(settings("llama") | {"backbone-dtype": dtype}), 1.0)
-        for dtype in ("float32", "bfloat16")
-    ]
+def test_neither_32_bit_copies_nor_autocasts_of_weights_are_saved_for_the_backward_pass(settings):
+    def memory(dtype, precision):
+        more = {"backbone-dtype": dtype, "precision": precision}
+        return step_memory(read_config(settings("llama") | more), 1.0)
+
     network = load_both(settings("llama"))[1].model.network
     num_16_bit = sum(p.numel() for p in network.parameters() if p.dtype == torch.bfloat16)
-    assert memory[0].weights - memory[1].weights == 2 * num_16_bit
-    assert memory[0].activations == memory[1].activations
-
-
-def test_autocast_makes_no_copies_of_weights_in_its_own_dtype(settings):
-    def activations(**more):
-        run_settings = settings("llama") | {"precision": "bfloat16"} | more
-        return step_memory(read_config(run_settings), 1.0).activations
-
-    stored = activations(**{"backbone-dtype": "bfloat16"})
-    network = load_both(settings("llama"))[1].model.network
+    first, second = (memory(dtype, "float32") for dtype in ("float32", "bfloat16"))
+    assert first.weights - second.weights == 2 * num_16_bit
+    assert first.activations == second.activations
+    first, second = (memory(dtype, "bfloat16") for dtype in ("float32", "bfloat16"))
     copies = sum(m.weight.numel() for m in network.modules() if isinstance(m, StoredLinear))
-    assert activations(**{"backbone-dtype": "float32"}) - stored == 2 * copies
+    assert first.activations - second.activations == 2 * copies
 
 
 def test_auto_is_the_checkpoints_dtype_on_a_gpu_and_float32_on_a_cpu(settings):
@@ -205,21 +179,10 @@ def test_auto_is_the_checkpoints_dtype_on_a_gpu_and_float32_on_a_cpu(settings):
         assert backbone_dtype(changing, "cuda") == torch.float32
 
 
-@pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb", "flora"])
-def test_methods_that_change_the_backbone_are_refused(method, settings):
-    message = (
-        f"backbone-dtype = 'bfloat16': got method '{method}', which changes pretrained weights"
-    )
-    with pytest.raises(ValueError, match=message):
-        read_config(settings("llama") | {"method": method, "backbone-dtype": "bfloat16"})
-
-
 def test_a_merged_export_rounds_once(settings, tmp_path):
     run_settings = settings("llama") | {"output-dir": str(tmp_path), "backbone-dtype": "bfloat16"}
-    run_settings |= {"processes": 1}
-    run = simulate(run_settings, 2).run_dir
-    assert json.loads((run / "config.json").read_text())["backbone-dtype"] == "bfloat16"
-    with result_of(run) as loaded:
+    with result_of(simulate(run_settings | {"processes": 1}, 2).run_dir) as loaded:
+        assert loaded.config.backbone_dtype == "bfloat16"
         name = f"{loaded.model.layers[0].name}.weight"
         merged = merged_network(loaded).get_parameter(name)
         source = transformers.AutoModelForCausalLM.from_pretrained(

@@ -55,6 +55,14 @@ def tuning_with_best(settings, rate=1e-2):
     return tuning, RateChoice(tuning.grid, tried, scores, False)
 
 
+def refused(code, capsys, *words):
+    """Run `tune`, which ends with this code; return its errors."""
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *words])
+    assert end.value.code == code
+    return capsys.readouterr().err
+
+
 def read_rates(folder):
     """Read `rates.csv`."""
     with (folder / "rates.csv").open() as file:
@@ -134,10 +142,7 @@ def test_a_dry_run_runs_nothing(tmp_path, capsys):
 @pytest.mark.slow
 def test_when_every_rate_fails_the_error_has_the_first_reason(tmp_path, forked_runs, capsys):
     failing = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
-    with pytest.raises(SystemExit) as end:
-        main(["tune", *SHORT, *failing, "--output", str(tmp_path)])
-    assert end.value.code == 1
-    errors = capsys.readouterr().err
+    errors = refused(1, capsys, *SHORT, *failing, "--output", str(tmp_path))
     assert "every learning rate failed; the first: " in errors
     assert "got no valid reply" in errors
     assert not (tmp_path / "results.md").exists()
@@ -150,22 +155,17 @@ def test_a_missing_device_is_an_error_before_any_run(words, tmp_path, monkeypatc
     with pytest.raises(SystemExit) as end:
         main([*words, "device=cuda:99", "--output", str(tmp_path / "out")])
     assert end.value.code == 2
-    assert "device = 'cuda:99' is not there: PyTorch sees" in capsys.readouterr().err
+    assert "device = 'cuda:99' is not there" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_tuning_prints_how_to_continue(tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("ravan_flwr.studies.tuning.run_missing", interrupt)
     with pytest.raises(SystemExit) as end:
         main(["tune", *SHORT, "--output", str(tmp_path)])
     assert end.value.code == 130
-    assert (
-        f"finished runs are kept in {tmp_path}; the same command continues"
-        in capsys.readouterr().out
-    )
+    assert f"finished runs are kept in {tmp_path}; the same" in capsys.readouterr().out
 
 
 def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
@@ -182,20 +182,17 @@ def test_writing_the_rate_keeps_the_rest_of_the_preset(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_without_write_a_preset_is_not_changed(tmp_path):
-    path = write_preset(tmp_path)
-    before = path.read_bytes()
-    assert "not written" in adopt(*tuning_with_best({"preset": str(path)}), write=False)
-    assert path.read_bytes() == before
-
-
-def test_a_preset_behind_a_symlink_is_written(tmp_path):
-    path = write_preset(tmp_path)
-    path.rename(tmp_path / "elsewhere.yaml")
-    path.symlink_to(tmp_path / "elsewhere.yaml")
-    adopt(*tuning_with_best({"preset": str(path)}))
+def test_a_preset_behind_a_symlink_is_written_only_on_request(tmp_path):
+    path, elsewhere = write_preset(tmp_path), tmp_path / "elsewhere.yaml"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    best = tuning_with_best({"preset": str(path)})
+    assert "not written" in adopt(*best, write=False)
+    assert elsewhere.read_bytes() == before
+    adopt(*best)
     assert path.is_symlink()
-    assert "ravan: 1.0e-2" in (tmp_path / "elsewhere.yaml").read_text()
+    assert "ravan: 1.0e-2" in elsewhere.read_text()
 
 
 @pytest.mark.parametrize(
@@ -221,22 +218,16 @@ def test_presets_that_are_not_written(settings, rates, mode, reason, tmp_path):
 def test_a_preset_that_was_damaged_or_removed_meanwhile_is_not_written(tmp_path):
     path = write_preset(tmp_path)
     choice = tuning_with_best({"preset": str(path)})
-    for text, message in (
-        ("a: [", "no YAML any more"),
-        (None, "No such file"),
-    ):
-        path.unlink()
-        if text is not None:
-            path.write_text(text)
-        assert message in adopt(*choice)
-        assert text is None or path.read_text() == text
-        path.touch()
+    path.write_text("a: [")
+    assert "no YAML any more" in adopt(*choice)
+    assert path.read_text() == "a: ["
+    path.unlink()
+    assert "No such file" in adopt(*choice)
 
 
 def test_too_few_examples_for_validation_splits_are_refused_before_any_run(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["tune", "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")])
-    assert "tune: a client has 1 example under seed 100, expected some" in capsys.readouterr().err
+    words = "num-clients=1438", "partition=iid", "--output", str(tmp_path / "out")
+    assert "a client has 1 example under seed 100" in refused(2, capsys, *words)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
@@ -249,11 +240,8 @@ def test_the_examples_of_all_seeds_are_read_once(monkeypatch):
 
 def test_invalid_arguments_of_tune_are_errors(capsys):
     for words, message in (
-        (["--rates", "fast"], "--rates fast: expected numbers with commas between"),
-        (["--jobs", "0"], "--jobs 0: expected a whole number at least 1"),
+        (["--rates", "fast"], "--rates fast: expected numbers"),
+        (["--jobs", "0"], "--jobs 0: expected a whole number"),
         (["seed"], "got 'seed', expected KEY=VALUE"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(["tune", *words])
-        assert end.value.code == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(2, capsys, *words)

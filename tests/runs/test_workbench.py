@@ -14,10 +14,7 @@ def test_a_validation_split_of_all_examples_is_an_error(number, share, advice, m
     """All clients have the same message, so that equal messages can be counted."""
     loaded = ModelAndData(read_config({"validation-share": share}))
     monkeypatch.setattr(loaded, "rows", lambda _: [np.arange(number)] * 2)
-    message = (
-        rf"a client with {number} examples? would have none left to train on, since {number} "
-        f"would be its validation split{advice} clients"
-    )
+    message = rf"a client with {number} examples? would have none .*{advice} clients"
     reasons = set()
     for partition in range(2):
         with pytest.raises(ValueError, match=message) as raised:

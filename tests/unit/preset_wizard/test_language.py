@@ -1,6 +1,5 @@
 """The preset wizard for language models: columns, prompts, chat templates, and errors."""
 
-import json
 import re
 
 import datasets
@@ -13,6 +12,7 @@ from ravan_flwr.preset_wizard.create import new_preset
 from ravan_flwr.preset_wizard.data_summary import find_columns
 from ravan_flwr.training.model_and_data import get_model_and_data
 from testing.tiny import save_speaker, texts
+from tests.docstrings import lines
 
 TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
 MESSAGES = {"messages": [TALK, TALK]}
@@ -56,19 +56,18 @@ def test_columns_of_classification_are_recognised():
     assert find_columns(datasets.Dataset.from_dict(few), {}, "here")["label"] == "label"
 
 
-def preset_from(tmp_path, monkeypatch, rows):
+def preset_from(tmp_path, monkeypatch, rows, **speaker):
+    """Run the wizard on these examples and a small model; return its output and the preset."""
+    save_speaker("qwen2", tmp_path / "model", texts(9), **speaker)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    content = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "data" / "train.jsonl").write_text(content)
-    lines = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
-    return "\n".join(lines), read_config(
-        with_preset_path({"preset": str(tmp_path / "conf/mine.yaml")})
-    )
+    (tmp_path / "data" / "train.jsonl").write_text(lines(rows))
+    output = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
+    path = {"preset": str(tmp_path / "conf/mine.yaml")}
+    return "\n".join(output), read_config(with_preset_path(path))
 
 
 def test_conversations_give_a_preset(tmp_path, monkeypatch):
-    save_speaker("qwen2", tmp_path / "model", texts(9))
     output, config = preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
     assert "60 examples" not in output  # some are validation examples
     assert "messages from column 'messages'" in output
@@ -78,7 +77,6 @@ def test_conversations_give_a_preset(tmp_path, monkeypatch):
 
 
 def test_preferences_give_a_preset(tmp_path, monkeypatch):
-    save_speaker("qwen2", tmp_path / "model", texts(9))
     other = [TALK[0], {"role": "assistant", "content": "ne ka ne ka ne"}]
     output, config = preset_from(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
     assert "chosen from column 'chosen', rejected from column 'rejected'" in output
@@ -96,41 +94,34 @@ def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
     save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / "train.jsonl"
-    file.write_text((json.dumps({"messages": TALK}) + "\n") * 60)
+    file.write_text(lines([{"messages": TALK}] * 60))
     monkeypatch.chdir(tmp_path)
     words = ["--data", "data", "--model", "model", "--chat-template", "chat.jinja"]
     main(["new", "mine", *words])
     config = read_config(with_preset_path({"preset": str(tmp_path / "conf/mine.yaml")}))
     assert config.data.chat_template == template
     assert get_model_and_data(config).task.reader.chat_template == template
-    file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
+    file.write_text(lines([{"prompt": "a", "completion": "b"}] * 60))
     with pytest.raises(SystemExit):
         main(["new", "other", *words])
     assert "it writes the column messages, which data.columns has not" in capsys.readouterr().err
 
 
-def test_a_model_without_a_chat_template_is_refused_with_advice(tmp_path, monkeypatch):
-    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
-    with pytest.raises(ValueError, match="no chat template; .* instruction-tuned model"):
-        preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
-
-
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ raise_exception('never') }}", "the chat template refuses it: never"),
-        ("always the same", "does not show where its answers are"),
+        (None, "no chat template; .* instruction-tuned model"),
+        ("{{ raise_exception('never') }}", r"none of \d+ can be learned: .* refuses it: never"),
+        ("always the same", r"none of \d+ can be learned: .*does not show where its answers are"),
     ],
 )
 def test_a_template_without_a_trainable_answer_is_refused(tmp_path, monkeypatch, template, why):
-    save_speaker("qwen2", tmp_path / "model", texts(9), template=template)
-    with pytest.raises(ValueError, match=rf"none of \d+ can be learned: .*{why}"):
-        preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    with pytest.raises(ValueError, match=why):
+        preset_from(tmp_path, monkeypatch, [{"messages": TALK}] * 60, template=template)
     assert not (tmp_path / "conf").exists()
 
 
 def test_examples_without_a_trainable_answer_are_counted(tmp_path, monkeypatch, caplog):
-    save_speaker("qwen2", tmp_path / "model", texts(9))
     rows = [{"messages": TALK}] * 40 + [{"messages": TALK[:1]}] * 20
     preset_from(tmp_path, monkeypatch, rows)
     assert re.search(r"16 of 48 are left out: 16: its conversation has no", caplog.text)

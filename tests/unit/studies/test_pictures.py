@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-import yaml
 from scipy import stats
 
 from ravan_flwr.studies.choosing import table_runs
 from ravan_flwr.studies.pictures import band_ends, charts
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import table_lines
 from tests.studies import fill, result
+from tests.unit.studies.written import study_of
 
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
 
@@ -18,19 +17,26 @@ MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", 
 def charts_of(
     tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, as_metric="accuracy", **table
 ):
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
-        "choose": {"learning-rate": [1e-3, 3e-3], "seeds": [100, 101, 102], "extensions": 0},
-        "tables": [
-            {"title": "All, at once!", "rows": {name: {"method": name} for name in rows}} | table
-        ],
-    }  # fmt: skip
-    tmp_path.mkdir(exist_ok=True)
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    study, results = read_study(path), Results(tmp_path)
+    rows = {name: {"method": name} for name in rows}
+    choose = {"learning-rate": [1e-3, 3e-3], "seeds": [100, 101, 102], "extensions": 0}
+    tables = [{"title": "All, at once!", "rows": rows} | table]
+    study, results = study_of(tmp_path, choose=choose, tables=tables), Results(tmp_path)
     fill(study, results, value_of, as_metric)
     return {chart.name: chart for chart in charts(study.tables[0], results)}
+
+
+def done(tmp_path, changes_of, rows, metric="accuracy", **settings):
+    """Return a table and its results, which `changes_of` changes by the number of the run."""
+    table = {"title": "All", "metric": metric, "against": next(iter(rows)), "rows": rows}
+    settings |= {"num-rounds": 2, "learning-rate": 1e-3}
+    study, results = study_of(tmp_path, settings=settings, tables=[table]), Results(tmp_path)
+    for number, run in enumerate(table_runs(study, results)):
+        results.add(run, result(0.5).model_copy(update=changes_of(run, number)))
+    return study.tables[0], results
+
+
+def axes_of(table, results):
+    return {chart.name: chart.figure.axes[0] for chart in charts(table, results)}
 
 
 @pytest.mark.slow
@@ -76,47 +82,33 @@ def test_planned_differences_of_perplexities_are_not_in_percent(tmp_path):
     assert (left.get_xlabel(), right.get_ylabel()) == ("minus ravan, perplexity", "perplexity")
 
 
-def test_without_run_directories_no_spectra_are_drawn(tmp_path):
+def test_without_run_directories_no_spectra_are_drawn_and_before_any_run_nothing(tmp_path):
     names = charts_of(tmp_path, MANY[:2], spectra=True)
     assert len(names) == 4
     assert not any("spectrum" in name for name in names)
+    assert charts_of(tmp_path / "new", ["ravan"], lambda _: None) == {}
 
 
 def test_rows_evaluated_once_have_no_curve_by_round(tmp_path):
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
-        "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": {"ravan": {}}}],
-    }  # fmt: skip
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content))
-    study, results = read_study(path), Results(tmp_path)
     once = {"round": [2], "bytes": [3e6], "client-seconds": [8.0], "accuracy": [0.5]}
-    for run in table_runs(study, results):
-        results.add(run, result(0.5, curve=once))
-    names = [chart.name for chart in charts(study.tables[0], results)]
-    assert names == ["all-accuracy-by-bytes", "all-accuracy-by-seconds"]
+    drawn = axes_of(*done(tmp_path, lambda *_: {"curve": once}, {"ravan": {}}))
+    assert [*drawn] == ["all-accuracy-by-bytes", "all-accuracy-by-seconds"]
 
 
 def test_a_row_without_training_does_not_hide_other_curves(tmp_path):
     sent = {"ravan": [1e6, 2e6], "full": [3e7, 6e7], "none": [0.0]}  # bytes so far
     rows = {name: {"method": name, "num-rounds": len(points)} for name, points in sent.items()}
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
-        "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": rows}],
-    }  # fmt: skip
-    tmp_path.mkdir(exist_ok=True)
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    study, results = read_study(path), Results(tmp_path)
-    for run in table_runs(study, results):
+
+    def curve(run, _):
         points = sent[str(dict(run.settings)["method"])]
-        curve = {"round": [1, 2][: len(points)], "bytes": points, "client-seconds": points}
-        results.add(run, result(0.5, curve=curve | {"accuracy": [0.4, 0.5][: len(points)]}))
-    found = {chart.name: chart.figure.axes[0] for chart in charts(study.tables[0], results)}
-    for axes in found.values():
+        curve = {"round": [1, 2], "bytes": points, "client-seconds": points, "accuracy": [0.4, 0.5]}
+        return {"curve": {name: values[: len(points)] for name, values in curve.items()}}
+
+    drawn = axes_of(*done(tmp_path, curve, rows))
+    for axes in drawn.values():
         assert axes.get_legend_handles_labels()[1] == ["ravan", "full"]
-    assert found["all-accuracy-by-bytes"].get_xscale() == "log"
-    assert found["all-accuracy"].get_xscale() == "linear"
+    assert drawn["all-accuracy-by-bytes"].get_xscale() == "log"
+    assert drawn["all-accuracy"].get_xscale() == "linear"
 
 
 def test_the_chosen_rate_and_rates_within_noise_are_marked(tmp_path):
@@ -142,49 +134,22 @@ def test_a_band_is_the_interval_of_the_mean():
     np.testing.assert_array_equal(high, values[:2].max(0))
 
 
-def test_before_any_run_there_is_no_chart(tmp_path):
-    assert charts_of(tmp_path, ["ravan"], lambda _: None) == {}
+def test_with_time_as_metric_a_row_with_a_run_short_of_its_target_is_named(tmp_path):
+    """The task's metric is drawn by time, of the rows that have a time."""
 
-
-def test_with_time_as_metric_the_tasks_metric_is_drawn_by_time(tmp_path):
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
-        "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
-        "tables": [{"title": "T", "metric": "time", "rows": {"ravan": {}}}],
-    }  # fmt: skip
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content))
-    study, results = read_study(path), Results(tmp_path)
-    for run in table_runs(study, results):
-        one = result(0.5)
-        more = {"final": one.final | {"time": 5.0}, "curve": one.curve | {"time": [2.0, 5.0]}}
-        results.add(run, one.model_copy(update=more))
-    found = {chart.name: chart for chart in charts(study.tables[0], results)}
-    (axes,) = found["t-accuracy-by-time"].figure.axes
-    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [2.0, 5.0]
-    assert table_lines(study.tables[0], results)[0].startswith("|  | time, s | by seed |")
-    assert "5.000 ± 0.000" in table_lines(study.tables[0], results)[2]
-
-
-def test_a_row_with_a_run_short_of_its_target_is_named_below_the_table(tmp_path):
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
-        "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
-        "tables": [{"title": "T", "metric": "time", "against": "ravan", "rows": {
-            "ravan": {}, "slow": {"local-steps": 1}}}],
-    }  # fmt: skip
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content))
-    study, results = read_study(path), Results(tmp_path)
-    table, note = study.tables[0], "Without a time, since runs ended before they reached the target"
-    for number, run in enumerate(table_runs(study, results)):
-        one = result(0.5)
+    def times(run, number):
         misses = "local-steps=1" in str(run) and "seed=2" in str(run)
-        more = {"final": one.final | ({} if misses else {"time": 5.0 + number})}
-        more["curve"] = one.curve | {"time": [2.0, 5.0]}
-        results.add(run, one.model_copy(update=more))
+        one = result(0.5)
+        final = one.final | ({} if misses else {"time": 5.0 if number < 3 else 5.0 + number})
+        return {"final": final, "curve": one.curve | {"time": [2.0, 5.0]}}
+
+    rows = {"ravan": {}, "slow": {"local-steps": 1}}
+    table, results = done(tmp_path, times, rows, "time", devices="edge-gpus")
+    (line,) = axes_of(table, results)["all-accuracy-by-time"].lines
+    assert np.asarray(line.get_xdata()).tolist() == [2.0, 5.0]
     lines = table_lines(table, results)
-    assert lines[-1] == f"{note}: slow (1 of 3 runs)."
+    assert lines[0].startswith("|  | time, s | ")
+    assert "5.000 ± 0.000" in lines[2]
+    assert lines[-1].startswith("Without a time")
+    assert lines[-1].endswith(": slow (1 of 3 runs).")
     assert not any("| slow |" in line for line in lines)
-    (charts_of,) = (chart for chart in charts(table, results) if chart.name == "t-accuracy-by-time")
-    assert len(charts_of.figure.axes[0].lines) == 1

@@ -6,9 +6,9 @@ import importlib.metadata
 import json
 import subprocess
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import yaml
 
 from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
@@ -20,18 +20,33 @@ from testing import ROOT
 from tests.hand_made import SUMMARY
 from tests.studies import fill, found
 from tests.studies import result as result_of
-
-CONTENT = {
-    "title": "A study", "num-clients": 3, "seeds": [0, 1], "settings": {"num-rounds": 2},
-    "tables": [{"title": "T", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}}],
-}  # fmt: skip
+from tests.unit.studies.written import written
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
-    return path
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    return written(tmp_path, seeds=[0, 1], tables=[{"title": "T", "rows": rows}])
+
+
+@pytest.fixture
+def run(path, tmp_path):
+    """Return the study's first run."""
+    return table_runs(read_study(path), Results(tmp_path))[0]
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Return a function that writes a run's folder with this summary."""
+
+    def write(run, config, summary):
+        folder = run.folder(tmp_path) / "run"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return folder
+
+    return write
 
 
 @pytest.fixture
@@ -52,30 +67,24 @@ def test_a_study_resumes_from_its_record_alone(path, filled, tmp_path, monkeypat
     assert "failed" in json.loads(filled.read_text().splitlines()[-1])
 
 
-def test_a_result_round_trips_through_its_line(path, tmp_path):
-    results = Results(tmp_path)
-    run = table_runs(read_study(path), results)[0]
-    results.add(run, result_of(0.25, rank=None, client_seconds=None))
-    again = Results(tmp_path).of(run)
-    assert again == result_of(0.25, rank=None, client_seconds=None)
+def test_a_result_round_trips_through_its_line(run, tmp_path):
+    expected = result_of(0.25, rank=None, client_seconds=None, code="0.6.0+1a2b3c4")
+    Results(tmp_path).add(run, expected)
+    assert Results(tmp_path).of(run) == expected
     line = json.loads((tmp_path / NAME).read_text())
     assert line["settings"] == "num-rounds=2 seed=0"
-    assert line["clients"] == 3
+    assert (line["clients"], line["code"]) == (3, "0.6.0+1a2b3c4")
 
 
-def test_the_later_of_two_lines_counts_and_a_failure_is_retried(path, tmp_path):
+def test_the_later_of_two_lines_counts_and_a_failure_is_retried(run, tmp_path):
     results = Results(tmp_path)
-    run = table_runs(read_study(path), results)[0]
     results.add_failure(run, "no room")
     assert Results(tmp_path).failure(run) == "no room"
     assert Results(tmp_path).of(run) is None
     results.add(run, result_of(0.5))
     assert Results(tmp_path).failure(run) is None
     assert found(Results(tmp_path), run).value() == 0.5
-
-
-def test_a_failure_with_unknown_settings_is_retried(path, tmp_path):
-    (run, *_) = table_runs(read_study(path), Results(tmp_path))
+    # Of a failure without settings it is not known whether they are the run's.
     (tmp_path / NAME).write_text(json.dumps({"run": run.name, "failed": "no room"}) + "\n")
     assert Results(tmp_path).failure(run) is None
 
@@ -121,9 +130,7 @@ def test_a_line_with_a_wrong_value_is_named(filled, tmp_path, change):
         Results(tmp_path)
 
 
-def test_a_result_counts_only_for_its_own_settings(path, tmp_path, monkeypatch):
-    study = read_study(path)
-    run = table_runs(study, Results(tmp_path))[0]
+def test_a_result_counts_only_for_its_own_settings(run, monkeypatch):
     before = run.digest
     resolved = dict(run.resolved)
     for change, same in (
@@ -137,31 +144,42 @@ def test_a_result_counts_only_for_its_own_settings(path, tmp_path, monkeypatch):
         assert (dataclasses.replace(run).digest == before) == same, change
 
 
-def test_a_run_of_an_earlier_version_is_added_to_the_record(path, tmp_path):
+def test_a_run_of_an_earlier_version_is_added_to_the_record(run, folder_of, tmp_path):
     """Its folder has no rounds with seconds of clients; all other values are read."""
-    run = table_runs(read_study(path), Results(tmp_path))[0]
-    folder = run.folder(tmp_path) / "run"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(run.resolved))
-    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    folder = folder_of(run, run.resolved, SUMMARY)
     result = found(Results(tmp_path), run)
     assert (result.value(), result.client_seconds, result.curve) == (0.5, None, {})
     (folder / "summary.json").unlink()
     assert Results(tmp_path).of(run) == result
 
 
-def test_an_interrupted_study_records_no_failure(path, tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("change", "done"), [({"rank": 13}, True), ({"learning-rate": 0.5}, False)]
+)
+def test_a_run_is_repeated_if_its_preset_changed(change, done, run, folder_of, tmp_path):
+    """A rank follows from the other settings."""
+    folder_of(run, run.resolved | change, {})
+    assert (run.directory(tmp_path) is not None) == done
 
-    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sleep", "0.2"])
-    monkeypatch.setattr(running, "minutes", interrupt)
+
+def test_an_interrupted_study_starts_no_further_run_and_records_no_failure(
+    path, tmp_path, monkeypatch
+):
+    started = []
+
+    def command(run, *_):
+        started.append(run)
+        return ["sleep", "0.3"]
+
+    monkeypatch.setattr(spec.PlannedRun, "command", command)
+    monkeypatch.setattr(running, "minutes", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run_study(path, tmp_path)
+        run_study(path, tmp_path, jobs=1)
+    assert len(started) <= 2  # the finished run, and one that started meanwhile
     assert not (tmp_path / NAME).exists()
 
 
-def test_the_path_of_the_data_does_not_identify_a_run(path, filled, tmp_path):
+def test_the_path_of_the_data_does_not_identify_a_run(path, filled, folder_of, tmp_path):
     study = read_study(path, {"data": str(tmp_path), "device": "cpu"})
     results = Results(tmp_path)
     runs = table_runs(study, results)
@@ -169,38 +187,21 @@ def test_the_path_of_the_data_does_not_identify_a_run(path, filled, tmp_path):
     assert f"data={tmp_path}" in runs[0].command(tmp_path, "process")
     assert runs[0].name == table_runs(read_study(path), results)[0].name
     filled.unlink()
-    folder = runs[0].folder(tmp_path) / "run"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(runs[0].resolved | {"data": {"name": "x"}}))
-    (folder / "summary.json").write_text("{}")
+    folder = folder_of(runs[0], runs[0].resolved | {"data": {"name": "x"}}, {})
     assert runs[0].directory(tmp_path) == folder
     assert table_runs(read_study(path), results)[0].directory(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("here", "message"),
-    [
-        ({"learning-rate": 0.1}, "got learning-rate=0.1, expected data or model or device or proc"),
-        ({"device": 3}, "device = 3"),
-    ],
-)
-def test_keys_of_the_study_file_are_refused_on_the_command_line(path, here, message):
-    with pytest.raises(ValueError, match=message):
-        read_study(path, here)
-
-
-def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
+def test_a_record_hashes_the_data(path, tmp_path):
     """The hash covers both splits, as `scripts/make_packages_data.py` prints it."""
-    parts = {"train.jsonl": b"one\n", "test.jsonl": b"two\n"}
     (tmp_path / "data").mkdir()
-    for name, content in parts.items():
-        (tmp_path / "data" / name).write_bytes(content)
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(f"{name}\n")
     results = Results(tmp_path)
     run = table_runs(read_study(path, {"data": str(tmp_path / "data")}), results)[0]
-    results.add(run, result_of(0.5, code="0.6.0+1a2b3c4"))
+    results.add(run, result_of(0.5))
     line = json.loads((tmp_path / NAME).read_text())
-    assert line["code"] == "0.6.0+1a2b3c4"
-    assert line["data-hash"] == hashlib.sha256(b"one\ntwo\n").hexdigest()
+    assert line["data-hash"] == hashlib.sha256(b"train\ntest\n").hexdigest()
     assert "data=" not in line["settings"]
 
 

@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import pytest
-import yaml
 
 from ravan_flwr.runs.console import Progress, log_to_stdout
 from ravan_flwr.studies.choosing import candidates
@@ -13,34 +12,34 @@ from ravan_flwr.studies.running import _ROUND, RunOptions, _Clock, run_missing, 
 from ravan_flwr.studies.spec import PlannedRun, read_study
 from tests.hand_made import CLIENT, ROUND
 from tests.studies import result
+from tests.unit.studies.written import study_of, written
+
+
+def of_one_table(tmp_path, rows, **table):
+    """Return a study of one table whose rows have a learning rate."""
+    table |= {"title": "T", "settings": {"learning-rate": 1e-3}, "rows": rows}
+    return study_of(tmp_path, seeds=[0, 1], tables=[table])
 
 
 @pytest.fixture
 def path(tmp_path):
     rows = {"ravan": {}, "fedit": {"method": "fedit", "num-rounds": 3}}
-    content = {
-        "title": "A study", "num-clients": 3, "seeds": [0, 1], "settings": {"num-rounds": 2},
-        "choose": {"learning-rate": [1e-3, 3e-3, 1e-2], "seeds": [100, 101]},
-        "tables": [
-            {"title": "T", "rows": rows},
-            {"title": "IID", "rates-of": "T", "settings": {"partition": "iid"}, "rows": rows},
-            {"title": "T again", "rates-of": "T", "rows": {"ravan": {}}},
-        ],
-    }  # fmt: skip
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
+    tables = [
+        {"title": "T", "rows": rows},
+        {"title": "IID", "rates-of": "T", "settings": {"partition": "iid"}, "rows": rows},
+        {"title": "T again", "rates-of": "T", "rows": {"ravan": {}}},
+    ]
+    choose = {"learning-rate": [1e-3, 3e-3, 1e-2], "seeds": [100, 101]}
+    return written(tmp_path, seeds=[0, 1], choose=choose, tables=tables)
 
 
 @pytest.mark.parametrize("metric", ["acuracy", "accuracy"])
 def test_a_metric_that_no_run_measures_ends_the_study_after_the_first_run(
-    metric, path, tmp_path, monkeypatch
+    metric, tmp_path, monkeypatch
 ):
-    content = yaml.safe_load(path.read_text())
-    table = {"title": "T", "metric": metric, "settings": {"learning-rate": 1e-3}}
-    content["tables"] = [table | {"rows": {"ravan": {}, "fedit": {"method": "fedit"}}}]
-    path.write_text(yaml.safe_dump(content))
-    study, results, begun = read_study(path), Results(tmp_path), []
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    study = of_one_table(tmp_path, rows, metric=metric)
+    results, begun = Results(tmp_path), []
 
     def command(run, *_):
         begun.append(run)
@@ -50,8 +49,7 @@ def test_a_metric_that_no_run_measures_ends_the_study_after_the_first_run(
 
     monkeypatch.setattr(PlannedRun, "command", command)
     if metric == "acuracy":
-        message = "'acuracy': got a run that has measured accuracy, loss.* mean 'accuracy'"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="'acuracy': got .* accuracy, loss.* mean 'accuracy'"):
             run_missing(study, results, RunOptions())
         assert len(begun) <= 2
     else:
@@ -88,12 +86,9 @@ LINES = [
 
 
 def test_each_round_is_logged_when_it_ends_with_the_time_left_of_all_runs(
-    path, tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, caplog
 ):
     """The command's last line comes only when its first round has been logged."""
-    content = yaml.safe_load(path.read_text())
-    content["tables"] = [{"title": "T", "settings": {"learning-rate": 1e-3}, "rows": {"ravan": {}}}]
-    path.write_text(yaml.safe_dump(content))
     mark = tmp_path / "logged"
     script = (
         f"import pathlib, time\nlines = {LINES!r}\nprint(*lines[:2], sep=chr(10), flush=True)\n"
@@ -109,7 +104,7 @@ def test_each_round_is_logged_when_it_ends_with_the_time_left_of_all_runs(
         return noted(clock, run, seconds)
 
     monkeypatch.setattr(_Clock, "round", note)
-    study = read_study(path)
+    study = of_one_table(tmp_path, {"ravan": {}})
     run_missing(study, Results(tmp_path), RunOptions())
     runs = [line for line in caplog.messages if line[:4] in ("1/2 ", "2/2 ")]
     assert len(runs) == 2 * 3

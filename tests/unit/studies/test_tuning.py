@@ -14,18 +14,16 @@ from ravan_flwr.studies.choosing import (
 )
 from ravan_flwr.studies.tuning import plan_tuning
 
+GRIDS = {
+    1e-3: [3e-4, 1e-3, 3e-3],
+    3e-3: [1e-3, 3e-3, 1e-2],
+    5e-5: [1.7e-5, 5e-5, 1.7e-4],
+    10.0: [3.0, 10.0],  # the key accepts at most 10
+}
 
-@pytest.mark.parametrize(
-    ("rate", "grid"),
-    [
-        (1e-3, [3e-4, 1e-3, 3e-3]),
-        (3e-3, [1e-3, 3e-3, 1e-2]),
-        (5e-5, [1.7e-5, 5e-5, 1.7e-4]),
-        (10.0, [3.0, 10.0]),  # the key accepts at most 10
-    ],
-)
-def test_a_grid_spans_half_a_decade_on_each_side(rate, grid):
-    assert grid_around(rate) == grid
+
+def test_a_grid_spans_half_a_decade_on_each_side():
+    assert {rate: grid_around(rate) for rate in GRIDS} == GRIDS
 
 
 def test_the_grid_is_extended_in_its_own_steps():
@@ -42,20 +40,18 @@ def test_the_grid_is_extended_in_its_own_steps():
 @pytest.mark.parametrize("rounds", [20, 1])
 def test_each_rate_is_measured_with_three_seeds_on_validation_splits(rounds):
     tuning = plan_tuning({"num-rounds": rounds})
-    runs = [run for rate in tuning.grid.values for run in tuning.row.candidates(rate)]
+    runs = [dict(r.settings) for rate in tuning.grid.values for r in tuning.row.candidates(rate)]
     assert len(runs) == 9
-    for run in runs:
-        settings = dict(run.settings)
-        assert settings["evaluate-on"] == "clients"
-        assert settings["validation-share"] == 0.2
+    for settings in runs:
+        assert (settings["evaluate-on"], settings["validation-share"]) == ("clients", 0.2)
         assert settings["eval-every"] == settings["num-rounds"] == rounds
-    assert {dict(run.settings)["seed"] for run in runs} == {100, 101, 102}
+    assert {settings["seed"] for settings in runs} == {100, 101, 102}
 
 
 def test_given_settings_apply_to_every_run():
     tuning = plan_tuning({"seed": 7, "validation-share": 0.1, "heads": 2}, 5, [1e-3, 1e-2, 1e-3])
     assert tuning.grid.values == (1e-3, 1e-2)
-    assert tuning.grid.extensions == 0
+    assert (tuning.grid.extensions, tuning.grid.seeds) == (0, (7, 8, 9))
     (first, *others) = tuning.row.candidates(1e-2)
     assert dict(first.settings) == {
         "preset": "digits-vit", "method": "ravan", "evaluate-on": "clients", "heads": 2,
@@ -70,15 +66,11 @@ def test_given_settings_apply_to_every_run():
 @pytest.mark.parametrize(
     ("settings", "rates", "message"),
     [
-        (
-            {"learning-rate": 1e-3},
-            [],
-            "got learning-rate=0.001, expected settings other .* --rates",
-        ),
+        ({"learning-rate": 1e-3}, [], "got learning-rate=0.001, .* --rates"),
         ({"output-dir": "/x"}, [], "got output-dir=/x, .*--output"),
         ({"evaluate-on": "server"}, [], "got evaluate-on=server"),
-        ({"preset": "digit"}, [], "preset 'digit' is unknown: did you mean 'digits-vit'"),
-        ({"method": "ravn"}, [], "method 'ravn' is unknown: did you mean 'ravan'"),
+        ({"preset": "digit"}, [], "preset 'digit' is unknown"),
+        ({"method": "ravn"}, [], "method 'ravn' is unknown"),
         ({"validation-share": 0.0}, [], "needs examples to evaluate on"),
         ({"seed": 2**31 - 1}, [], "seed = "),
         ({}, [1e-3], "expected at least two different"),
@@ -124,7 +116,3 @@ def test_a_smaller_loss_is_better(metric):
     choice = RateChoice(plan_tuning({}).grid, [1e-3, 1e-2], found, False)
     assert choice.rate == 1e-2
     assert choice.at_the_edge
-
-
-def test_the_first_seed_of_a_tuning_can_be_set():
-    assert plan_tuning({"seed": 7}).grid.seeds == (7, 8, 9)
