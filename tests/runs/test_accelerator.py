@@ -283,6 +283,16 @@ def test_operations_on_tensors_of_two_devices_are_errors(accelerator):
     assert on_device.tolist() == on_cpu.tolist()
 
 
+def test_gradients_are_on_the_device_of_their_parameters(accelerator):
+    layer = torch.nn.Linear(4, 2)
+    parameters = list(layer.parameters())
+    layer.to(accelerator)
+    assert [a is b for a, b in zip(parameters, layer.parameters(), strict=True)] == [True, True]
+    layer(torch.ones(3, 4, device=accelerator)).sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    assert {None if g is None else g.device for g in gradients} == {torch.device("pretend:0")}
+
+
 def test_a_base_left_on_the_cpu_is_an_error(accelerator):
     """The tests above find such an error only if the accelerator does."""
     B, A = torch.randn(2, 6, 2), torch.randn(2, 2, 4)
