@@ -85,10 +85,7 @@ def test_gradients_equal_those_of_the_loop_for_any_heads(shape, form, way, data)
     fast = (layer(x) - target).square().sum()
     torch.testing.assert_close(fast, slow)
     parameters = trainable(layer)
-    assert [tuple(p.shape) for p in parameters] == [
-        (len(heads), *layer.H.shape[1:]),
-        (len(heads),),
-    ]
+    assert [tuple(p.shape) for p in parameters] == [(len(heads), *layer.H.shape[1:]), (len(heads),)]
     with mock.patch("ravan_flwr.adapters.merged.cheapest_way", return_value=way):
         got = torch.autograd.grad(fast, [x, *parameters], allow_unused=not heads)
     torch.testing.assert_close(got[0], x_grad)

@@ -181,10 +181,7 @@ def test_in_a_run_each_client_has_the_mean_of_the_others(masked, tmp_path):
         ({"weighting": "median"}, "fedalt"),
         ({"server-optimizer": "adam:0.01:0.9"}, "fedalt"),
         ({"deliver": True}, "mix two adapters depending on the input"),
-        (
-            {"secure-aggregation": True, "evaluate-on": "clients"},
-            "clients would report",
-        ),
+        ({"secure-aggregation": True, "evaluate-on": "clients"}, "clients would report"),
     ],
 )
 def test_incompatible_options_are_refused_by_name(option, message):

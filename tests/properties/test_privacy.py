@@ -20,13 +20,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
-from ravan_flwr.privacy.mechanism import (
-    ClippedSum,
-    Noise,
-    expected_clients,
-    gaussian,
-    subsample,
-)
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import checked
 from tests.methods import aggregate, build, some_state, train_client

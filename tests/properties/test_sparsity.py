@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.sparsity import (
-    change_of,
-    densify,
-    sent_sparsely,
-    sparsify,
-    start_of,
-)
+from ravan_flwr.messages.sparsity import change_of, densify, sent_sparsely, sparsify, start_of
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.seeding import generator
