@@ -24,12 +24,10 @@ from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps
 from tests.methods import (
     LAYERS,
-    FakeTraining,
     aggregate,
     assert_close,
     build,
     build_with_network,
-    calibration_sums,
     deltas,
     some_state,
     train_client,
@@ -50,23 +48,6 @@ def train_all(method, adapters, state, seeds):
 
 
 # FedIT
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=5))
-def test_fedits_error_is_the_covariance_of_the_clients_factors(seeds):
-    method, adapters = build("fedit", lora_scale=0.5)
-    state = some_state(method, adapters)
-    sent = train_all(method, adapters, state, seeds)
-    new = aggregate(method, state, sent)
-    pairs = [method.split(upload) for upload, _ in sent]
-    for layer, got in enumerate(deltas(method, adapters, new)):
-        Bs, As = ([pair[i][layer].double() for pair in pairs] for i in (0, 1))
-        B, A = torch.stack(Bs).mean(0), torch.stack(As).mean(0)
-        exact = torch.stack([0.5 * b @ a for b, a in zip(Bs, As, strict=True)]).mean(0)
-        missing = torch.stack([0.5 * (b - B) @ (a - A) for b, a in zip(Bs, As, strict=True)])
-        assert_close([exact - got], [missing.mean(0)])
-        if len(set(seeds)) > 1:
-            assert missing.mean(0).norm() > 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("examples", [[1, 1, 1], [3, 10, 200]])
@@ -177,41 +158,6 @@ def test_flexlora_is_the_best_low_rank_approximation_of_the_mean_product(clients
 
 
 # Fed-SB
-
-
-def known_changes():
-    """Return U diag(5, 3, 1) V^T for each layer, with orthonormal U and V."""
-    torch.manual_seed(3)
-    changes = []
-    for layer in LAYERS:
-        U = torch.linalg.qr(torch.randn(layer.out_features, 3))[0]
-        V = torch.linalg.qr(torch.randn(layer.in_features, 3))[0]
-        changes.append((U, V))
-    return changes, [U @ torch.tensor([5.0, 3.0, 1.0]).diag() @ V.T for U, V in changes]
-
-
-def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
-    method, adapters, network = build_with_network("fed-sb")
-    rest = copy.deepcopy(network.state_dict())
-    method.load(adapters, method.initial_state(adapters))
-    known, changes = known_changes()
-    sums = calibration_sums(method)
-    for factor in (0.5, 1.5):  # two clients, whose mean is the known change
-        upload = method.calibration.run(adapters, FakeTraining([factor * c for c in changes]))
-        assert sum(t.nbytes for t in upload.values()) == method.calibration.bytes_up
-        sums.add(upload, 1.0)
-        for key in (k for k in rest if k.endswith(("base.weight", "base.bias"))):
-            assert torch.equal(network.state_dict()[key], rest[key])
-    fixed, state = sums.close()
-    assert sum(t.nbytes for t in fixed.values()) == method.calibration.bytes_down
-    assert_close(state["H"], 2 * [torch.tensor([5.0, 3.0]).diag()])
-    method.calibration.load(adapters, fixed)
-    for adapter, (U, V) in zip(adapters, known, strict=True):
-        overlap = adapter.B[0].T @ U[:, :2]
-        assert_close([overlap.abs()], [torch.eye(2)])
-        assert_close([adapter.A[0] @ V[:, :2]], [overlap])  # with the same signs
-    expected = [best_of_rank(change, 2) for change in changes]
-    assert_close(deltas(method, adapters, state), expected)
 
 
 def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():

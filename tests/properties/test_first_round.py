@@ -64,6 +64,7 @@ def test_each_head_has_the_next_block_of_singular_directions():
         for head, block in enumerate((slice(0, 2), slice(2, 4))):
             alone = (adapter.B[head] @ adapter.H[head] @ adapter.A[head]).detach().double()
             np.testing.assert_allclose(alone, U[:, block] * S[block] @ Vt[block], atol=1e-5)
+            np.testing.assert_allclose(adapter.H[head].detach(), np.diag(S[block]), atol=1e-5)
             assert_close([adapter.B[head].T @ adapter.B[head]], [torch.eye(2)])
 
 
