@@ -32,7 +32,11 @@ def of_all_methods():
         if "name" in keys and name not in OTHERS:
             others = [key for key in keys if key in VALUES]
             found += [
-                pytest.param(check, dict(zip(others, values, strict=True)), id=f"{name}-{values}")
+                pytest.param(
+                    check,
+                    dict(zip(others, values, strict=True)),
+                    id="-".join([name, *map(str, values)]),
+                )
                 for values in itertools.product(*(VALUES[key] for key in others))
             ]
     assert len(found) > 20
