@@ -11,6 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
+from ravan_flwr.specs import Scalar
 from tests.methods import LAYERS, aggregate, build, personal_state
 from tests.short_runs import records_of, run, same_bits, state_of
 
@@ -143,7 +144,7 @@ def test_clients_have_equal_weights():
 @pytest.mark.parametrize("masked", [False, True])
 def test_in_a_run_each_client_has_the_mean_of_the_others(masked, tmp_path):
     """With skewed budget fractions; masked sums agree within their quantisation step."""
-    settings = {"method": "fedalt", "budgets": "skewed-right"}
+    settings: dict[str, Scalar] = {"method": "fedalt", "budgets": "skewed-right"}
     settings |= {"secure-aggregation": True, "secure-minimum": 3} if masked else {}
     clients = 5
     done = run(tmp_path, clients, settings)

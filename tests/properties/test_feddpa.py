@@ -11,10 +11,11 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
+from ravan_flwr.specs import Scalar
 from tests.methods import LAYERS, aggregate, assert_close, build, personal_state, train_client
 from tests.short_runs import records_of, run
 
-DPA = {"method": "feddpa", "clients-per-round": 3}
+DPA: dict[str, Scalar] = {"method": "feddpa", "clients-per-round": 3}
 
 
 def inputs_of(seed, layer):
@@ -173,7 +174,12 @@ def test_two_rounds_with_skewed_budgets_and_their_export(tmp_path, capsys):
 def test_the_servers_model_is_evaluated_without_personal_parameters(tmp_path):
     both = DPA | {"classifier": "frozen"}
     done = run(tmp_path, 4, both, evaluate_on="server")
-    fedit = {"method": "fedit", "rank": 2, "learning-rate": 1e-3, "num-rounds": 1}
+    fedit: dict[str, Scalar] = {
+        "method": "fedit",
+        "rank": 2,
+        "learning-rate": 1e-3,
+        "num-rounds": 1,
+    }
     other = run(tmp_path, 4, both | fedit)
     first, second = ([record["metrics"] for record in records_of(r)] for r in (done, other))
     assert first == [second[0], second[0]]  # the second round trains the clients' own adapters

@@ -71,7 +71,8 @@ def test_no_client_changes_the_sum_by_more_than_the_clip_norm(name, norm, change
         assert 0 < moved <= norm * (1 + 1e-9)
 
 
-PLAIN = [(name, {}, (1.0, 1.0, 1.0)) for name in PRIVATE]
+FULL: tuple[dict[str, str], tuple[float, ...]] = {}, (1.0, 1.0, 1.0)
+PLAIN = [(name, *FULL) for name in PRIVATE]
 SMALL_BUDGETS = ("ravan", {"head_mean": "all"}, (1.0, 0.7, 0.4, 0.4))
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests.methods import (
     LAYERS,
@@ -114,7 +115,11 @@ def test_training_changes_the_sampled_places_alone_and_restores_weights():
 
 @pytest.mark.slow
 def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
-    settings = {"method": "slora", "budgets": "skewed-right", "clients-per-round": 4}
+    settings: dict[str, Scalar] = {
+        "method": "slora",
+        "budgets": "skewed-right",
+        "clients-per-round": 4,
+    }
     whole = run(tmp_path / "whole", 20, settings)
     assert (whole.summary["rejected"], whole.summary["without-effect"]) == (0, [])
     ups = [[client["bytes-up"] for client in record["clients"]] for record in records_of(whole)]

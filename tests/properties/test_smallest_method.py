@@ -5,6 +5,7 @@ import sys
 import textwrap
 from inspect import signature
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ravan_flwr.seeding import generator
 from tests.properties import test_methods as properties
 
 NAME = "smallest"
-VALUES = {"case": list(properties.BAD_TENSORS), "fraction": [0.25, 1.0]}
+VALUES: dict[str, list[Any]] = {"case": list(properties.BAD_TENSORS), "fraction": [0.25, 1.0]}
 # Its rank is given, not the largest within a budget.
 OTHERS = (
     "test_the_rank_is_the_largest_within_the_budget",
