@@ -56,15 +56,8 @@ def test_forward_is_the_loop_over_heads(shape, form, batch):
     layer.form = form
     x = torch.randn(*batch, layer.base.in_features, dtype=torch.float64)
     torch.testing.assert_close(layer(x), loop_over_heads(layer, x))
-
-
-@given(SHAPES)
-def test_forward_is_base_plus_delta_weight(shape):
-    layer = make_layer(*shape)
-    x = torch.randn(5, layer.base.in_features, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), layer.base(x) + x @ layer.delta_weight().T)
-    expected = multihead_delta(layer.B, layer.H, layer.A, layer.s)
-    torch.testing.assert_close(layer.delta_weight(), expected)
+    delta = multihead_delta(layer.B, layer.H, layer.A, layer.s)
+    torch.testing.assert_close(layer.delta_weight(), delta)
 
 
 WAYS = st.sampled_from(["tokens", "factors", "dense"])
@@ -85,10 +78,7 @@ def test_gradients_equal_those_of_the_loop_for_any_heads(shape, form, way, data)
     fast = (layer(x) - target).square().sum()
     torch.testing.assert_close(fast, slow)
     parameters = trainable(layer)
-    assert [tuple(p.shape) for p in parameters] == [
-        (len(heads), *layer.H.shape[1:]),
-        (len(heads),),
-    ]
+    assert [tuple(p.shape) for p in parameters] == [(len(heads), *layer.H.shape[1:]), (len(heads),)]
     with mock.patch("ravan_flwr.adapters.merged.cheapest_way", return_value=way):
         got = torch.autograd.grad(fast, [x, *parameters], allow_unused=not heads)
     torch.testing.assert_close(got[0], x_grad)
@@ -213,14 +203,6 @@ def test_only_H_and_s_are_trained():
     layer = make_layer(2, 2, 4, 4, True)
     assert {n for n, p in layer.named_parameters() if p.requires_grad} == {"H", "s"}
     assert set(layer.state_dict()) == {"H", "s", "base.weight", "base.bias"}
-
-
-def test_autocast_agrees_within_its_precision():
-    layer = make_layer(3, 2, 8, 8, True).float()
-    x = torch.randn(5, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = layer(x)
-    torch.testing.assert_close(low.float(), layer(x), rtol=0.05, atol=0.05)
 
 
 class Network(nn.Module):

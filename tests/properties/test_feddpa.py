@@ -1,25 +1,21 @@
 """FedDPA against a plain loop over its two kinds of rounds, and its mixing of inputs."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr import result_of, simulate
+from ravan_flwr import result_of
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.checkpoint import load_personal_states
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import Scalar
 from tests.methods import LAYERS, aggregate, assert_close, build, personal_state, train_client
+from tests.short_runs import records_of, run
 
-SMALL: dict[str, Scalar] = {
-    "method": "feddpa", "num-rounds": 2, "clients-per-round": 3, "local-steps": 2,
-    "report": False, "tracking": "none",
-}  # fmt: skip
+DPA: dict[str, Scalar] = {"method": "feddpa", "clients-per-round": 3}
 
 
 def inputs_of(seed, layer):
@@ -152,56 +148,38 @@ def test_an_own_round_trains_the_own_factors_alone():
 
 
 def test_its_two_loras_are_within_the_budget_of_one():
-    method, _ = build("feddpa", rank=None, lora_rank=4)
-    fedit, _ = build("fedit", rank=None, lora_rank=4)
-    assert (method.rank, fedit.rank) == (2, 4)
-    assert method.trainable_parameters() == fedit.trainable_parameters()
+    methods = [build(name, rank=None, lora_rank=4)[0] for name in ("feddpa", "fedit")]
+    assert [method.rank for method in methods] == [2, 4]
+    assert len({method.trainable_parameters() for method in methods}) == 1
     with pytest.raises(ValueError, match=r"lora-rank = 1: .*two LoRAs.*raise lora-rank"):
         build("feddpa", rank=None, lora_rank=1)
 
 
 @pytest.mark.slow
 def test_two_rounds_with_skewed_budgets_and_their_export(tmp_path, capsys):
-    run = simulate(SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}, 20)
-    assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
-    assert read_config(SMALL).evaluate_on == "clients"
-    with result_of(run.run_dir, trained_client(run)) as loaded:
+    done = run(tmp_path, 20, DPA, budgets="skewed-right")
+    assert (done.summary["rejected"], done.summary["without-effect"]) == (0, [])
+    assert read_config(DPA).evaluate_on == "clients"
+    trained = next(iter(load_personal_states(done.run_dir / "checkpoints", 2) or {}))
+    with result_of(done.run_dir, trained) as loaded:
         assert any(adapter.mean.any() for adapter in loaded.model.adapters)
-    message = "mix two adapters depending on the input"
-    for client in ([], ["--client", str(trained_client(run))]):
+    for client in ([], ["--client", str(trained)]):
         with pytest.raises(SystemExit):
-            main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
-        assert message in capsys.readouterr().err
+            main(["export", str(done.run_dir), "--as", "merged", str(tmp_path / "x"), *client])
+        assert "mix two adapters" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
-
-
-def trained_client(run):
-    return next(iter(load_personal_states(run.run_dir / "checkpoints", 2) or {}))
 
 
 @pytest.mark.slow
 def test_the_servers_model_is_evaluated_without_personal_parameters(tmp_path):
-    both = SMALL | {"classifier": "frozen", "output-dir": str(tmp_path)}
-    run = simulate(both | {"evaluate-on": "server"}, 4)
-    fedit: dict[str, Scalar] = {"method": "fedit", "rank": 2}
-    other = simulate(both | fedit | {"learning-rate": 1e-3, "num-rounds": 1}, 4)
-    first, second = (
-        [json.loads(x)["metrics"] for x in (r.run_dir / "rounds.jsonl").read_text().splitlines()]
-        for r in (run, other)
-    )
+    both = DPA | {"classifier": "frozen"}
+    done = run(tmp_path, 4, both, evaluate_on="server")
+    fedit: dict[str, Scalar] = {
+        "method": "fedit",
+        "rank": 2,
+        "learning-rate": 1e-3,
+        "num-rounds": 1,
+    }
+    other = run(tmp_path, 4, both | fedit)
+    first, second = ([record["metrics"] for record in records_of(r)] for r in (done, other))
     assert first == [second[0], second[0]]  # the second round trains the clients' own adapters
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"secure-aggregation": True}, "feddpa"),
-        ({"privacy": "client", "epsilon": 8.0}, "feddpa"),
-        ({"privacy": "example", "epsilon": 8.0}, "feddpa"),
-        ({"aggregation": "async"}, "feddpa"),
-        ({"deliver": True}, "mix two adapters depending on the input"),
-    ],
-)
-def test_incompatible_options_are_refused_by_name(option, message):
-    with pytest.raises(ValueError, match=message):
-        read_config({"method": "feddpa", **option})

@@ -7,20 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr import simulate
-from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import affordable
 from ravan_flwr.methods.fedrpca import sparse_part
-from ravan_flwr.specs import Scalar
 from tests.methods import aggregate, build, some_state, train_client
 
 CLIENTS = st.lists(
     st.tuples(st.sampled_from([0.34, 0.67, 1.0]), st.integers(0, 99)), min_size=1, max_size=5
 )
-SKEWED: dict[str, Scalar] = {
-    "method": "fedrpca", "budgets": "skewed-right", "num-rounds": 2, "clients-per-round": 4,
-    "local-steps": 2, "report": False, "tracking": "none",
-}  # fmt: skip
 
 
 def soft_threshold(value, by):
@@ -112,28 +104,3 @@ def test_a_weight_equals_repeated_clients_with_the_same_change(seed, weights):
     several = sparse_part(M.repeat_interleave(repeated, 1), torch.ones(sum(weights)).double())
     found = sparse_part(M, repeated.double()).repeat_interleave(repeated, 1)
     torch.testing.assert_close(found, several, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_two_rounds_with_skewed_budgets(tmp_path):
-    run = simulate(SKEWED | {"output-dir": str(tmp_path)}, 8)
-    assert run.summary["rejected"] == 0
-    assert run.summary["without-effect"] == []
-    assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
-    config = read_config(SKEWED)
-    assert affordable(0.25, config.heads) < config.heads  # some train a part of the heads
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"secure-aggregation": True},
-        {"privacy": "client", "epsilon": 8.0},
-        {"aggregation": "async"},
-        {"server-optimizer": "adam:0.01:0.9"},
-        {"weighting": "median"},
-    ],
-)
-def test_options_that_need_a_plain_mean_are_refused_by_name(option):
-    with pytest.raises(ValueError, match="fedrpca"):
-        read_config({"method": "fedrpca", **option})

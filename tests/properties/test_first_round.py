@@ -26,8 +26,12 @@ def changes_of_two_clients():
 
 
 def first_round(heads, both=None):
-    """Return the method after its first round, its adapters, and its initial state."""
-    method, adapters = build("ravan", init="first-round", heads=heads, rank=2)
+    """Return RAVAN after its first round, its adapters, and its initial state."""
+    return first_round_of("ravan", both, init="first-round", heads=heads, rank=2)
+
+
+def first_round_of(name, both=None, **settings):
+    method, adapters = build(name, **settings)
     sums = calibration_sums(method)
     for changes in both or changes_of_two_clients()[0]:
         upload = method.calibration.run(
@@ -60,6 +64,7 @@ def test_each_head_has_the_next_block_of_singular_directions():
         for head, block in enumerate((slice(0, 2), slice(2, 4))):
             alone = (adapter.B[head] @ adapter.H[head] @ adapter.A[head]).detach().double()
             np.testing.assert_allclose(alone, U[:, block] * S[block] @ Vt[block], atol=1e-5)
+            np.testing.assert_allclose(adapter.H[head].detach(), np.diag(S[block]), atol=1e-5)
             assert_close([adapter.B[head].T @ adapter.B[head]], [torch.eye(2)])
 
 
@@ -89,22 +94,16 @@ def test_a_zero_change_gives_no_bases():
 
 
 def test_it_equals_fed_sb_with_several_heads():
-    both = changes_of_two_clients()[0]
     ravan, adapters, state = first_round(1)
-    fed_sb, others = build("fed-sb", rank=2)
-    sums = calibration_sums(fed_sb)
-    for changes in both:
-        training = FakeTraining([torch.tensor(change).float() for change in changes])
-        sums.add(fed_sb.calibration.run(others, training), 1.0)
-    fixed, changed = sums.close()
-    fed_sb.calibration.load(others, fixed)
+    fed_sb, others, changed = first_round_of("fed-sb", rank=2)
     assert torch.equal(state["H"][:, 0], changed["H"])
     one, other = deltas(ravan, adapters, state), deltas(fed_sb, others, changed)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_weights_are_restored_also_if_the_first_round_fails():
-    method, adapters, network = build_with_network("ravan", init="first-round")
+@pytest.mark.parametrize(("name", "more"), [("ravan", {"init": "first-round"}), ("fed-sb", {})])
+def test_the_weights_are_restored_also_if_the_first_round_fails(name, more):
+    method, adapters, network = build_with_network(name, **more)
     before = copy.deepcopy(network.state_dict())
 
     class Fails(FakeTraining):

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
+from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import read_trained
 from tests.hand_made import DERIVED, Nodes, registered_client, strategy_of
 from tests.methods import build, calibration_sums
+from tests.short_runs import same_bits
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
 NUMBERS = st.one_of(
@@ -225,16 +227,33 @@ def test_an_honest_reply_is_used(method):
     assert not round_log.rejected
 
 
+INITS = ("data-aware", "first-round")
+CALIBRATED = [*(("ravan", {"init": init}) for init in INITS), ("fed-sb", {}), ("slora", {})]
+
+
+@pytest.mark.parametrize(("method", "changes"), CALIBRATED)
+def test_a_nearly_valid_calibration_upload_is_refused_and_leaves_the_sums_unchanged(
+    method, changes
+):
+    built, _ = build(method, **changes)
+    numbers = torch.randn(built.calibration.bytes_up // 4, generator=generator(0))
+    name = "sketch" if "data-aware" in changes.values() else "change"
+    sums, plain = calibration_sums(built), calibration_sums(built)
+    for bad, message in (
+        ({}, "got tensors .*expected"),
+        ({"B": numbers}, "got tensors .*expected"),
+        ({name: numbers[:-1]}, f"{name} is .*expected"),
+        ({name: numbers * torch.nan}, "not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sums.add(bad, 1.0)
+    for each in (sums, plain):
+        each.add({name: numbers}, 1.0)
+    assert all(same_bits(*pair) for pair in zip(sums.close(), plain.close(), strict=True))
+
+
 @pytest.mark.slow(kept=1)
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ("ravan", {"init": "data-aware"}),
-        ("ravan", {"init": "first-round"}),
-        ("fed-sb", {}),
-        ("slora", {}),
-    ],
-)
+@pytest.mark.parametrize(("method", "changes"), CALIBRATED)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(REPLIES)
 def test_no_hostile_reply_affects_the_calibration(method, changes, replies):

@@ -143,42 +143,37 @@ def largest(scaled, is_accepted):
     return scaled(low)
 
 
-@pytest.mark.parametrize("kind", LIES, ids=lambda kind: kind.__name__)
+def alone(kind):
+    return lambda federation, others, number: [federation.lie(kind, others)]
+
+
+def of_all_budgets(kind):
+    """Return a lie of all budget fractions together, each the largest, in one direction."""
+    fractions = (0.25, 0.5, 0.75, 1.0)
+    return lambda federation, others, number: [
+        federation.lie(kind, fraction=fraction) for fraction in fractions
+    ]
+
+
+def meeting_in_a_product(federation, others, number):
+    """Lie in B alone and in A alone: no product of one reply's changes is large."""
+    return [federation.lie(all_numbers, only=tensor) for tensor in (0, 1)] if number else []
+
+
+LIARS = {
+    **{kind.__name__: alone(kind) for kind in LIES},
+    **{f"{kind.__name__}-together": of_all_budgets(kind) for kind in (last_rank, all_numbers)},
+    "two that meet in a product of means": meeting_in_a_product,
+    "none": lambda *_: [],  # honest replies are accepted from the first round on
+}
+
+
+@pytest.mark.parametrize("liars", LIARS)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_largest_accepted_lie_fails_no_round(name, step, kind):
+def test_the_largest_accepted_lies_fail_no_round(name, step, liars):
     federation = Federation(name, step)
     for number in range(4):
-        others = [federation.honest(10 * number + seed) for seed in range(3)]
-        federation.run_round(*others, federation.lie(kind, others))
-
-
-@pytest.mark.parametrize("kind", [last_rank, all_numbers], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", METHODS)
-def test_liars_of_all_budget_fractions_together_fail_no_round(name, step, kind):
-    """Each is the largest accepted reply, and all have the same direction."""
-    federation = Federation(name, step)
-    for number in range(3):
-        others = [federation.honest(10 * number + seed) for seed in range(2)]
-        liars = [federation.lie(kind, fraction=fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
-        federation.run_round(*others, *liars)
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", METHODS)
-def test_two_lies_that_meet_in_a_product_of_means_fail_no_round(name, step):
-    """One lies in B alone and one in A alone: no product of one reply's changes is large."""
-    federation = Federation(name, step)
-    for number in range(4):
-        others = [federation.honest(10 * number + seed) for seed in range(3)]
-        liars = [federation.lie(all_numbers, only=tensor) for tensor in (0, 1)] if number else []
-        federation.run_round(*others, *liars)
-
-
-@pytest.mark.parametrize("step", [0.01, 1.0])
-@pytest.mark.parametrize("name", METHODS)
-def test_honest_replies_are_accepted_from_the_first_round_on(name, step):
-    federation = Federation(name, step)
-    for number in range(3):
-        federation.run_round(*(federation.honest(10 * number + seed) for seed in range(3)))
+        honest = 2 if liars.endswith("together") else 3
+        others = [federation.honest(10 * number + seed) for seed in range(honest)]
+        federation.run_round(*others, *LIARS[liars](federation, others, number))

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS, affordable
@@ -27,9 +26,11 @@ from tests.methods import (
     some_state,
     train_client,
 )
-from tests.reference import best_of_rank
+from tests.reference import best_of_rank, weighted_mean
 
-SEEDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
+FULL = st.lists(st.tuples(st.just(1.0), st.integers(0, 99)), min_size=1, max_size=5)
 TIGHT = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -54,51 +55,49 @@ def loop_product(B, A):
     return result
 
 
-def loop_mean(tensors, weights):
-    """Compute sum_c w_c T_c / sum_c w_c."""
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, weight in zip(tensors, weights, strict=True):
-        total = total + weight * tensor
-    return total / sum(weights)
+def factors(tensors, rank):
+    """Return the float64 factors (B, A) of every layer."""
+    first, second = matrices(tensors["B"], rank, True), matrices(tensors["A"], rank, False)
+    return list(zip(first, second, strict=True))
 
 
-def weights_of(seeds):
-    """Return a weight from 1 to 3 for each reply."""
-    return [1.0 + seed % 3 for seed in seeds]
-
-
-def mixed_round(name, clients):
-    """Return a method of rank 4 during a run, the state, and replies by (fraction, seed)."""
-    method, adapters = build(name, rank=4)
-    state = some_state(method, adapters)
-    fractions, seeds = zip(*clients, strict=True)
-    return method, adapters, state, replies(method, adapters, state, seeds, fractions)
-
-
-def replies(method, adapters, state, seeds, fractions=None):
-    """Return the uploads of clients with these seeds, with their budget fractions and weights."""
-    fractions = fractions or [1.0] * len(seeds)
+def replies(method, adapters, state, clients):
+    """Return uploads by (fraction, seed), with their budget fractions and weights from 1 to 3."""
+    able = [(share if method.can_train(share) else 1.0, seed) for share, seed in clients]
     return [
-        (train_client(method, adapters, state, fraction, seed), fraction, weight)
-        for seed, fraction, weight in zip(seeds, fractions, weights_of(seeds), strict=True)
+        (train_client(method, adapters, state, share, seed), share, 1.0 + seed % 3)
+        for share, seed in able
     ]
+
+
+def round_of(name, clients, **changes):
+    """Return a method during a run, its adapters, the state, and replies by (fraction, seed)."""
+    method, adapters = build(name, **changes)
+    state = some_state(method, adapters)
+    return method, adapters, state, replies(method, adapters, state, clients)
+
+
+def layer_means(sent, rank, layer):
+    """Return a layer's mean B, mean A and mean product, by the replies' weights."""
+    pairs = [factors(upload, affordable(share, rank))[layer] for upload, share, _ in sent]
+    products = [loop_product(B, A) for B, A in pairs]
+    weights = [weight for *_, weight in sent]
+    return [weighted_mean(some, weights) for some in (*zip(*pairs, strict=True), products)]
 
 
 # FedSVD
 
 
-@given(SEEDS)
-def test_fedsvd_decomposes_the_mean_of_b_times_the_a_that_clients_had(seeds):
-    method, adapters = build("fedsvd", rank=3)
-    state = some_state(method, adapters)
-    sent = replies(method, adapters, state, seeds)
+@given(FULL)
+def test_fedsvd_decomposes_the_mean_of_b_times_the_a_that_clients_had(clients):
+    method, _, state, sent = round_of("fedsvd", clients, rank=3)
     new = aggregate(method, state, sent)
     old_As = matrices(state["A"], 3, False)
-    for layer, A in enumerate(old_As):
+    for layer, (B_new, A_new) in enumerate(factors(new, 3)):
         each = [matrices(upload["B"], 3, True)[layer] for upload, *_ in sent]
-        product = loop_product(loop_mean(each, weights_of(seeds)), A)
+        mean = weighted_mean(each, [weight for *_, weight in sent])
+        product = loop_product(mean, old_As[layer])
         U, S, Vh = torch.linalg.svd(product)
-        B_new, A_new = (matrices(new[k], 3, k == "B")[layer] for k in ("B", "A"))
         assert_close([loop_product(B_new, A_new)], [product], **TIGHT)
         assert_close([A_new @ A_new.T], [torch.eye(3)], **TIGHT)
         assert_close([B_new.T @ B_new], [(S[:3] ** 2).diag()], rtol=1e-3, atol=1e-3)
@@ -108,28 +107,19 @@ def test_fedsvd_decomposes_the_mean_of_b_times_the_a_that_clients_had(seeds):
                 assert abs(float(B_new[:, rank] @ U[:, rank])) > (1 - 1e-3) * float(S[rank])
 
 
-def test_fedsvd_trains_and_sends_b_alone_and_receives_both():
-    method, adapters = build("fedsvd", rank=None, lora_rank=1)
-    assert method.rank == 22 // 10  # as for FFA-LoRA
+@pytest.mark.parametrize(("name", "received"), [("ffa-lora", {"B"}), ("fedsvd", {"B", "A"})])
+def test_methods_with_a_fixed_a_train_and_send_b_alone(name, received):
+    method, adapters = build(name, rank=None, lora_rank=1)
+    assert method.rank == 22 // 10  # sum(out + in) over sum(out)
     state = some_state(method, adapters)
+    method.load(adapters, state)
+    before = [adapter.A.clone() for adapter in adapters]
     upload = train_client(method, adapters, state, 1.0, 0)
-    assert (set(upload), set(method.broadcast(state, 1.0))) == ({"B"}, {"B", "A"})
-    assert_close([adapter.A for adapter in adapters], matrices(state["A"], 2, False))
+    assert (set(upload), set(method.broadcast(state, 1.0))) == ({"B"}, received)
+    assert all(torch.equal(a.A, A) for a, A in zip(adapters, before, strict=True))
+    if "A" in received:
+        assert_close(before, matrices(state["A"], 2, False))
     assert [p.shape for p in method.parameters(adapters)] == [(6, 2), (4, 2)]
-
-
-def test_fedsvds_a_is_orthonormal_and_keeps_its_row_space():
-    layer = Layer("wide", 6, 9)
-    method, adapters = build("fedsvd", layers=(layer,), rank=4)
-    state = method.initial_state(adapters)
-    first = state["A"].view(4, 9)
-    assert_close([first @ first.T], [torch.eye(4)])
-    for seed in range(3):
-        uploads = [train_client(method, adapters, state, 1.0, seed + 10 * n) for n in range(3)]
-        state = aggregate(method, state, [(upload, 1.0) for upload in uploads])
-        now = state["A"].view(4, 9)
-        assert_close([now.T @ now], [first.T @ first], **TIGHT)  # the projector on its rows
-    assert not torch.allclose(now, first, atol=0.1)
 
 
 def test_fedsvd_keeps_the_state_if_all_clients_send_zero():
@@ -143,15 +133,6 @@ def test_fedsvd_keeps_the_state_if_all_clients_send_zero():
 
 
 # LoRA-FAIR
-
-
-def lora_fair_means(sent, rank, layer):
-    """Return a layer's mean B, mean A and mean product, by the replies' weights."""
-    weights = [weight for *_, weight in sent]
-    Bs = [matrices(upload["B"], rank, True)[layer] for upload, *_ in sent]
-    As = [matrices(upload["A"], rank, False)[layer] for upload, *_ in sent]
-    products = [loop_product(B, A) for B, A in zip(Bs, As, strict=True)]
-    return (loop_mean(some, weights) for some in (Bs, As, products))
 
 
 def fair_cost(B, A, product, D):
@@ -176,19 +157,17 @@ def descend(B, A, product):
 
 
 @settings(max_examples=6)
-@given(SEEDS, st.sampled_from([0.02, 1.0]))
-def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(seeds, movement):
-    method, adapters = build("lora-fair")
-    state = some_state(method, adapters)
-    sent = replies(method, adapters, state, seeds)
+@given(FULL, st.sampled_from([0.02, 1.0]))
+def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(clients, movement):
+    method, _, state, sent = round_of("lora-fair", clients)
     for upload, *_ in sent:  # changes as small as honest ones, or large
         for name, tensor in upload.items():
             tensor.copy_(state[name] + movement * (tensor - state[name]))
-    new = aggregate(method, state, sent)
+    new = factors(aggregate(method, state, sent), 2)
     for layer, old in enumerate(matrices(state["B"], 2, True)):
-        B, A, product = lora_fair_means(sent, 2, layer)
-        assert_close([matrices(new["A"], 2, False)[layer]], [A], **TIGHT)
-        D = matrices(new["B"], 2, True)[layer] - B
+        B, A, product = layer_means(sent, 2, layer)
+        assert_close([new[layer][1]], [A], **TIGHT)
+        D = new[layer][0] - B
         if D.norm() > 0.999 * (B - old).norm():
             continue  # the correction was reduced: see below
         expected_D = descend(B, A, product)
@@ -198,32 +177,21 @@ def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(seeds, mov
         assert D.grad.norm() < 1e-4
 
 
-@given(SEEDS)
-def test_lora_fair_is_inexact_and_never_farther_from_the_mean_than_fedit(seeds):
-    method, adapters = build("lora-fair")
-    state = some_state(method, adapters)
-    sent = replies(method, adapters, state, seeds)
-    for layer, got in enumerate(deltas(method, adapters, aggregate(method, state, sent))):
-        B, A, product = lora_fair_means(sent, 2, layer)
+@given(FULL)
+def test_lora_fair_is_inexact_and_no_farther_from_the_mean_and_no_longer_than_fedit(clients):
+    """The penalty bounds the length: of all of one direction, the nearest to B is the best."""
+    method, adapters, state, sent = round_of("lora-fair", clients)
+    new = aggregate(method, state, sent)
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        B, A, product = layer_means(sent, 2, layer)
         fair, fedit = (
             float((result * product).sum() / (result.norm() * product.norm()))
             for result in (got, B @ A)
         )
         assert fair >= fedit - 1e-6
-        if len(set(seeds)) > 1:
+        assert matrices(new["B"], 2, True)[layer].norm() <= B.norm() * (1 + 1e-6)
+        if len(set(clients)) > 1:
             assert (got - product).norm() > 0.01 * product.norm()
-
-
-@given(SEEDS)
-def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
-    """The paper's penalty implies it: of all of one direction, the nearest to B is the best."""
-    method, adapters = build("lora-fair")
-    state = some_state(method, adapters)
-    sent = replies(method, adapters, state, seeds)
-    new = aggregate(method, state, sent)
-    for layer, got in enumerate(matrices(new["B"], 2, True)):
-        B, *_ = lora_fair_means(sent, 2, layer)
-        assert got.norm() <= B.norm() * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -272,59 +240,33 @@ def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
 
 # raFLoRA
 
-SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
-CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
-
 
 @given(CLIENTS)
 def test_raflora_averages_every_rank_over_the_clients_that_have_it(clients):
-    method, adapters, state, sent = mixed_round("raflora", clients)
+    method, adapters, state, sent = round_of("raflora", clients, rank=4)
     new = aggregate(method, state, sent)
     for layer, got in enumerate(deltas(method, adapters, new)):
         total = torch.zeros(got.shape, dtype=torch.float64)
         for rank in range(4):
-            parts, weights = [], []
-            for upload, fraction, weight in sent:
-                own = affordable(fraction, 4)
-                if rank < own:
-                    B = matrices(upload["B"], own, True)[layer]
-                    A = matrices(upload["A"], own, False)[layer]
-                    parts.append(torch.outer(B[:, rank], A[rank]))
-                    weights.append(weight)
-            if not parts:  # trained by no client: unchanged
-                B, A = (matrices(state[k], 4, k == "B")[layer] for k in ("B", "A"))
-                parts, weights = [torch.outer(B[:, rank], A[rank])], [1.0]
-            total += loop_mean(parts, weights)
+            having = [(up, affordable(f, 4), w) for up, f, w in sent if rank < affordable(f, 4)]
+            having = having or [(state, 4, 1.0)]  # trained by no client: unchanged
+            pairs = [factors(tensors, own)[layer] for tensors, own, _ in having]
+            parts = [torch.outer(B[:, rank], A[rank]) for B, A in pairs]
+            total += weighted_mean(parts, [weight for *_, weight in having])
         assert_close([got], [best_of_rank(total, 4)], **TIGHT)
 
 
-def test_raflora_keeps_the_high_ranks_that_shrink_under_flexlora():
-    """The paper's rank collapse: clients return their broadcasts, most at small budgets."""
-    left = {}
-    for name in ("raflora", "flexlora"):
-        method, adapters = build(name, rank=4)
-        state = some_state(method, adapters)
-        before = [delta.norm() for delta in deltas(method, adapters, state)]
-        for _ in range(5):
-            sent = [
-                (method.broadcast(state, fraction), fraction)
-                for fraction in (0.25, 0.25, 0.25, 1.0)
-            ]
-            state = aggregate(method, state, sent)
-        after = [delta.norm() for delta in deltas(method, adapters, state)]
-        left[name] = min(float(a / b) for a, b in zip(after, before, strict=True))
-    assert left["raflora"] == pytest.approx(1.0, abs=1e-4)
-    assert left["flexlora"] < 0.95
-
-
-def test_with_full_budgets_raflora_equals_flexlora():
+@pytest.mark.parametrize(
+    ("name", "other", "tolerance"),
+    [("raflora", "flexlora", TIGHT), ("fed-plora", "fedit", {"rtol": 1e-6, "atol": 1e-7})],
+)
+def test_with_full_budgets_a_method_equals_a_simpler_one(name, other, tolerance):
     states = []
-    for name in ("raflora", "flexlora"):
-        method, adapters = build(name)
-        state = some_state(method, adapters)
-        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
-    for one, other in zip(*(state.values() for state in states), strict=True):
-        assert_close([one], [other], **TIGHT)
+    for method_name in (name, other):
+        method, _, state, sent = round_of(method_name, [(1.0, seed) for seed in range(4)])
+        states.append(aggregate(method, state, sent))
+    for key in ("B", "A"):
+        assert_close([states[0][key]], [states[1][key]], **tolerance)
 
 
 def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(monkeypatch):
@@ -345,35 +287,39 @@ def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(mo
     assert norm == pytest.approx(2**0.5 * 300.0**2)
 
 
-# FLoRA
+# FLoRA and FedEx-LoRA
 
 
-@pytest.mark.slow
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("name", ["fedex-lora", "flora"])
 @given(st.lists(CLIENTS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
-def test_flora_adds_the_mean_product_to_the_weight_and_reinitialises(rounds, scale):
-    """The paper's equation, over several rounds of clients of any rank: the sum is exact."""
-    method, adapters, network = build_with_network("flora", rank=4, lora_scale=scale)
+def test_what_the_factors_do_not_hold_is_added_to_the_weight(name, rounds, scale):
+    """The papers' equations, over several rounds: FLoRA has clients of any rank, and restarts."""
+    method, adapters, network = build_with_network(name, rank=4, lora_scale=scale)
     W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
     state, begun = method.initial_state(adapters), []
     for clients in rounds:
         method.load(adapters, state)
-        assert not any(adapter.B.any() for adapter in adapters)
+        assert name != "flora" or not any(adapter.B.any() for adapter in adapters)
         begun.append(torch.cat([adapter.A.detach().flatten() for adapter in adapters]))
-        seeds, fractions = [seed for _, seed in clients], [fraction for fraction, _ in clients]
-        sent = replies(method, adapters, state, seeds, fractions)
-        weights = [weight for *_, weight in sent]
+        sent = replies(method, adapters, state, clients)
         for layer in range(len(LAYERS)):
-            products = []
-            for upload, fraction, _ in sent:
-                own = affordable(fraction, 4)
-                B = matrices(upload["B"], own, True)[layer]
-                products.append(loop_product(B, matrices(upload["A"], own, False)[layer]))
-            W[layer] = W[layer] + scale * loop_mean(products, weights)
+            if name == "flora":
+                products = [
+                    loop_product(*factors(upload, affordable(fraction, 4))[layer])
+                    for upload, fraction, _ in sent
+                ]
+                added = weighted_mean(products, [weight for *_, weight in sent])
+            else:
+                B, A, product = layer_means(sent, 4, layer)
+                added = product - B @ A
+            W[layer] = W[layer] + scale * added
         state = aggregate(method, state, sent)
         method.load(adapters, state)
         weights_now = [network.get_submodule(layer.name).base.weight for layer in LAYERS]
-        assert_close(weights_now, W, **TIGHT)
-    assert all(not torch.allclose(a, b) for a, b in itertools.pairwise(begun))
+        assert_close(weights_now, W, **(TIGHT if name == "flora" else {}))
+    restarted = [not torch.allclose(a, b) for a, b in itertools.pairwise(begun)]
+    assert name != "flora" or all(restarted)
 
 
 def test_floras_clients_of_a_round_start_equal_for_any_rank():
@@ -423,47 +369,22 @@ def loop_rotation(correlation, part):
     return torch.tensor(turn, dtype=torch.float64)
 
 
-@given(SEEDS, st.integers(1, 4))
-def test_fedrot_lora_rotates_the_factors_and_averages_them(seeds, number):
+@given(FULL, st.integers(1, 4))
+def test_fedrot_lora_rotates_the_factors_and_averages_them(clients, number):
     base, adapters = build("fedrot-lora")
     method = base.in_round(number)
     state = some_state(method, adapters)
-    sent = replies(method, adapters, state, seeds)
-    new = aggregate(method, state, sent)
-    weights = weights_of(seeds)
-    for layer in range(len(LAYERS)):
-        old_B, old_A = (matrices(state[k], 2, k == "B")[layer] for k in ("B", "A"))
-        Bs, As = [], []
+    sent = replies(method, adapters, state, clients)
+    new = factors(aggregate(method, state, sent), 2)
+    for layer, (old_B, old_A) in enumerate(factors(state, 2)):
+        turned = []
         for upload, *_ in sent:
-            B, A = (matrices(upload[k], 2, k == "B")[layer] for k in ("B", "A"))
-            correlation = A @ old_A.T if number % 2 else B.T @ old_B
-            R = loop_rotation(correlation, 0.5)
-            Bs.append(loop_product(B, R))
-            As.append(loop_product(R.T, A))
-        assert_close([matrices(new["B"], 2, True)[layer]], [loop_mean(Bs, weights)], **TIGHT)
-        assert_close([matrices(new["A"], 2, False)[layer]], [loop_mean(As, weights)], **TIGHT)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_fedrot_lora_has_less_error_than_fedit_for_rotated_clients(number):
-    """Clients with equal products, turned by known angles."""
-    lost = {}
-    for name in ("fedrot-lora", "fedit"):
-        method, adapters = build(name)
-        method = method.in_round(number)
-        state = some_state(method, adapters)
-        before, uploads = deltas(method, adapters, state), []
-        for angle in (-1.2, 0.3, 1.0):
-            R = torch.tensor(
-                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
-            )
-            Bs, As = method.split(state)
-            uploads.append((method.pack([B @ R for B in Bs], [R.T @ A for A in As]), 1.0))
-        after = deltas(method, adapters, aggregate(method, state, uploads))
-        lost[name] = [float((a - b).norm() / b.norm()) for a, b in zip(after, before, strict=True)]
-    for turned, plain in zip(*lost.values(), strict=True):
-        assert turned < 0.4 * plain
-        assert plain > 0.3
+            B, A = factors(upload, 2)[layer]
+            R = loop_rotation(A @ old_A.T if number % 2 else B.T @ old_B, 0.5)
+            turned.append((loop_product(B, R), loop_product(R.T, A)))
+        for got, each in zip(new[layer], zip(*turned, strict=True), strict=True):
+            expected = weighted_mean(each, [weight for *_, weight in sent])
+            assert_close([got], [expected], **TIGHT)
 
 
 def test_a_rotation_is_used_also_where_a_reflection_fits_better():
@@ -485,27 +406,23 @@ def test_a_rotation_is_used_also_where_a_reflection_fits_better():
 
 @given(CLIENTS)
 def test_fed_plora_averages_every_module_over_the_clients_that_trained_it(clients):
-    method, _, state, sent = mixed_round("fed-plora", clients)
+    method, _, state, sent = round_of("fed-plora", clients, rank=4)
     new = aggregate(method, state, sent)
-    for layer, side in enumerate(LAYERS):
-        for name in ("B", "A"):
-            got = matrices(new[name], 4, name == "B")[layer]
-            old = matrices(state[name], 4, name == "B")[layer]
-            for module in range(4):
-                parts, weights = [], []
-                for upload, fraction, weight in sent:
-                    byte = int(upload["modules"][0])
-                    trained = [j for j in range(4) if byte >> j & 1]
-                    assert len(trained) == affordable(fraction, 4)
-                    if module in trained:
-                        own = matrices(upload[name], len(trained), name == "B")[layer]
-                        at = trained.index(module)
-                        parts.append(own[:, at] if name == "B" else own[at])
-                        weights.append(weight)
-                before, after = (m[:, module] if name == "B" else m[module] for m in (old, got))
-                expected = loop_mean(parts, weights) if parts else before
-                assert_close([after], [expected], **TIGHT)
-                assert len(after) == (side.out_features if name == "B" else side.in_features)
+    trained = []  # of each client
+    for upload, fraction, _ in sent:
+        trained.append([j for j in range(4) if int(upload["modules"][0]) >> j & 1])
+        assert len(trained[-1]) == affordable(fraction, 4)
+    for layer, name, module in itertools.product(range(len(LAYERS)), ("B", "A"), range(4)):
+
+        def row(tensors, modules, place, name=name, layer=layer):
+            found = matrices(tensors[name], modules, name == "B")[layer]
+            return found[:, place] if name == "B" else found[place]
+
+        having = [(*one, own) for one, own in zip(sent, trained, strict=True) if module in own]
+        parts = [row(upload, len(own), own.index(module)) for upload, _, _, own in having]
+        weights = [weight for _, _, weight, _ in having]
+        expected = weighted_mean(parts, weights) if parts else row(state, 4, module)
+        assert_close([row(new, 4, module)], [expected], **TIGHT)
 
 
 @given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 1.0]))
@@ -536,16 +453,6 @@ def test_fed_ploras_modules_are_resampled_and_all_occur():
     assert drawn == again
 
 
-def test_with_full_budgets_fed_plora_equals_fedit():
-    states = []
-    for name in ("fed-plora", "fedit"):
-        method, adapters = build(name)
-        state = some_state(method, adapters)
-        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
-    for name in ("B", "A"):
-        assert_close([states[0][name]], [states[1][name]], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("modules", [[0b0001], [0b0111], [0b110000], [0b10010001]])
 def test_a_reply_with_other_modules_than_its_budget_affords_is_refused(modules):
     method, adapters = build("fed-plora", rank=4)
@@ -559,25 +466,26 @@ def test_a_reply_with_other_modules_than_its_budget_affords_is_refused(modules):
 # RoLoRA
 
 
-@given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
+@given(st.lists(FULL, min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
 def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
     base, adapters = build("rolora", lora_scale=scale)
     state = base.initial_state(adapters)
-    for number, seeds in enumerate(rounds, start=1):
+    for number, clients in enumerate(rounds, start=1):
         method = base.in_round(number)
         turn, other = ("B", "A") if number % 2 else ("A", "B")
         sent, each = [], []
-        for seed, weight in zip(seeds, weights_of(seeds), strict=True):
-            sent.append((train_client(method, adapters, state, 1.0, seed), 1.0, weight))
+        for client in clients:
+            sent += replies(method, adapters, state, [client])
             each.append([delta.double() for delta in method.delta_weights(adapters)])
+        weights = [weight for *_, weight in sent]
         assert all(set(upload) == {turn} for upload, *_ in sent)
         new = aggregate(method, state, sent)
         assert torch.equal(new[other], state[other])
-        mean = loop_mean([upload[turn].double() for upload, *_ in sent], weights_of(seeds))
+        mean = weighted_mean([upload[turn] for upload, *_ in sent], weights)
         assert_close([new[turn]], [mean], **TIGHT)
         state = new
         for got, layer in zip(deltas(base, adapters, state), zip(*each, strict=True), strict=True):
-            assert_close([got], [loop_mean(list(layer), weights_of(seeds))], **TIGHT)
+            assert_close([got], [weighted_mean(layer, weights)], **TIGHT)
 
 
 def test_rolora_trains_as_many_parameters_as_fedit_in_two_rounds():

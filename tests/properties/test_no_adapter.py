@@ -1,25 +1,15 @@
 """Without adapters the method is a linear probe, or trains nothing at all."""
 
-import json
-
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from ravan_flwr import simulate
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.reports.evaluation import result_of
-from ravan_flwr.specs import Scalar
 from tests.methods import build, build_with_network
+from tests.short_runs import records_of, run
 
-SHORT: dict[str, Scalar] = {
-    "method": "none", "num-rounds": 2, "local-steps": 5, "batch-size": 16, "report": False,
-    "tracking": "none", "device": "cpu",
-}  # fmt: skip
-
-
-def run(tmp_path, **settings):
-    return simulate(SHORT | {"output-dir": str(tmp_path)} | settings, 3)
+PROBE = {"method": "none", "batch-size": 16, "device": "cpu"}
 
 
 def test_it_has_nothing_to_train_and_sends_nothing():
@@ -28,20 +18,17 @@ def test_it_has_nothing_to_train_and_sends_nothing():
     assert method.parameters(adapters) == []
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert (method.upload(adapters), method.upload_bytes(1.0)) == ({}, 0)
+    assert method.trainable_parameters() == build("none", rank=4)[0].trainable_parameters() == 0
     with pytest.raises(ValueError, match="expected"):
         method.check({"B": torch.zeros(3)}, 1.0)
 
 
-def test_a_given_rank_has_no_effect():
-    assert build("none", rank=4)[0].trainable_parameters() == 0
-
-
 def test_only_the_classifier_is_trained(tmp_path):
-    found = run(tmp_path, classifier="trained")
+    found = run(tmp_path, settings=PROBE, classifier="trained")
     assert found.summary["adapter-parameters"] == 0
     assert found.summary["trainable-parameters"] == 970  # 96 x 10 and 10
-    replies = [json.loads(x) for x in (found.run_dir / "rounds.jsonl").read_text().splitlines()]
-    assert {client["bytes-up"] for reply in replies for client in reply["clients"]} == {3880}
+    clients = [client for record in records_of(found) for client in record["clients"]]
+    assert {client["bytes-up"] for client in clients} == {3880}
     with result_of(found.run_dir) as loaded:
         state = loaded.model.initial_state()
         assert list(state) == [CLASSIFIER]
@@ -50,8 +37,9 @@ def test_only_the_classifier_is_trained(tmp_path):
 
 
 def test_with_a_frozen_classifier_a_run_evaluates_without_training(tmp_path):
-    one = run(tmp_path, classifier="frozen")
-    other = run(tmp_path, classifier="frozen", **{"learning-rate": 1.0, "num-rounds": 1})
+    frozen = PROBE | {"classifier": "frozen"}
+    one = run(tmp_path, settings=frozen)
+    other = run(tmp_path, settings=frozen, learning_rate=1.0, num_rounds=1)
     assert one.summary["metrics"]["final"] == other.summary["metrics"]["final"]
     assert one.summary["bytes-up"] < 1000
     assert (one.summary["steps"], one.summary["trainable-parameters"]) == (0, 0)
@@ -61,8 +49,8 @@ def test_with_a_frozen_classifier_a_run_evaluates_without_training(tmp_path):
 def test_it_approaches_a_logistic_regression_on_the_same_features(tmp_path):
     """scikit-learn's, on the pretrained network's features of all training examples."""
     found = run(
-        tmp_path, classifier="trained", partition="iid",
-        **{"num-rounds": 4, "local-steps": 30, "learning-rate": 3e-2, "eval-every": 4},
+        tmp_path, settings=PROBE, classifier="trained", partition="iid", num_rounds=4,
+        local_steps=30, learning_rate=3e-2, eval_every=4,
     )  # fmt: skip
     with result_of(found.run_dir) as loaded:
         features, labels = {}, {}

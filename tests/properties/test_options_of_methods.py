@@ -16,23 +16,11 @@ from tests.hand_made import Nodes, run
 # key -> (values to try, the method's flag, the reason in a refusal)
 OPTIONS = {
     "weighting": (["median", "trimmed-mean"], "averages", "does not compute its next state"),
-    "server-optimizer": (
-        ["momentum:1:0.9", "adam:0.01:0.9"],
-        "averages",
-        "does not compute its next state",
-    ),
-    "backbone-dtype": (
-        ["bfloat16", "8bit", "4bit"],
-        "frozen_backbone",
-        "changes pretrained weights",
-    ),
+    "server-optimizer": (["momentum:1:0.9", "adam:0.01:0.9"], "averages", "does not compute"),
+    "backbone-dtype": (["bfloat16", "8bit", "4bit"], "frozen_backbone", "changes pretrained"),
+    "aggregation": (["async"], "asynchronous", "expected one of"),
 }
-CASES = [
-    (name, key, value)
-    for name in METHODS
-    for key, (values, *_) in OPTIONS.items()
-    for value in values
-]
+CASES = [(name, key, value) for name in METHODS for key in OPTIONS for value in OPTIONS[key][0]]
 
 
 def test_every_flag_of_a_method_is_tested():
@@ -41,7 +29,8 @@ def test_every_flag_of_a_method_is_tested():
     of_options = {flag for _, flag, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
     others = {"personalised", "all_clients", "pools", "has_heads", "sums_changes", "by_example"}
-    others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py, test_fedalt.py
+    others |= {"serves"}  # evaluation: test_feddpa.py, test_fedalt.py
+    others |= {"mixes"}  # delivery: below; export: test_feddpa.py
     others |= {"sparse_down", "sparse_up"}  # messages: test_sparsity.py
     assert flags - of_options == others
 
@@ -53,8 +42,14 @@ def test_an_option_is_accepted_or_refused_with_the_methods_name(name, key, value
     if getattr(METHODS[name], mark):
         assert read_config(settings).as_dict()[key] == value
         return
-    with pytest.raises(ValueError, match=f"{key} = '{value}': got method '{name}', which {reason}"):
+    with pytest.raises(ValueError, match=f"{key} = '{value}': got method .*'{name}', .*{reason}"):
         read_config(settings)
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.mixes])
+def test_mixed_adapters_are_not_delivered(name):
+    with pytest.raises(ValueError, match="mix two adapters depending on the input"):
+        read_config({"method": name, "deliver": True})
 
 
 # With a frozen classifier `none` has nothing to change: test_no_adapter.py.

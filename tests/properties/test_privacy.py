@@ -20,13 +20,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
-from ravan_flwr.privacy.mechanism import (
-    ClippedSum,
-    Noise,
-    expected_clients,
-    gaussian,
-    subsample,
-)
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import checked
 from tests.methods import aggregate, build, some_state, train_client
@@ -77,29 +71,23 @@ def test_no_client_changes_the_sum_by_more_than_the_clip_norm(name, norm, change
         assert 0 < moved <= norm * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_without_noise_and_clipping_the_result_is_the_plain_mean(name):
-    method, adapters = build(name)
-    state = some_state(method, adapters)
-    uploads = [
-        ({k: v for k, v in upload.items() if k != CLASSIFIER}, 1.0)
-        for upload, _ in uploads_of(method, adapters, state, (1.0, 1.0, 1.0))
-    ]
-    got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, 3))
-    expected = aggregate(method, state, uploads)
-    for key in expected:
-        torch.testing.assert_close(got[key], expected[key])
+FULL: tuple[dict[str, str], tuple[float, ...]] = {}, (1.0, 1.0, 1.0)
+PLAIN = [(name, *FULL) for name in PRIVATE]
+SMALL_BUDGETS = ("ravan", {"head_mean": "all"}, (1.0, 0.7, 0.4, 0.4))
 
 
-def test_without_noise_small_budgets_give_the_mean_of_all_clients():
-    method, adapters = build("ravan", head_mean="all")
+@pytest.mark.parametrize(("name", "changes", "fractions"), [*PLAIN, SMALL_BUDGETS])
+def test_without_noise_and_clipping_the_result_is_the_plain_mean(name, changes, fractions):
+    method, adapters = build(name, **changes)
     state = some_state(method, adapters)
     uploads = [
         ({k: v for k, v in upload.items() if k != CLASSIFIER}, fraction)
-        for upload, fraction in uploads_of(method, adapters, state, (1.0, 0.7, 0.4, 0.4))
+        for upload, fraction in uploads_of(method, adapters, state, fractions)
     ]
-    got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, 4))
-    torch.testing.assert_close(got["H"], aggregate(method, state, uploads)["H"])
+    got = next_state(method, state, uploads, 1e9, Noise(NOISELESS, len(fractions)))
+    expected = aggregate(method, state, uploads)
+    for key in expected:
+        torch.testing.assert_close(got[key], expected[key])
 
 
 @pytest.mark.parametrize("scoring", ["random", "weight"])

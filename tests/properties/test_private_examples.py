@@ -14,10 +14,7 @@ from scipy.stats import kstest
 
 from ravan_flwr.privacy import example_gradients
 from ravan_flwr.privacy.account import Releases, StepNoise, epsilon_of, epsilon_of_all
-from ravan_flwr.privacy.example_gradients import (
-    ClippedExamples,
-    joint_norms,
-)
+from ravan_flwr.privacy.example_gradients import ClippedExamples, joint_norms
 from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import generator
 from tests.properties.test_privacy import lower_bound

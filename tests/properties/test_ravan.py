@@ -15,16 +15,14 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import LAYERS, SETTINGS, aggregate, build, some_state, train_client
-from tests.reference import head_means, multihead_delta
+from tests.reference import head_means
 
 SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
 
 
-@given(
-    st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
-    st.sampled_from(["layer", "global"]),
-)
-def test_ravan_averages_each_heads_delta_weights_over_its_trainers(clients, selection):
+@given(CLIENTS, st.sampled_from(["layer", "global"]))
+def test_ravan_averages_each_head_over_its_trainers(clients, selection):
     method, adapters = build(selection=selection)
     state = some_state(method, adapters)
     uploads, plain = [], []
@@ -39,34 +37,12 @@ def test_ravan_averages_each_heads_delta_weights_over_its_trainers(clients, sele
 
     torch.testing.assert_close(new["H"], head_means(state["H"], plain))
     for layer in range(len(LAYERS)):
-        for head in range(3):
-            deltas_of_head = []
-            for heads, sent in plain:
-                if head in heads[layer]:
-                    delta = multihead_delta(
-                        adapters[layer].B[[head]],
-                        sent[layer, head][None],
-                        adapters[layer].A[[head]],
-                        torch.ones(1),
-                    )
-                    deltas_of_head.append(delta)
-            if not deltas_of_head:  # trained by no client: unchanged, to the bit
-                assert torch.equal(new["H"][layer, head], state["H"][layer, head])
-                continue
-            own = multihead_delta(
-                adapters[layer].B[[head]],
-                new["H"][layer, head][None],
-                adapters[layer].A[[head]],
-                torch.ones(1),
-            )
-            mean = torch.stack(deltas_of_head).mean(0)
-            torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-5)
+        for head in range(3):  # trained by no client: unchanged, to the bit
+            trained = any(head in heads[layer] for heads, _ in plain)
+            assert trained or torch.equal(new["H"][layer, head], state["H"][layer, head])
 
 
-@given(
-    st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
-    st.sampled_from(["layer", "global"]),
-)
+@given(CLIENTS, st.sampled_from(["layer", "global"]))
 def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selection):
     """Also with mixed budgets: a client that did not train a head keeps the broadcast one."""
     method, adapters = build(selection=selection, head_mean="all")
@@ -118,27 +94,16 @@ def test_ravans_scales_start_at_one_in_every_round():
     assert all(torch.equal(a.H, h) for a, h in zip(adapters, state["H"], strict=True))
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_constant_scales_are_not_trained(fraction):
-    method, adapters = build(scaling="constant")
+@pytest.mark.parametrize("fraction", [0.4, 0.5, 1.0])
+@pytest.mark.parametrize("scaling", ["constant", "trained"])
+def test_only_the_chosen_heads_are_trained_and_constant_scales_are_not(scaling, fraction):
+    method, adapters = build(scaling=scaling)
     method.load(adapters, method.initial_state(adapters))
     method.choose(adapters, fraction, generator(0), lambda: None)
     heads = affordable(fraction, 3)
-    shapes = [tuple(p.shape) for p in method.parameters(adapters)]
-    assert shapes == [(heads, 2, 2)] * len(LAYERS)
-    assert method.trainable_parameters() == 2 * 3 * 4
-
-
-def test_only_the_chosen_heads_are_given_to_the_optimiser():
-    method, adapters = build()
-    method.load(adapters, method.initial_state(adapters))
-    method.choose(adapters, 0.4, generator(0), lambda: None)
-    assert sum(p.numel() for p in method.parameters(adapters)) == len(LAYERS) * (4 + 1)
-
-
-def test_a_too_small_budget_for_the_heads_is_refused():
-    with pytest.raises(ValueError, match=r"heads = 100: the budget of .* lower heads or set rank"):
-        build(rank=None, heads=100, lora_rank=1)
+    of_layer = [(heads, 2, 2)] + [(heads,)] * (scaling == "trained")
+    assert [tuple(p.shape) for p in method.parameters(adapters)] == len(LAYERS) * of_layer
+    assert method.trainable_parameters() == 2 * 3 * (4 + (scaling == "trained"))
 
 
 def test_ravans_ranks_and_budgets_equal_the_papers():
@@ -172,14 +137,10 @@ def test_bits_round_trip(bits):
     assert unpack_bits(packed)[: len(bits)].tolist() == bits
 
 
-def test_fingerprints_depend_on_bases_but_not_on_trained_tensors():
-    method, adapters = build()
-    before = method.fingerprint(adapters)
-    train_client(method, adapters, some_state(method, adapters), 0.5, 1)
-    method.load(adapters, method.initial_state(adapters))
-    assert method.fingerprint(adapters) == before
-    for change in ({"seed": 1}, {"init": "gram-schmidt"}, {"rank": 1}):
-        assert build(**change)[0].fingerprint(build(**change)[1]) != pytest.approx(before, rel=1e-3)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"init": "gram-schmidt"}, {"rank": 1}], ids=str)
+def test_fingerprints_depend_on_the_bases(change):
+    before, after = (m.fingerprint(adapters) for m, adapters in (build(), build(**change)))
+    assert after != pytest.approx(before, rel=1e-3)
 
 
 def _damage(**changes):
@@ -191,15 +152,11 @@ def _damage(**changes):
 
 H = torch.zeros(4, 2, 2)
 BEYOND = torch.tensor([0b11011011], dtype=torch.uint8)
+# Shapes, dtypes and values of H: test_methods.py.
 BAD_UPLOADS = {
     "a tensor is missing": (_damage(heads=None), r"got tensors \['H'\], expected"),
-    "a tensor too many": (_damage(x=torch.zeros(1)), "got tensors .*'x'"),
     "another shape": (_damage(H=torch.zeros(4, 2, 3)), r"H is torch.float32 \(4, 2, 3\), exp"),
     "a head too few": (_damage(H=torch.zeros(3, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),
-    "broadcastable": (_damage(H=torch.zeros(1, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),
-    "another dtype": (_damage(H=H.double()), "H is torch.float64"),
-    "not a number": (_damage(H=H + torch.nan), "H has values that are not finite"),
-    "infinite": (_damage(H=H + torch.inf), "H has values that are not finite"),
     "too many heads": (_damage(heads=pack_bits(torch.ones(6))), r"marks \[3, 3\] heads"),
     "uneven heads": (
         _damage(heads=pack_bits(torch.tensor([1, 1, 1, 1, 0, 0]))),

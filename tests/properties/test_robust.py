@@ -107,13 +107,6 @@ def test_a_head_is_aggregated_over_the_clients_that_trained_it(how):
             assert number == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - set(ABLE)))
-def test_methods_other_than_means_are_refused(name):
-    message = f"weighting = 'median': got method '{name}', which does not compute its next state"
-    with pytest.raises(ValueError, match=message):
-        read_config({"method": name, "weighting": "median"})
-
-
 def test_the_mean_over_all_clients_is_refused():
     with pytest.raises(ValueError, match="weighting = 'median': got head-mean = 'all', expected"):
         read_config({"weighting": "median", "head-mean": "all"})

@@ -35,16 +35,11 @@ def run(optimizer, start, rounds):
     return states
 
 
-def test_without_an_optimiser_the_state_is_the_mean():
+def test_without_an_optimiser_and_with_momentum_zero_and_rate_one_the_state_is_the_mean():
     start, *rounds = means()
     assert run(ServerOptimizer("none", 1.0, 0.9), start, rounds) == rounds
-
-
-def test_momentum_zero_with_rate_one_is_the_mean():
-    start, *rounds = means()
-    for got, mean in zip(
-        run(ServerOptimizer("momentum", 1.0, 0.0), start, rounds), rounds, strict=True
-    ):
+    found = run(ServerOptimizer("momentum", 1.0, 0.0), start, rounds)
+    for got, mean in zip(found, rounds, strict=True):
         assert_close(got.values(), mean.values(), rtol=1e-6, atol=1e-6)
 
 

@@ -1,16 +1,12 @@
 """SLoRA's sparse first round, against numpy's decomposition, and FedIT after it."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests.methods import (
@@ -23,11 +19,7 @@ from tests.methods import (
     deltas,
     train_client,
 )
-
-SMALL: dict[str, Scalar] = {
-    "method": "slora", "num-rounds": 2, "clients-per-round": 4, "local-steps": 2,
-    "report": False, "tracking": "none",
-}  # fmt: skip
+from tests.short_runs import records_of, run, same_bits, state_of
 
 
 def change_of(seed, layer):
@@ -94,21 +86,6 @@ def test_a_zero_change_is_refused():
         sums.close()
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"change": torch.zeros(3)}, "change is .* expected"),
-        ({"change": torch.full((44,), torch.nan)}, "not finite"),
-        ({"B": torch.zeros(1)}, "got tensors .*expected"),
-    ],
-)
-def test_an_invalid_first_upload_is_refused(bad, message):
-    method, _ = build("slora", rank=2)
-    assert sum(method.calibration.sizes) == 44
-    with pytest.raises(ValueError, match=message):
-        calibration_sums(method).add(bad, 1.0)
-
-
 def test_training_changes_the_sampled_places_alone_and_restores_weights():
     """Real gradients of a real loss are used: Adam moves nothing else."""
     method, adapters, network = build_with_network("slora", rank=1)
@@ -138,32 +115,19 @@ def test_training_changes_the_sampled_places_alone_and_restores_weights():
 
 @pytest.mark.slow
 def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
-    skewed = SMALL | {"budgets": "skewed-right"}
-    run = simulate(skewed | {"output-dir": str(tmp_path / "whole")}, 20)
-    assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
-    records = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
-    ups = [[client["bytes-up"] for client in record["clients"]] for record in records]
-    method = ModelAndData(read_config(skewed)).model.method
+    settings: dict[str, Scalar] = {
+        "method": "slora",
+        "budgets": "skewed-right",
+        "clients-per-round": 4,
+    }
+    whole = run(tmp_path / "whole", 20, settings)
+    assert (whole.summary["rejected"], whole.summary["without-effect"]) == (0, [])
+    ups = [[client["bytes-up"] for client in record["clients"]] for record in records_of(whole)]
+    method = ModelAndData(read_config(settings)).model.method
     assert method.calibration is not None
     assert ups[0] == [method.calibration.bytes_up] * len(ups[1])
     assert method.calibration.bytes_up == method.upload_bytes(1.0)
-    assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
-    part = skewed | {"output-dir": str(tmp_path / "part")}
-    first = simulate(part | {"num-rounds": 1}, 20)
-    again = simulate(part | {"resume": str(first.run_dir)}, 20)
-    one, two = (load_checkpoint(r.run_dir / "checkpoints", 2).state for r in (run, again))
-    assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"secure-aggregation": True},
-        {"privacy": "client", "epsilon": 8.0},
-        {"privacy": "example", "epsilon": 8.0},
-        {"backbone-dtype": "4bit"},
-    ],
-)
-def test_options_incompatible_with_the_first_round_are_refused_by_name(option):
-    with pytest.raises(ValueError, match="slora"):
-        read_config({"method": "slora", **option})
+    assert (whole.run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    first = run(tmp_path / "part", 20, settings, num_rounds=1)
+    again = run(tmp_path / "part", 20, settings, resume=str(first.run_dir))
+    assert same_bits(state_of(whole, 2), state_of(again, 2))

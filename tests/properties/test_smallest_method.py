@@ -1,8 +1,11 @@
 """The method in the docstring of methods/base.py has the properties of all methods."""
 
+import itertools
 import sys
 import textwrap
+from inspect import signature
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,29 +17,31 @@ from ravan_flwr.seeding import generator
 from tests.properties import test_methods as properties
 
 NAME = "smallest"
-PROPERTIES = [
-    (properties.test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight, {}),
-    (properties.test_the_order_of_replies_does_not_matter, {}),
-    (properties.test_unchanged_clients_leave_the_state_unchanged, {}),
-    (properties.test_a_single_client_gets_its_own_delta_weight, {}),
-    (properties.test_the_aggregates_delta_weight_is_the_mean_of_the_clients, {}),
-    (properties.test_a_weight_equals_repeated_replies, {}),
-    (properties.test_messages_round_trip_with_the_computed_number_of_bytes, {"fraction": 1.0}),
-    (properties.test_a_smaller_budget_fraction_trains_and_sends_less_or_nothing, {}),
-    (properties.test_the_network_is_restored_to_the_bit, {}),
-    (properties.test_messages_share_no_memory_with_the_model, {}),
-    (properties.test_lora_factors_are_the_delta_weight_or_the_weights_have_changed, {}),
-    (properties.test_fingerprints_depend_on_the_seed_but_not_on_trained_tensors, {}),
-    (properties.test_the_classifier_is_averaged_over_all_clients, {}),
-    (properties.test_a_round_without_replies_keeps_the_state, {}),
-    *(
-        (
-            properties.test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged,
-            {"case": case},
-        )
-        for case in properties.BAD_TENSORS
-    ),
-]
+VALUES: dict[str, list[Any]] = {"case": list(properties.BAD_TENSORS), "fraction": [0.25, 1.0]}
+# Its rank is given, not the largest within a budget.
+OTHERS = (
+    "test_the_rank_is_the_largest_within_the_budget",
+    "test_a_rank_beyond_the_matrices_is_refused",
+)
+
+
+def of_all_methods():
+    """Return the properties of all methods, each with its other parameters."""
+    found = []
+    for name, check in vars(properties).items():
+        keys = list(signature(check).parameters) if name.startswith("test_") else []
+        if "name" in keys and name not in OTHERS:
+            others = [key for key in keys if key in VALUES]
+            found += [
+                pytest.param(
+                    check,
+                    dict(zip(others, values, strict=True)),
+                    id="-".join([name, *map(str, values)]),
+                )
+                for values in itertools.product(*(VALUES[key] for key in others))
+            ]
+    assert len(found) > 20
+    return found
 
 
 def example():
@@ -60,8 +65,6 @@ def smallest(monkeypatch):
     monkeypatch.setitem(METHODS, NAME, MethodInfo())
 
 
-@pytest.mark.parametrize(
-    ("check", "more"), PROPERTIES, ids=lambda value: getattr(value, "__name__", None)
-)
+@pytest.mark.parametrize(("check", "more"), of_all_methods())
 def test_the_documented_method_has_all_properties(check, more):
     check(name=NAME, **more)

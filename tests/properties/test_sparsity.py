@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.sparsity import (
-    change_of,
-    densify,
-    sent_sparsely,
-    sparsify,
-    start_of,
-)
+from ravan_flwr.messages.sparsity import change_of, densify, sent_sparsely, sparsify, start_of
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.seeding import generator
@@ -28,6 +22,12 @@ ABLE = [name for name, method in METHODS.items() if method.sparse_up and method.
 
 def with_classifier(method, state):
     return state | ({} if method.personal else {CLASSIFIER: torch.linspace(-1, 1, 8)})
+
+
+def broadcast(method, state, fraction=1.0):
+    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
+    classifier = {name: tensor for name, tensor in state.items() if name == CLASSIFIER}
+    return method.broadcast(own, fraction) | classifier
 
 
 def trained_from(method, adapters, sent, fraction, seed):
@@ -52,8 +52,7 @@ def test_an_upload_is_the_servers_state_plus_the_largest_changes(name, fraction)
     method, adapters = build(name)
     fraction = fraction if method.can_train(fraction) else 1.0
     state = with_classifier(method, some_state(method, adapters))
-    own = {k: t for k, t in state.items() if k != CLASSIFIER}
-    sent = method.broadcast(own, fraction) | {k: t for k, t in state.items() if k == CLASSIFIER}
+    sent = broadcast(method, state, fraction)
     names = sent_sparsely(method) & sent.keys()
     got = densify(sparsify(sent, DOWN, names), DOWN)
     for key, tensor in by_hand(sent, DOWN, names).items():
@@ -100,9 +99,7 @@ def test_every_head_sends_a_quarter_of_its_values():
 def test_a_non_finite_value_affects_no_sum(name):
     method, adapters = build(name)
     state = with_classifier(method, some_state(method, adapters))
-    sent = method.broadcast({k: t for k, t in state.items() if k != CLASSIFIER}, 1.0) | {
-        k: t for k, t in state.items() if k == CLASSIFIER
-    }
+    sent = broadcast(method, state)
     upload = trained_from(method, adapters, sent, 1.0, 5)
     change = change_of(method, upload, sent)
     floats = [key for key, tensor in change.items() if tensor.is_floating_point()]

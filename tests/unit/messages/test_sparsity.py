@@ -100,10 +100,6 @@ WRONG = {
     "a repeated index": (lambda c: {"H/places": torch.stack([ROW, put(ROW, 3, 2)])}, "repeated"),
     "indices out of order": (lambda c: {"H/places": torch.stack([ROW, ROW.flip(0)])}, "order"),
     "too few indices": (lambda c: {"H/places": c["H/places"][:, :-1]}, "H/places is"),
-    "an index out of range": (
-        lambda c: {"largest/places": put(c[FLAT + "/places"], slice(-2, None), 255)},
-        "places than 25 of 400|out of range",
-    ),
     "no places": (lambda c: {"H/places": None}, "H/places is missing"),
     "no numbers": (lambda c: {"H": None}, "H is missing"),
     "other numbers": (lambda c: {"H": c["H"].double()}, "H is torch.float64"),

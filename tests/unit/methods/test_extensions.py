@@ -28,11 +28,7 @@ def test_a_methods_row_matches_its_class(name):
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        {"privacy": "client", "noise-multiplier": 1.0},
-        {"secure-aggregation": True},
-    ],
+    "option", [{"privacy": "client", "noise-multiplier": 1.0}, {"secure-aggregation": True}]
 )
 def test_a_method_without_the_extension_is_refused_under_its_option(option):
     able = [

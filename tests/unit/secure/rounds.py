@@ -37,11 +37,8 @@ class SecureRound:
     def remaining(self, phase):
         """Return the clients that have not dropped out before the end of a phase."""
         at = PHASES.index(phase)
-        return [
-            p
-            for p in self.clients
-            if PHASES.index(self.fails.get(p, "unmask")) > at or p not in self.fails
-        ]
+        failed = {p: PHASES.index(phase) for p, phase in self.fails.items()}
+        return [p for p in self.clients if failed.get(p, len(PHASES)) > at]
 
     def meet(self):
         self.announcements = {
@@ -52,14 +49,14 @@ class SecureRound:
         schedule = make_schedule(RUN, ROUND, self.minimum, PARTS, trained_rows)
         self.server = SecureServer(schedule, self.announcements)
 
-    def share(self):
+    def share(self, change=lambda partition, sent: sent):
+        """Let clients deal shares; `change` replaces what a partition sends."""
         for p in self.remaining("shares"):
-            self.server.take_shares_sent(
-                p, self.clients[p].share_secrets(ROUND, self.server.announce())
-            )
+            sent = self.clients[p].share_secrets(ROUND, self.server.announce())
+            self.server.take_shares_sent(p, change(p, sent))
         self.server.close_sharing()
 
-    def mask(self, late=()):
+    def mask(self):
         for p in self.remaining("shares"):
             schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
             bounds = [part.bound for part in schedule.parts for _ in range(part.rows)]
@@ -87,6 +84,10 @@ class SecureRound:
     def run(self):
         self.meet()
         self.share()
+        return self.finish()
+
+    def finish(self):
+        """Continue after the shares, to the end."""
         self.mask()
         self.agree()
         self.unmask()

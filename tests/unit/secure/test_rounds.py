@@ -9,9 +9,9 @@ from scipy import stats
 
 from ravan_flwr.secure import schedule as rows_and_masks
 from ravan_flwr.secure import shamir
-from ravan_flwr.secure.agreement import SIGNATURE, pair_key, signed_keys
+from ravan_flwr.secure.agreement import SIGNATURE, pair_key, shared_secret, signed_keys
 from ravan_flwr.secure.client import DistrustError, SecureClient
-from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, to_steps
+from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, mean_of, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
 from ravan_flwr.secure.server import DealerError, SecureServer, read_announcement
@@ -112,11 +112,7 @@ def test_too_few_clients_end_the_round(folder, phase):
 
 def test_the_server_alone_cannot_unmask(folder):
     """It has all messages, less one share of the threshold, and the sum before unmasking."""
-    round_ = SecureRound(folder, N)
-    round_.meet()
-    round_.share()
-    round_.mask()
-    round_.agree()
+    round_ = until(folder, "agree")
     signed = round_.server.close_list()
     for partition in range(threshold_of(N) - 1):
         round_.server.take_shares(partition, round_.clients[partition].unmask(ROUND, signed))
@@ -172,12 +168,9 @@ def test_no_stream_is_used_twice(folder, monkeypatch):
         return make(key, place, size)
 
     monkeypatch.setattr(rows_and_masks, "stream_of", recording)
-    round_ = SecureRound(folder, 4)
-    round_.meet()
-    round_.share()
-    round_.mask()
+    until(folder, "masked")
     # Both clients of a pair make its streams; all others are different.
-    pairs, own = 4 * 3 // 2 * 7, 4 * 7
+    pairs, own = N * (N - 1) // 2 * 7, N * 7
     assert len(set(places)) == len(set(streams)) == pairs + own
     assert len(places) == 2 * pairs + own
 
@@ -202,20 +195,19 @@ def test_two_rounds_with_the_same_changes_have_other_masks(folder):
 
 def until(folder, phase, **given):
     round_ = SecureRound(folder, N, **given)
-    steps = {
-        "keys": round_.meet,
-        "shares": round_.share,
-        "masked": round_.mask,
-        "agree": round_.agree,
-    }
-    for name, step in steps.items():
+    steps = (round_.meet, round_.share, round_.mask, round_.agree)
+    for step in steps[: 1 + PHASES.index(phase)]:
         step()
-        if name == phase:
-            break
     return round_
 
 
-def test_a_client_unmasks_once(folder):
+def test_a_client_answers_each_phase_once_and_in_order(folder):
+    client = until(folder, "keys").clients[0]
+    for phase in (client.take_shares, client.agree, client.unmask):
+        with pytest.raises(ValueError, match="answers each phase once"):
+            phase(ROUND, {})
+    with pytest.raises(ValueError, match="answers each phase once"):
+        client.mask(ROUND, np.zeros(3, np.uint32))
     round_ = until(folder, "agree")
     signed = round_.server.close_list()
     client = round_.clients[0]
@@ -226,8 +218,7 @@ def test_a_client_unmasks_once(folder):
 
 
 def test_a_client_deletes_its_secrets_also_when_it_refuses(folder):
-    round_ = until(folder, "agree")
-    client = round_.clients[0]
+    client = until(folder, "agree").clients[0]
     with pytest.raises(ValueError, match="got 0 signatures, expected 5"):
         client.unmask(ROUND, {"signers": pack(np.zeros(N, bool)), "signatures": b""})
     assert client.state == {"round": ROUND, "phase": "done"}
@@ -235,8 +226,7 @@ def test_a_client_deletes_its_secrets_also_when_it_refuses(folder):
 
 def test_a_client_signs_one_list(folder):
     """No client can be alive for one client and dropped for another."""
-    round_ = until(folder, "masked")
-    client, alive = round_.clients[0], np.ones(N, bool)
+    client, alive = until(folder, "masked").clients[0], np.ones(N, bool)
     client.agree(ROUND, {"alive": pack(alive)})
     alive[3] = False
     with pytest.raises(ValueError, match="answers each phase once"):
@@ -259,24 +249,18 @@ def test_a_client_unmasks_only_a_list_signed_by_a_threshold(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("fails", "missing", "message"),
     [
-        (lambda alive: alive[:3].fill(False), "got a list of 4 clients, expected 5 at least"),
-        (lambda alive: alive[:1].fill(False), "got a list without this client"),
+        ({}, [0, 1, 2], "got a list of 4 clients, expected 5 at least"),
+        ({}, [0], "got a list without this client"),
+        ({6: "shares"}, [], "have shared nothing"),
     ],
 )
-def test_a_list_that_is_too_short_is_not_signed(folder, change, message):
-    round_ = until(folder, "masked")
+def test_a_list_of_too_few_or_of_other_clients_is_not_signed(folder, fails, missing, message):
     alive = np.ones(N, bool)
-    change(alive)
+    alive[missing] = False
     with pytest.raises(ValueError, match=message):
-        round_.clients[0].agree(ROUND, {"alive": pack(alive)})
-
-
-def test_a_client_without_shares_cannot_be_alive(folder):
-    round_ = until(folder, "masked", fails={6: "shares"})
-    with pytest.raises(ValueError, match="have shared nothing"):
-        round_.clients[0].agree(ROUND, {"alive": pack(np.ones(N, bool))})
+        until(folder, "masked", fails=fails).clients[0].agree(ROUND, {"alive": pack(alive)})
 
 
 def test_an_earlier_round_is_not_repeated(folder):
@@ -289,27 +273,16 @@ def test_an_earlier_round_is_not_repeated(folder):
         round_.clients[0].unmask(ROUND, round_.server.close_list())
 
 
-def test_phases_come_in_order(folder):
-    round_ = until(folder, "keys")
-    client = round_.clients[0]
-    for phase in (client.take_shares, client.agree, client.unmask):
-        with pytest.raises(ValueError, match="answers each phase once"):
-            phase(ROUND, {})
-    with pytest.raises(ValueError, match="answers each phase once"):
-        client.mask(ROUND, np.zeros(3, np.uint32))
-
-
 def test_clients_with_unknown_keys_are_refused(folder, tmp_path):
     """The server uses its own keys under the name of a client."""
-    for partition in (5, 6):
-        make_keys(tmp_path, partition)
     round_ = SecureRound(folder, N)
     for partition in (5, 6):
+        make_keys(tmp_path, partition)
         keys = NodeKeys(tmp_path, partition)
         round_.clients[partition] = SecureClient({}, RUN, partition, keys)
     round_.meet()
     with pytest.raises(DistrustError, match="partition 5: its signature is not by") as caught:
-        round_.clients[0].share_secrets(ROUND, round_.server.announce())
+        round_.share()
     assert caught.value.partitions == (5, 6)
 
 
@@ -321,8 +294,8 @@ def test_a_client_without_a_key_file_is_refused(folder, tmp_path):
     round_ = SecureRound(folder, N)
     round_.clients[0] = SecureClient({}, RUN, 0, NodeKeys(tmp_path, 0))
     round_.meet()
-    with pytest.raises(DistrustError, match=r"partition-6\.pub: it cannot be read \(No such file"):
-        round_.clients[0].share_secrets(ROUND, round_.server.announce())
+    with pytest.raises(DistrustError, match=r"partition-6\.pub: it cannot be read"):
+        round_.share()
 
 
 def test_signatures_of_another_run_round_or_client_are_refused(folder):
@@ -348,70 +321,66 @@ def test_invalid_keys_exclude_their_client(folder):
 
 def announced(secure_round, **changes):
     """Announce a schedule that differs from the correct one."""
-    schedule = secure_round.server.schedule
     arguments: dict[str, Any] = {
         "run": RUN, "round_": ROUND, "minimum": 3, "parts": PARTS,
-        "rows": {p: schedule.trained[p] for p in range(N)},
+        "rows": {p: secure_round.server.schedule.trained[p] for p in range(N)},
     }  # fmt: skip
-    other = make_schedule(**(arguments | changes))
-    return SecureServer(other, secure_round.announcements).announce()
+    return SecureServer(
+        make_schedule(**(arguments | changes)), secure_round.announcements
+    ).announce()
 
 
-def test_a_schedule_of_another_round_is_refused(folder):
-    round_ = until(folder, "keys")
-    for changes in ({"run": RUN + 1}, {"round_": ROUND + 1}):
-        other = SecureRound(folder, N)
-        other.meet()
-        with pytest.raises(ValueError, match=f"expected {RUN}, {ROUND}"):
-            other.clients[0].share_secrets(ROUND, announced(other, **changes))
-    rows = {p: round_.server.schedule.trained[p] for p in range(1, N)}
-    with pytest.raises(ValueError, match="without partition 0"):
-        round_.clients[0].share_secrets(ROUND, announced(round_, rows=rows))
+def without_the_client(round_):
+    return announced(round_, rows={p: round_.server.schedule.trained[p] for p in range(1, N)})
 
 
-def test_a_head_of_too_few_clients_is_refused_by_its_clients(folder):
-    """The server lets two clients train a head alone."""
-    round_ = until(folder, "keys")
-    announcement = round_.server.announce()
+def a_head_of_two_clients(round_):
     schedule = round_.server.schedule
     trained = schedule.trained.copy()
     trained[2:, 0] = False
     packed = tuple(pack(row).hex() for row in trained)
-    announcement["schedule"] = schedule.model_copy(update={"packed": packed}).to_bytes()
-    with pytest.raises(ValueError, match="got a part that 2 clients train, expected 3"):
-        round_.clients[0].share_secrets(ROUND, announcement)
+    changed = schedule.model_copy(update={"packed": packed})
+    return round_.server.announce() | {"schedule": changed.to_bytes()}
 
 
-def test_a_client_refuses_a_list_with_other_keys_of_its_own(folder):
-    round_ = until(folder, "keys")
-    later = SecureClient({}, RUN, 0, NodeKeys(folder, 0))
+def other_keys_of_the_client(round_):
+    later = SecureClient({}, RUN, 0, round_.clients[0].keys)
     round_.announcements[0] = read_announcement(RUN, ROUND, 0, later.make_keys(ROUND))
-    server = SecureServer(round_.server.schedule, round_.announcements)
-    with pytest.raises(ValueError, match="other keys of this client"):
-        round_.clients[0].share_secrets(ROUND, server.announce())
+    return SecureServer(round_.server.schedule, round_.announcements).announce()
+
+
+@pytest.mark.parametrize(
+    ("announce", "message"),
+    [
+        (lambda round_: announced(round_, run=RUN + 1), f"expected {RUN}, {ROUND}"),
+        (lambda round_: announced(round_, round_=ROUND + 1), f"expected {RUN}, {ROUND}"),
+        (without_the_client, "without partition 0"),
+        (a_head_of_two_clients, "got a part that 2 clients train, expected 3"),
+        (other_keys_of_the_client, "other keys of this client"),
+    ],
+)
+def test_a_false_announcement_is_refused(folder, announce, message):
+    round_ = until(folder, "keys")
+    with pytest.raises(ValueError, match=message):
+        round_.clients[0].share_secrets(ROUND, announce(round_))
 
 
 def test_clients_of_different_schedules_cannot_open_each_others_shares(folder):
     """Partition 0 gets another bound than the others, so that it cannot open their shares."""
     round_ = until(folder, "keys")
+    client, share_secrets = round_.clients[0], round_.clients[0].share_secrets
     other = announced(round_, parts=(PARTS[0], PARTS[1].__class__("classifier", 1, 30, 0.2)))
-    for partition in range(N):
-        announcement = other if partition == 0 else round_.server.announce()
-        round_.server.take_shares_sent(
-            partition, round_.clients[partition].share_secrets(ROUND, announcement)
-        )
-    round_.server.close_sharing()
-    round_.clients[0].take_shares(ROUND, round_.server.to_mask(0))
-    assert [bool(text) for text in round_.clients[0].state["held"]] == [True] + 6 * [False]
+    client.share_secrets = lambda number, _: share_secrets(number, other)
+    round_.share()
+    client.take_shares(ROUND, round_.server.to_mask(0))
+    assert [bool(text) for text in client.state["held"]] == [True] + 6 * [False]
 
 
 def test_a_short_list_of_present_clients_is_refused(folder):
     round_ = until(folder, "shares")
-    request = round_.server.to_mask(0)
-    here = np.zeros(N, bool)
-    here[:3] = True
+    here = pack(np.arange(N) < 3)
     with pytest.raises(ValueError, match="got a list of 3 clients, expected 5 at least"):
-        round_.clients[0].take_shares(ROUND, request | {"here": pack(here)})
+        round_.clients[0].take_shares(ROUND, round_.server.to_mask(0) | {"here": here})
 
 
 # Faults of a client.
@@ -433,24 +402,14 @@ def test_a_false_share_invalidates_its_own_answer_alone(folder):
 
 def test_a_dealer_of_false_shares_is_named(folder):
     """The marks fit to shares of another secret, which is detected when the secret is needed."""
-    round_ = until(folder, "keys")
-    for partition in range(N):
-        client = round_.clients[partition]
-        if partition == 2:
-            true, client.state["pairs"] = client.state["pairs"], client.state["sealing"]
-            client._check_key_list = lambda *_: None
-        round_.server.take_shares_sent(
-            partition, client.share_secrets(ROUND, round_.server.announce())
-        )
-        if partition == 2:
-            client.state["pairs"] = true
-    round_.server.close_sharing()
-    round_.fails = {2: "masked"}
-    round_.mask()
-    round_.agree()
-    round_.unmask()
+    round_ = until(folder, "keys", fails={2: "masked"})
+    dealer = round_.clients[2]
+    true, dealer.state["pairs"] = dealer.state["pairs"], dealer.state["sealing"]
+    dealer._check_key_list = lambda *_: None
+    round_.share()
+    dealer.state["pairs"] = true
     with pytest.raises(ValueError, match="partition 2 has shared something else"):
-        round_.server.open()
+        round_.finish()
 
 
 @pytest.mark.parametrize("constant", [shamir.PRIME - 1, None])
@@ -463,75 +422,56 @@ def test_a_dealer_of_shares_of_no_valid_secret_is_named(folder, monkeypatch, con
         return [shamir.value_at([constant], x + 1).to_bytes(shamir.SHARE) for x in range(number)]
 
     round_ = until(folder, "keys")
-    for partition in range(N):
+    dealer, share_secrets = round_.clients[2], round_.clients[2].share_secrets
+
+    def share_none(*asked):
         with monkeypatch.context() as patch:
-            if partition == 2:
-                patch.setattr(shamir, "split", none)
-            shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
-        round_.server.take_shares_sent(partition, shares_sent)
-    round_.server.close_sharing()
-    round_.mask()
-    round_.agree()
-    round_.unmask()
+            patch.setattr(shamir, "split", none)
+            return share_secrets(*asked)
+
+    dealer.share_secrets = share_none
+    round_.share()
     with pytest.raises(DealerError, match="partition 2"):
-        round_.server.open()
+        round_.finish()
 
 
 def test_a_dealer_of_unreadable_shares_is_named(folder):
     round_ = until(folder, "keys")
-    for partition in range(N):
-        shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
-        if partition == 2:
-            shares_sent["sealed"] = bytes(len(shares_sent["sealed"]))
-        round_.server.take_shares_sent(partition, shares_sent)
-    round_.server.close_sharing()
-    round_.mask()
-    round_.agree()
-    round_.unmask()
+    round_.share(lambda p, sent: sent | ({"sealed": bytes(len(sent["sealed"]))} if p == 2 else {}))
     with pytest.raises(DealerError, match="partition 2") as caught:
-        round_.server.open()
+        round_.finish()
     assert caught.value.partition == 2
 
 
-def test_a_client_that_denies_its_share_is_named_beside_the_dealer(folder):
-    """With two clients gone, one denied share is one too few; dealer and denier are both named."""
+@pytest.mark.parametrize("answers", [5, 4])
+def test_a_denier_is_named_beside_the_dealer_if_its_share_would_have_been_enough(folder, answers):
+    """Two or three clients do not answer, and one of the others denies its share."""
     round_ = until(folder, "agree")
     signed = round_.server.close_list()
-    for partition in range(5):
+    for partition in range(answers):
         shares = round_.clients[partition].unmask(ROUND, signed)["shares"]
         if partition == 1:
             shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
         round_.server.take_shares(partition, {"shares": shares})
-    with pytest.raises(DealerError, match="cannot be recovered: got 4 shares, expected") as caught:
+    with pytest.raises(ValueError, match=f"got {answers - 1} shares, expected") as caught:
         round_.server.open()
+    if answers == 4:
+        assert not isinstance(caught.value, DealerError)
+        return
+    assert isinstance(caught.value, DealerError)
     assert (caught.value.partition, caught.value.deniers) == (0, (1,))
     assert round_.server.denied == {(dealer, 1) for dealer in (0, 2, 3, 4, 5, 6)}
-
-
-def test_unresponsive_clients_do_not_incriminate_a_dealer(folder):
-    """One client denies its share and two do not answer: its share would not have been enough."""
-    round_ = until(folder, "agree")
-    signed = round_.server.close_list()
-    for partition in range(4):
-        shares = round_.clients[partition].unmask(ROUND, signed)["shares"]
-        if partition == 1:
-            shares = shamir.NO_SHARE * (len(shares) // shamir.SHARE)
-        round_.server.take_shares(partition, {"shares": shares})
-    with pytest.raises(ValueError, match="got 3 shares, expected at least 5") as caught:
-        round_.server.open()
-    assert not isinstance(caught.value, DealerError)
 
 
 @pytest.mark.parametrize(("part", "length"), [("sealed", 20), ("marks", 16)])
 def test_an_unreadable_share_is_skipped_and_others_are_used(folder, part, length):
     """A client does not send a share whose mark is false, since the server would refuse it."""
+
+    def spoiled(partition, sent):  # partition 2 spoils its share for client 0
+        return sent | ({part: bytes(length) + sent[part][length:]} if partition == 2 else {})
+
     round_ = until(folder, "keys")
-    for partition in range(N):
-        shares_sent = round_.clients[partition].share_secrets(ROUND, round_.server.announce())
-        if partition == 2:  # spoils its share for client 0
-            shares_sent[part] = bytes(length) + shares_sent[part][length:]
-        round_.server.take_shares_sent(partition, shares_sent)
-    round_.server.close_sharing()
+    round_.share(spoiled)
     round_.mask()
     round_.agree()
     assert round_.clients[0].state["held"][2] == b""
@@ -540,9 +480,7 @@ def test_an_unreadable_share_is_skipped_and_others_are_used(folder, part, length
 
 
 def test_an_upload_with_wrong_masks_is_detected(folder):
-    round_ = until(folder, "shares")
-    round_.fails = {4: "masked"}
-    round_.mask()
+    round_ = until(folder, "masked", fails={4: "masked"})
     round_.fails = {}
     round_.server.take_masked(4, np.random.default_rng(1).bytes(len(round_.sent[4])))
     round_.agree()
@@ -584,17 +522,11 @@ def test_a_late_upload_stays_masked(folder):
     private = shamir.join(round_.server._shares[3, 0], round_.server.schedule.threshold)
     for other in range(N):
         if other != 3:
-            secret = masks_secret(private, round_.announcements[other].keys[1])
+            secret = shared_secret(private, round_.announcements[other].keys[1])
             key = pair_key(secret, round_.server.statement, 3, other)
             vector.mask(key, rows, add=other < 3)
     assert stats.kstest(vector.numbers / 2**24, "uniform").pvalue > 1e-3
     assert not any(dealer == 3 and index for dealer, index in round_.server._shares)
-
-
-def masks_secret(private, public):
-    from ravan_flwr.secure.agreement import shared_secret
-
-    return shared_secret(private, public)
 
 
 # Fixed-point numbers.
@@ -621,16 +553,13 @@ def test_values_beyond_the_bound_are_clipped_and_nan_becomes_zero():
 def test_a_sum_of_256_clients_does_not_overflow():
     total = np.array([256 * LEVELS], np.uint32)
     assert 256 * LEVELS < 2**24
-    from ravan_flwr.secure.fixed_point import mean_of
-
     assert mean_of(total, 256, 0.5).tolist() == [0.5]
     with pytest.raises(ValueError, match="a sum of 255 clients"):
         mean_of(total, 255, 0.5)
 
 
-def test_the_number_of_groups_is_minimal(folder):
+def test_the_number_of_groups_is_minimal():
     """If all clients train all rows, there is one group; a head of few clients is its own group."""
-    del folder
     everything = {p: np.ones(7, bool) for p in range(12)}
     assert set(make_schedule(RUN, ROUND, 3, PARTS, everything).group_of) == {0}
     few = {p: np.array([p < 5] + [True] * 6) for p in range(12)}
