@@ -50,6 +50,23 @@ def train_all(method, adapters, state, seeds):
 # FedIT
 
 
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=5))
+def test_fedits_error_is_the_covariance_of_the_clients_factors(seeds):
+    method, adapters = build("fedit", lora_scale=0.5)
+    state = some_state(method, adapters)
+    uploads = train_all(method, adapters, state, seeds)
+    new = aggregate(method, state, uploads)
+    pairs = [method.split(upload) for upload, _ in uploads]
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        Bs, As = ([pair[i][layer].double() for pair in pairs] for i in (0, 1))
+        B, A = torch.stack(Bs).mean(0), torch.stack(As).mean(0)
+        exact = torch.stack([0.5 * b @ a for b, a in zip(Bs, As, strict=True)]).mean(0)
+        missing = torch.stack([0.5 * (b - B) @ (a - A) for b, a in zip(Bs, As, strict=True)])
+        assert_close([exact - got], [missing.mean(0)])
+        if len(set(seeds)) > 1:
+            assert missing.mean(0).norm() > 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("examples", [[1, 1, 1], [3, 10, 200]])
 def test_fedit_equals_flowers_fedavg(examples):
     method, adapters = build("fedit")
