@@ -401,7 +401,7 @@ def weight(strategy, one):
 def test_a_nodes_claim_must_equal_its_partition_size(setting, own_data):
     """A single node with data of its own is limited by the others, instead."""
     nodes = Nodes()
-    nodes.registered[12] = registered_client(12, 2, own_data=own_data, examples=2**40)
+    nodes.registered[12] = registered_client(12, 2, own_data=own_data, examples=2**48)
     options = {"validation_share": 0.5, **setting}
     registry = strategy_with(nodes, lambda number: [10] * number, **options).registry
     registry.recruit(nodes, wait=True)
@@ -410,7 +410,7 @@ def test_a_nodes_claim_must_equal_its_partition_size(setting, own_data):
         assert examples == {0: 10, 1: 10, 2: 100, 3: 10}
     else:
         assert registry.clients.keys() == {11, 13, 14}
-        assert "examples is 1099511627776, expected 10" in registry.refused[12]
+        assert "examples is 281474976710656, expected 10" in registry.refused[12]
 
 
 def test_a_server_without_the_shared_data_logs_that_sizes_are_unchecked(caplog):
