@@ -108,7 +108,11 @@ def submitted(tmp_path, monkeypatch):
     (app / "pyproject.toml").touch()
     monkeypatch.chdir(app)
     configs = []
-    record = lambda _, app, config, federation: configs.append(config) or COMPLETED  # noqa: E731
+
+    def record(_, app, config, federation):
+        configs.append(config)
+        return COMPLETED
+
     monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
     monkeypatch.setattr(LocalSuperLink, "run", record)
 

@@ -156,7 +156,6 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"num-clients": 5}, "num-clients = 5: it is no key of the run config"),
         ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),
         ({"seed": 1.0}, "seed = 1.0: expected a whole number .*; got a decimal number"),
-        ({"seed": True}, "seed = True: expected .*; got a truth value"),
         ({"seed": -1}, "seed = -1: expected a whole number at least 0"),
         ({"seed": "auto"}, "seed = 'auto': expected a whole number"),
         ({"num-rounds": 0}, 'num-rounds = 0: expected .* at least 1 .*, or "auto"'),
@@ -169,6 +168,19 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"device": "cuda:x"}, "device = 'cuda:x': expected auto"),
         ({"report": 1}, "report = 1: expected true or false; got a whole number"),
         ({"evaluate-on": "clients", "validation-share": 0}, "needs examples .* validation-share"),
+        ({"partition": "dirichlet:0"}, "partition = 'dirichlet:0': alpha = 0: expected a num"),
+        ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
+        ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parts, expected iid"),
+        ({"partition": "dirichlt:1"}, "partition 'dirichlt' is unknown: did you mean 'dirichlet'"),
+        ({"server-optimizer": "adam:1:1"}, "beta = 1: expected a number .* at most 0.9999"),
+        ({"learning-rate-schedule": "constant:0.5"}, "warm-up = 0.5: expected a whole number"),
+        # Parts of a value, and limits.
+        ({"limits": "max-shar=1"}, "limits: 'max-shar' is unknown: did you mean 'max-share'"),
+        ({"limits": "max-share=2"}, "max-share = 2: expected a number above 0 and at most 1"),
+        ({"limits": "min-replies"}, "min-replies = '': expected a whole number"),
+        ({"limits": "min-replies=2,min-replies=3"}, "got min-replies twice, expected once"),
+        ({"init": "random:4"}, "init .*"),
+        ({"init": "normal:4"}, "init .*"),
     ],
 )
 def test_errors_name_the_key_the_value_and_what_is_allowed(settings, message):
@@ -262,8 +274,9 @@ def test_a_configuration_is_parsed_once_and_cached():
     selected = {"heads": 2, "learning-rate": 1}
     assert read_config(selected) is read_config(dict(selected))
     assert read_config({"heads": 2, "learning-rate": 0.5}) is not read_config(selected)
-    with pytest.raises(ValueError, match="seed = True: expected a whole number"):
-        read_config({"seed": 1}), read_config({"seed": True})
+    read_config({"seed": 1})
+    with pytest.raises(ValueError, match="seed = True: expected .*; got a truth value"):
+        read_config({"seed": True})
 
 
 def test_help_imports_no_validation_library():
@@ -295,22 +308,6 @@ def test_a_setting_with_several_parts_is_parsed(setting, read):
     assert read_config({key: read}).as_dict() == written
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"partition": "dirichlet:0"}, "partition = 'dirichlet:0': alpha = 0: expected a num"),
-        ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
-        ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parts, expected iid"),
-        ({"partition": "dirichlt:1"}, "partition 'dirichlt' is unknown: did you mean 'dirichlet'"),
-        ({"server-optimizer": "adam:1:1"}, "beta = 1: expected a number .* at most 0.9999"),
-        ({"learning-rate-schedule": "constant:0.5"}, "warm-up = 0.5: expected a whole number"),
-    ],
-)
-def test_a_wrong_part_is_named(setting, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(setting)
-
-
 def test_keys_of_several_parts_have_the_expected_fields():
     config = read_config({"preset": "code", "batching": "packed", "init": "data-aware:3"})
     assert (config.packing, config.calibration_steps) == (True, 3)
@@ -320,9 +317,6 @@ def test_keys_of_several_parts_have_the_expected_fields():
     assert (config.quantize, read_config({"backbone-dtype": "8bit"}).quantize) == ("4bit", "8bit")
     robust = [read_config({"weighting": how}).robust for how in ("examples", "trimmed-mean")]
     assert robust == ["none", "trimmed-mean"]
-    for wrong in ("random:4", "normal:4"):
-        with pytest.raises(ValueError, match=r"init .*"):
-            read_config({"init": wrong})
 
 
 def test_an_operators_limits_are_one_key():
@@ -330,14 +324,6 @@ def test_an_operators_limits_are_one_key():
     assert (config.max_share, config.max_examples, config.min_replies) == (0.5, 1000, 2)
     assert config.max_update_norm is None
     assert read_config({}).max_share == 1.0
-    for wrong, message in (
-        ("max-shar=1", "limits: 'max-shar' is unknown: did you mean 'max-share'"),
-        ("max-share=2", "max-share = 2: expected a number above 0 and at most 1"),
-        ("min-replies", "min-replies = '': expected a whole number"),
-        ("min-replies=2,min-replies=3", "got min-replies twice, expected once"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_config({"limits": wrong})
 
 
 def test_clients_that_evaluate_have_a_validation_split():

@@ -48,10 +48,8 @@ def test_a_duplicate_key_is_refused():
 @pytest.mark.parametrize(
     ("value", "choices", "meant"),
     [
-        ("hetLoRA", ("fedit", "hetlora", "flexlora"), "hetlora"),
         ("RAVAN", ("ravan", "full"), "ravan"),
         ("num_rounds", ("num-rounds", "seed"), "num-rounds"),
-        ("num-client", ("max-length", "num-clients"), "num-clients"),
         ("cra", ("Crab", "Ray"), "Crab"),
         ("zzz", ("ravan", "full"), None),
         ("digit", ("glue-llama", "digits-vit"), "digits-vit"),

@@ -30,9 +30,12 @@ def fractions_of(labels, parts):
 
 
 @given(
-    clients=st.integers(1, 40), classes=st.integers(1, 12), alpha=st.floats(1e-3, 1e3),
-    seed=st.integers(0, 2**31), more=st.integers(0, 300),
-)  # fmt: skip
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.floats(1e-3, 1e3),
+    st.integers(0, 2**31),
+    st.integers(0, 300),
+)
 def test_each_example_belongs_to_one_client_and_sizes_are_equal(
     clients, classes, alpha, seed, more
 ):
@@ -100,10 +103,13 @@ def test_iid_partitions_equal_flwr_datasets(number, clients):
 @pytest.mark.parametrize(
     ("number", "clients", "alpha", "classes"),
     [
-        (1438, 20, 0.3, 10), (500, 100, 1.0, 7), (300, 7, 0.05, 20), (200, 1, 0.3, 3),
+        (1438, 20, 0.3, 10),
+        (500, 100, 1.0, 7),
+        (300, 7, 0.05, 20),
+        (200, 1, 0.3, 3),
         (60, 40, 0.3, 4),
     ],
-)  # fmt: skip
+)
 def test_dirichlet_partitions_equal_flwr_datasets(number, clients, alpha, classes, texts):
     """To the bit, for any number of draws; neither can partition the last case."""
     labels = np.random.default_rng(number).integers(0, classes, number)

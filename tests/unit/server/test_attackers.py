@@ -30,16 +30,7 @@ from ravan_flwr.server.superlink import (
     install_object_check,
 )
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
-from tests.attackers import (
-    ATTACKERS,
-    Attacked,
-    Attacker,
-    Doubled,
-    Uploads,
-    mutated,
-    objects_of,
-    with_body,
-)
+from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
 
 __all__ = ["fake_clock"]
@@ -70,11 +61,6 @@ def test_a_hostile_reply_is_rejected_and_no_other_is_affected(behaviour, caplog)
             assert len(one["reason"]) <= 500
         json.dumps(record, allow_nan=False)
     assert all("\x1b" not in line and "\n" not in line for line in caplog.messages)
-
-
-def test_a_duplicate_reply_counts_once():
-    notes, _, _ = train_all(Attacked(Doubled()), rounds=1)
-    assert [c["partition-id"] for c in notes.records[0]["clients"]] == [0, 1, 2, 3]
 
 
 class BadAnswer(Attacker):

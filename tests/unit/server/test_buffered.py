@@ -87,10 +87,8 @@ class Timed(TimedGrid, Nodes):
             self.clock.send(message_id, partition, 0, 1.0, 0)
 
 
-ASYNC: dict[str, Any] = {
-    "aggregation": "async", "buffer_size": 1, "concurrency": 3, "clients_per_round": 3,
-    "evaluate_fn": lambda *_: None,
-}  # fmt: skip
+ASYNC: dict[str, Any] = {"aggregation": "async", "buffer_size": 1, "concurrency": 3}
+ASYNC |= {"clients_per_round": 3, "evaluate_fn": lambda *_: None}
 
 
 def rejections(notes):

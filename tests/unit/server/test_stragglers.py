@@ -20,7 +20,7 @@ from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import round_log
-from ravan_flwr.server.client_registry import MOST_LATE, Node
+from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
@@ -134,16 +134,6 @@ def test_a_client_is_skipped_for_the_kind_of_message_it_ignores(kind, sampled):
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked_rounds)]
     assert len(asked_rounds) >= 3
     assert all(gap >= 2**k for k, gap in enumerate(gaps))
-
-
-def test_few_late_replies_of_an_unresponsive_node_are_expected():
-    """It is unused in every round, and therefore never skipped."""
-    settings = {"clients_per_round": 2, "over_sample": 2.0, "straggler_grace": 0.2}
-    _, strategy, _ = train_all(Remote(1), rounds=12, **settings)
-    clients = strategy.registry.clients
-    late = {c.partition_id: len(strategy.registry.nodes[n].late) for n, c in clients.items()}
-    assert late[1] == MOST_LATE
-    assert max(late.values()) == MOST_LATE  # of the others the third reply is late, or fetched
 
 
 def test_skipped_clients_are_asked_where_too_few_others_remain():
@@ -264,21 +254,6 @@ def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog
     _, new, _ = train_all(anew, owners=owners)
     assert not new.registry.refused
     assert "no node has its earlier key" in caplog.text
-
-
-def test_a_node_that_takes_a_free_partition_releases_the_old_one():
-    nodes = Reconnecting()
-    del nodes.registered[14]  # partition 0
-
-    def evaluate(number, _):
-        if number == 1:
-            nodes.registered[11], nodes.since = registered_client(11, 0), {11: "again"}
-        if number == 2:
-            nodes.registered[15] = registered_client(15, 3)
-
-    notes, strategy, _ = train_all(nodes, rounds=4, evaluate_fn=evaluate)
-    assert [c["partition-id"] for c in notes.records[-1]["clients"]] == [0, 1, 2, 3]
-    assert not strategy.registry.refused
 
 
 def test_link_bytes_are_estimated_for_deployments_alone(monkeypatch):
@@ -440,8 +415,11 @@ def test_a_claim_of_own_examples_is_limited_by_the_others_or_the_operator():
     assert {weight(capped, m) for m in capped.registry.clients.values()} == {7.0}
 
 
-def test_absurd_claims_are_refused():
+def test_missing_and_absurd_claims_are_refused():
     answer = registered_client().as_config()
+    for key in answer:
+        with pytest.raises(ValueError, match=f"{key} is None, expected"):
+            read_registered_client(1, {k: v for k, v in answer.items() if k != key})
     for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
         with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
             read_registered_client(1, answer | {key: value})

@@ -14,7 +14,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import MeansByNorm
 from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
-from ravan_flwr.server.update_norm_check import REACH, Change, UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import Change, UpdateNormCheck, changes_of
 from tests.methods import build, some_state, train_client
 
 
@@ -72,16 +72,6 @@ def test_the_limit_permits_rounding_of_the_wire_and_little_more(wire, seed, scal
     assert (most == 0) == (wire == "float32")
 
 
-def test_the_limit_is_the_largest_step_of_the_optimiser():
-    limit = UpdateNormCheck(None, step=0.1)
-    most = REACH * 0.1 * 1.1
-    for value in (0.0, 0.99 * most):
-        limit.check(size(value))
-    error = f"changes H by .*expected at most {most:.4g}, which is what 0.1 = learning-rate x local"
-    with pytest.raises(ValueError, match=error):
-        limit.check(size(1.01 * most))
-
-
 def test_after_small_updates_a_client_may_move_as_far_as_adam_can():
     """An honest update, however small recent ones were: a limit by recent norms would refuse it."""
     method, adapters = build("full")
@@ -94,9 +84,9 @@ def test_after_small_updates_a_client_may_move_as_far_as_adam_can():
 
 def test_under_local_epochs_each_client_has_its_own_limit():
     limit = UpdateNormCheck(None)
-    limit.check(size(0.9 * REACH * 0.3 * 1.3), 0.3)
+    limit.check(size(0.9 * 1.5 * 0.3 * 1.3), 0.3)
     with pytest.raises(ValueError, match="0.1 = learning-rate x local-steps of its examples allow"):
-        limit.check(size(0.9 * REACH * 0.3 * 1.3), 0.1)
+        limit.check(size(0.9 * 1.5 * 0.3 * 1.3), 0.1)
     old = {"B": torch.ones(100)}
     limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=1.0)
     with pytest.raises(ValueError, match="the norm of B would grow by 40"):
@@ -109,6 +99,11 @@ def test_the_limits_are_those_of_the_documents_to_the_number():
     assert limit.most(Change(0.0, 0.0, 1)) == pytest.approx(0.165)
     assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1)) == 0
     assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1), 0.1) == pytest.approx(0.165)
+    for value in (0.0, 0.99 * 0.165):
+        limit.check(size(value))
+    error = "changes H by .*expected at most 0.165, which is what 0.1 = learning-rate x local"
+    with pytest.raises(ValueError, match=error):
+        limit.check(size(1.01 * 0.165))
     for numbers, most in ((100, 11.0), (1, 1.1)):
         limit.check_growth("B", torch.zeros(numbers), 0.999 * most)
         with pytest.raises(ValueError, match=f"grow by .*, expected at most {most:.4g}"):
