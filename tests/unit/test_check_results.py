@@ -63,10 +63,8 @@ def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, cap
             ends[first.split()[-2], seed] = run["final"]["accuracy"]
     seeds = [seed for method, seed in ends if method == "method=fedit"]
     differences = [ends["method=fedit", seed] - ends["method=ffa-lora", seed] for seed in seeds]
-    middle, reach = (
-        np.mean(differences),
-        stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1),
-    )
+    middle = np.mean(differences)
+    reach = stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1)
     sentence = f"FedIT is {abs(100 * middle):.1f} ± {100 * reach:.1f} away, and 74.4 ± 5.4"
     assert len(seeds) == 5
     assert "74.4 ± 5.4" in text

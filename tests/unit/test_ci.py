@@ -142,9 +142,8 @@ def test_make_says_what_it_installs_and_pip_shows_its_progress_in_a_terminal(ter
         with contextlib.suppress(OSError):  # of a terminal at its end
             lines += file
     out = "".join(lines)
-    assert "Step 1 of 2: making the Python environment .venv" in out
-    assert "Step 2 of 2: pip installs" in out
-    assert "PyTorch" in out.partition("Step 2")[2]
+    assert "Step 1 of 2: " in out
+    assert "PyTorch" in out.partition("Step 2 of 2: pip installs")[2]
     (pip,) = (line for line in out.splitlines() if line.startswith("pip: "))
     assert ("--quiet" in pip) == (not terminal)
     assert "-c constraints.txt -e .[dev,docs]" in pip

@@ -22,12 +22,6 @@ def test_the_package_uses_no_other_private_part():
         assert used <= PUBLIC, f"{path}: {used - PUBLIC} belongs into flower_private.py"
 
 
-def test_task_identity_has_the_ids_of_a_process():
-    """client/on_device.py, launch/worker_process.py: the process that works for a message."""
-    private.TaskIdentity.task_id = 8
-    assert private.TaskIdentity.task_id == 8
-
-
 def test_an_unset_task_identity_raises():
     """client/on_device.py concludes from it that no SuperNode started the process."""
     code = (
@@ -38,34 +32,18 @@ def test_an_unset_task_identity_raises():
     assert done.stdout == "none\n", done.stderr
 
 
-def test_the_types_of_tasks():
-    """server/reply_fetcher.py, launch/in_process_grid.py: whether this is a simulation."""
+def test_the_small_parts_exist(monkeypatch, tmp_path):
+    """Whether a run is a simulation, a run and the nodes of a grid, and the caught exceptions."""
     assert len({private.TaskType.SIMULATION, private.TaskType.SERVER_APP}) == 2
-
-
-def test_a_run_can_be_constructed():
-    """launch/in_process_grid.py makes one for its grid."""
     run = private.Run.create_empty(3)
     assert run.run_id == 3
     assert hasattr(run, "primary_task_type")
-
-
-def test_a_node_is_listed_by_its_id():
-    """launch/in_process_grid.py lists the clients of its grid."""
-    assert private.NodeInfo(node_id=7).node_id == 7
-    assert private.NodeInfo(node_id=7).last_activated_at == ""
-
-
-def test_the_caught_exceptions_exist():
-    """server_app.py, server/superlink.py."""
+    node = private.NodeInfo(node_id=7)
+    assert (node.node_id, node.last_activated_at) == (7, "")
     assert issubclass(private.RunNotRunningException, BaseException)
     assert issubclass(private.ObjectPushError, Exception)
     assert private.ObjectPushError.__init__.__code__.co_argcount >= 1
-
-
-def test_flowers_home_can_be_set(monkeypatch, tmp_path):
-    """client/on_device.py keeps a device's privacy account there."""
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))  # where a device's privacy account is kept
     assert private.flower_home() == tmp_path
 
 
@@ -116,6 +94,8 @@ def test_a_node_config_is_parsed_as_by_the_supernode():
 
 def test_a_message_is_made_outside_of_a_run():
     """Everywhere: `Message` requires the run's ids to be set."""
+    private.TaskIdentity.task_id = 8
+    assert private.TaskIdentity.task_id == 8
     private.TaskIdentity.run_id = private.TaskIdentity.node_id = private.TaskIdentity.task_id = 1
     message = Message(RecordDict(), 5, "train")
     assert message.metadata.dst_node_id == 5

@@ -44,6 +44,7 @@ EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 showpage
 %%EOF
 """
+AS_IMAGE = {"bytes": EPS, "path": None}
 IMAGES = DataSpec(
     "hub", "", columns=(("image", "image"), ("label", "label")), labels=("a", "b"), partition_by=""
 )
@@ -71,12 +72,9 @@ def folders(root, content):
     return root
 
 
-def vision():
-    return Vision(IMAGES, 0, lambda: None, lambda: {"image_size": 8, "num_channels": 1})
-
-
 def encode(examples):
-    vision().encode(examples)
+    shape = {"image_size": 8, "num_channels": 1}
+    Vision(IMAGES, 0, lambda: None, lambda: shape).encode(examples)
 
 
 def on_a_device(root):
@@ -96,35 +94,26 @@ def to_predict(root):
     image_of(row.values["image"], root)
 
 
-def as_bytes(root, column):
+def as_bytes(root, features, row):
     """Write a table whose own metadata declares a column of images."""
-    other = {"image": "label", "label": "image"}[column]
-    features = {column: datasets.Image(), other: datasets.Value("string")}
-    if column == "label":
-        features[other] = datasets.Value("int64")
-    rows = {column: [{"bytes": EPS, "path": None}] * 4, other: ["a", "b"] * 2}
-    if column == "label":
-        rows[other] = [1] * 4
     root.mkdir()
-    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    table = datasets.Dataset.from_list([row] * 4, features=datasets.Features(features))
     table.to_parquet(root / "train.parquet")
-    return root
+    return str(root)
 
 
 def as_bytes_of_a_hub(root):
-    name = str(as_bytes(root, "image"))
+    features = {"image": datasets.Image(), "label": datasets.Value("string")}
+    name = as_bytes(root, features, {"image": AS_IMAGE, "label": "a"})
     encode(load_splits(DataSpec(**vars(IMAGES) | {"name": name, "test_share": 0.5}))["train"])
 
 
 def as_a_label(root):
-    examples = device_examples(str(as_bytes(root, "label")), IMAGES)
-    encode(examples)
+    features = {"label": datasets.Image(), "image": datasets.Value("int64")}
+    encode(device_examples(as_bytes(root, features, {"label": AS_IMAGE, "image": 1}), IMAGES))
 
 
-EVERYWHERE = [
-    on_a_device, for_a_run, to_evaluate, to_predict, as_bytes_of_a_hub,
-    as_a_label,
-]  # fmt: skip
+EVERYWHERE = [on_a_device, for_a_run, to_evaluate, to_predict, as_bytes_of_a_hub, as_a_label]
 
 
 @pytest.mark.parametrize("use", EVERYWHERE)
@@ -150,10 +139,8 @@ def png(width, height):
     packer = zlib.compressobj(9)
     rows = b"".join(packer.compress(bytes(width // 8 + 2)) for _ in range(height))
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)  # a bit a pixel
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        chunk(kind, data)
-        for kind, data in ((b"IHDR", header), (b"IDAT", rows + packer.flush()), (b"IEND", b""))
-    )
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", rows + packer.flush()) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -189,9 +176,10 @@ def test_a_large_yaml_file_is_refused(tmp_path):
 
 def test_yaml_with_a_few_aliases_is_read(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("a: &a {x: 1:30, y: &y [1.5, z]}\nb: {<<: *a, v: *y}\nc: [*a, *a]")
+    path.write_text("a: &a {x: 1:30, y: &y [1.5, z]}\nb: {<<: *a, v: *y, x: 2}\nc: [*a, *a]")
     mapping = {"x": 90, "y": [1.5, "z"]}
-    assert read_yaml(path) == {"a": mapping, "b": mapping | {"v": [1.5, "z"]}, "c": [mapping] * 2}
+    merged = mapping | {"v": [1.5, "z"], "x": 2}
+    assert read_yaml(path) == {"a": mapping, "b": merged, "c": [mapping] * 2}
 
 
 UNPACKED = 17  # MiB, in these tests one more than a small file may unpack to
@@ -208,18 +196,17 @@ def zipped(path):
         archive.writestr("train.csv", bytes(UNPACKED * 2**20), compresslevel=1)
 
 
-def one_text(path):
+def one_text(path, in_lists=False):
     """Write a hundred thousand rows with the same text of 100 kB, stored once: 10 GB."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 100_000])
-    table = pa.table({"text": texts, "label": ["a"] * 100_000})
+    if in_lists:
+        texts = pa.ListArray.from_arrays(np.arange(0, 100_001, 10, dtype=np.int32), texts)
+    table = pa.table({"text": texts, "label": ["a"] * len(texts)})
     pyarrow.parquet.write_table(table, path, compression="zstd")
 
 
 def one_text_in_a_list(path):
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 100_000])
-    lists = pa.ListArray.from_arrays(np.arange(0, 100_001, 10, dtype=np.int32), texts)
-    table = pa.table({"text": lists, "label": ["a"] * 10_000})
-    pyarrow.parquet.write_table(table, path, compression="zstd")
+    one_text(path, in_lists=True)
 
 
 def one_number(path):
@@ -245,8 +232,7 @@ def test_a_file_that_expands_too_much_is_not_unpacked(kind, make, tmp_path, monk
     make(path)
     size = path.stat().st_size
     assert size < 2**17
-    spec = DataSpec(**vars(TEXTS) | {"name": str(folder)})
-    of_file = DataSpec(**vars(TEXTS) | {"name": str(path)})
+    spec, of_file = (DataSpec(**vars(TEXTS) | {"name": str(place)}) for place in (folder, path))
     message = rf"train.{kind}: its {size:,} bytes unpack to [\d,]+ or more, expected"
     if make is zipped:
         message = "train.csv is packed by zip, expected a plain or gzipped file; unpack it"
@@ -274,14 +260,12 @@ def test_a_file_may_unpack_to_256_mib_or_a_hundred_times_its_size(packed, most, 
 
 def test_a_file_that_unpacks_to_a_few_times_its_size_is_read(tmp_path):
     rows = {"text": [f"text {number}" for number in range(500)] * 4, "label": ["a", "b"] * 1000}
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    lines = "".join(f"{t},{n}\n" for t, n in zip(*rows.values(), strict=True))
-    (tmp_path / "a" / "train.csv").write_bytes(gzip.compress(f"text,label\n{lines}".encode()))
-    pyarrow.parquet.write_table(pa.table(rows), tmp_path / "b" / "train.parquet")
-    for folder in ("a", "b"):
-        assert device_examples(str(tmp_path / folder), TEXTS)["text"][:] == rows["text"]
-    check_unpacked(tmp_path, 1, 2**28)
+    table = datasets.Dataset.from_dict(rows)
+    table.to_csv(tmp_path / "train.csv")
+    (tmp_path / "train.csv").write_bytes(gzip.compress((tmp_path / "train.csv").read_bytes()))
+    table.to_parquet(tmp_path / "train.parquet")
+    for name in ("train.csv", "train.parquet"):
+        assert device_examples(str(tmp_path / name), TEXTS)["text"][:] == rows["text"]
     check_unpacked(tmp_path, LARGE // 50, LARGE)
     with pytest.raises(ValueError, match="expected 68,719,476,736 at most"):
         check_unpacked(tmp_path, LARGE // 50, LARGE + 1)

@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import draw_layers, list_tests
-from scripts.draw_layers import (
-    PACKAGE,
-    PAGE,
-    arrows,
-    imported,
-    layers,
-    page_with,
-    picture,
-    subpackages,
-)
+from scripts.draw_layers import PACKAGE, PAGE, arrows, imported, layers, subpackages
 
 # The mathematics and its imports are usable without Flower.
 WITHOUT_FLOWER = [
@@ -42,11 +33,9 @@ def modules_within(path, visited):
 
 def test_imports_point_down():
     order = {subpackage: number for number, layer in enumerate(layers()) for subpackage in layer}
-    below = arrows()
-    assert all(
-        order[other] < order[subpackage] for subpackage in below for other in below[subpackage]
-    )
-    assert sum(len(others) for others in below.values()) > 50
+    pairs = [(above, other) for above, others in arrows().items() for other in others]
+    assert all(order[other] < order[above] for above, other in pairs)
+    assert len(pairs) > 50
 
 
 def test_a_circular_import_is_found(monkeypatch):
@@ -56,8 +45,8 @@ def test_a_circular_import_is_found(monkeypatch):
 
 
 def test_the_page_has_the_current_picture():
-    page = PAGE.read_text()
-    assert page == page_with(picture()), "run python scripts/draw_layers.py --write"
+    current = draw_layers.page_with(draw_layers.picture())
+    assert PAGE.read_text() == current, "run python scripts/draw_layers.py --write"
 
 
 def test_the_page_has_a_line_for_each_subpackage():
@@ -80,16 +69,11 @@ def test_the_mathematics_imports_no_flower(subpackage):
     for path in subpackages()[subpackage]:
         modules_within(path, needed)
     assert len(needed) >= len(subpackages()[subpackage])
-    with_flower = [
-        path for path in needed if any(n.split(".")[0] == "flwr" for n in imported(path))
-    ]
-    assert not with_flower
+    assert not [path for path in needed if {"flwr"} & {n.split(".")[0] for n in imported(path)}]
 
 
 def test_the_page_of_tests_names_tests_of_every_module():
-    page = list_tests.page()
-    assert list_tests.PAGE.read_text(encoding="utf-8") == page, (
-        "run python -m scripts.list_tests --write"
-    )
+    page = list_tests.PAGE.read_text(encoding="utf-8")
+    assert page == list_tests.page(), "run python -m scripts.list_tests --write"
     assert all(f"| `{module}` | " in page for module in list_tests.modules())
     assert "| through  |" not in page

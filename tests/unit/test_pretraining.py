@@ -30,6 +30,13 @@ def pretrain(monkeypatch, folder, *options):
     pretrain_fashion_vit.main()
 
 
+def same(one, other):
+    """Return whether the backbones of two folders have the same bits."""
+    networks = [backbone(folder).network.vit for folder in (one, other)]
+    pairs = zip(*(network.parameters() for network in networks), strict=True)
+    return all(torch.equal(mine, its) for mine, its in pairs)
+
+
 def backbone(folder):
     config = read_config({"preset": "fashion-vit", "model": str(folder)})
     return build_network(config.model, make_task(config), seed=0)
@@ -41,9 +48,8 @@ def test_similar_signs_are_one_class_and_other_fonts_are_held_out():
     assert letters == 2
     assert {label for label, _ in training} == set(range(2 + 4))
     assert {label for label, _ in held_out} == {0, 1}
-    images, patterns = Drawing(torch.Generator().manual_seed(0)).images(
-        pretraining.stacked(training)[0]
-    )
+    drawing = Drawing(torch.Generator().manual_seed(0))
+    images, patterns = drawing.images(pretraining.stacked(training)[0])
     assert images.shape == (len(training), 1, 28, 28)
     assert 0 <= images.min() < images.max() <= 1
     assert 0 <= patterns.min() <= patterns.max() < PATTERNS
@@ -61,10 +67,7 @@ def test_the_preset_reads_the_folder(monkeypatch, tmp_path):
     assert saved.size == planned.size  # the preset's shape equals that of the script
     # The images are a function of the seed.
     pretrain(monkeypatch, tmp_path / "again", "--steps", 2)
-    for mine, other in zip(
-        saved.network.parameters(), backbone(tmp_path / "again").network.parameters(), strict=True
-    ):
-        assert torch.equal(mine, other)
+    assert same(folder, tmp_path / "again")
     with pytest.raises(SystemExit, match="is there already; .*--output"):
         pretrain(monkeypatch, folder, "--steps", 2)
 
@@ -86,12 +89,7 @@ def test_an_interrupted_training_resumes_to_the_same_bits(monkeypatch, tmp_path)
             pretrain(monkeypatch, tmp_path / "parts", "--steps", 4)
     assert (tmp_path / "parts" / "training.pt").is_file()
     pretrain(monkeypatch, tmp_path / "parts", "--steps", 4)
-    for uninterrupted, part in zip(
-        backbone(tmp_path / "whole").network.vit.parameters(),
-        backbone(tmp_path / "parts").network.vit.parameters(),
-        strict=True,
-    ):
-        assert torch.equal(uninterrupted, part)
+    assert same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_checkpoint_with_other_options_is_not_resumed(monkeypatch, tmp_path):
@@ -113,15 +111,13 @@ def home(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_without_the_folder_the_error_names_the_page(has_folder):
+def test_without_the_folder_the_error_names_the_page():
     config = read_config({"preset": "fashion-vit"})
     assert config.model.name == str(pretrained_folder("fashion-vit"))
-    message = "found no such folder.*as docs/models.md says"
-    if has_folder:  # an interrupted training
-        pretrained_folder("fashion-vit").mkdir(parents=True)
-        message = "has no config.json.*as docs/models.md says"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="found no such folder.*as docs/models.md says"):
+        model_folder(config.model)
+    pretrained_folder("fashion-vit").mkdir(parents=True)  # by an interrupted training
+    with pytest.raises(ValueError, match="has no config.json.*as docs/models.md says"):
         model_folder(config.model)
 
 

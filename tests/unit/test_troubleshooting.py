@@ -32,10 +32,7 @@ def folder(tmp_path_factory):
         patch.chdir(path)
         make_bert(path / "model")
         tables: dict[str, list[tuple[str, ...]]] = {
-            "texts/train.csv": [
-                ("text", "label"),
-                *((f"text {n}", "ab"[n % 2]) for n in range(60)),
-            ],
+            "texts/train.csv": [("text", "label"), *((f"text {n}", "ab"[n % 2]) for n in TEXTS)],
             "other.csv": [("text", "label"), ("hello", "c")],
             "new.csv": [("body",), ("hello",)],
         }
@@ -73,22 +70,6 @@ def test_a_mistake_prints_the_error_on_the_page(command, printed, folder, monkey
     assert re.search(pattern, output), output
 
 
-def other_code():
-    check_same_app(registered_client(), "other", "b", DERIVED)
-
-
-def other_model():
-    check_same_app(registered_client(), code_fingerprint(), "other", DERIVED)
-
-
-def other_bases():
-    check_same_app(registered_client(), code_fingerprint(), "b", [3.0, 4.0])
-
-
-def other_label():
-    label_numbers(datasets.Dataset.from_dict({"label": ["c"]}), ("a", "b"), "train")
-
-
 def test_the_page_has_flowers_error_of_a_wrong_key():
     """Flower prints these words without the key; its log has the second."""
     (paragraph,) = (line for line in PAGE.splitlines() if "Invalid run configuration" in line)
@@ -100,13 +81,20 @@ def test_the_page_has_flowers_error_of_a_wrong_key():
 
 
 VERSION = ("install the server's version on the device", "end it and run again")
-MODEL = ("copy the server's model", "constraints.txt")
 LABELS = ("add them to the labels of the preset", "rename them", "take the examples out")
+MODEL = ("copy the server's model", "constraints.txt")
+UNKNOWN = datasets.Dataset.from_dict({"label": ["c"]})
+
+
+def refused_for(code=None, backbone="b", derived=DERIVED):
+    check_same_app(registered_client(), code or code_fingerprint(), backbone, derived)
+
+
 REFUSED = [
-    (other_code, "its ravan_flwr has fingerprint", VERSION),
-    (other_model, "its backbone has fingerprint", MODEL),
-    (other_bases, "bases have", ("constraints.txt",)),
-    (other_label, "got unknown labels", LABELS),
+    (lambda: refused_for(code="other"), "its ravan_flwr has fingerprint", VERSION),
+    (lambda: refused_for(backbone="other"), "its backbone has fingerprint", MODEL),
+    (lambda: refused_for(derived=[3.0, 4.0]), "bases have", MODEL[1:]),
+    (lambda: label_numbers(UNKNOWN, ("a", "b"), "train"), "got unknown labels", LABELS),
 ]
 
 

@@ -29,12 +29,9 @@ LINES = [
 
 
 def test_a_definition_is_read_without_brackets_examples_and_its_own_words():
+    living = "a living thing that has the ability to act or function independently"
     assert [*make_wordnet_data.definitions(LINES)] == [
-        (
-            "organism",
-            "a living thing that has the ability to act or function independently",
-            "Tops",
-        ),
+        ("organism", living, "Tops"),
         ("whole", "an assemblage of parts that is regarded as a single entity", "Tops"),
         ("browser", "a program used to view HTML documents", "communication"),
         ("dog", "a member of the genus", "animal"),
@@ -113,9 +110,8 @@ def save_word_pieces(folder, processor):
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processor
     special = {f"{name}_token": f"<{name}>" for name in ("pad", "unk")} | {"eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", **special).save_pretrained(
-        folder
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", **special)
+    fast.save_pretrained(folder)
 
 
 ENDS = {"special_tokens": [("<s>", 1), ("</s>", 2)]}

@@ -37,9 +37,8 @@ def test_an_incomplete_line_invalidates_no_other(on_a_device):
     write_entry(RecordDict(), {"number": 2})
     assert entries(RecordDict()) == [{"number": 2}]
     path.write_bytes(b"[3]\n\xff\n")
-    assert entries(RecordDict({ACCOUNT: ConfigRecord({"run": "1", "number": 4})})) == [
-        {"number": 4}
-    ]
+    state = RecordDict({ACCOUNT: ConfigRecord({"run": "1", "number": 4})})
+    assert entries(state) == [{"number": 4}]
 
 
 def test_in_a_simulation_the_account_is_in_the_state_alone():

@@ -39,22 +39,15 @@ def found(state, mark="m"):
         return ExampleAccount.of(book)
 
 
-def test_each_round_counts_its_steps():
+def test_each_round_counts_its_steps_by_the_rate_of_its_examples():
     state = RecordDict()
     for number in (1, 2, 3):
         noise, missing = take(state, earlier=number - 1)
         assert (noise.multiplier, noise.norm, missing) == (2.0, 1.0, False)
-        account = found(state)
-        assert account == ExampleAccount(number, (EACH._replace(number=5 * number),))
-
-
-def test_other_numbers_of_examples_are_another_kind_of_release():
-    state = RecordDict()
-    take(state)
-    take(state, earlier=1, rate=0.5)
-    take(state, earlier=2)
-    kinds = found(state).releases
-    assert kinds == (EACH._replace(number=10), Releases(2.0, 0.5, 5))
+        assert found(state) == ExampleAccount(number, (EACH._replace(number=5 * number),))
+    take(state, earlier=3, rate=0.5)
+    take(state, earlier=4)
+    assert found(state).releases == (EACH._replace(number=20), Releases(2.0, 0.5, 5))
 
 
 def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
@@ -69,9 +62,7 @@ def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
     limit, state = (two + three) / 2, RecordDict()
     take(state, epsilon=limit)
     take(state, epsilon=limit, earlier=1)
-    with pytest.raises(
-        OutOfBudgetError, match=f"have spent {two:.4g}, and one more .* to {three:.4g}"
-    ):
+    with pytest.raises(OutOfBudgetError, match=f"spent {two:.4g}, and one more .* to {three:.4g}"):
         take(state, epsilon=limit, earlier=2)
     assert found(state).rounds == 2
 
@@ -128,10 +119,8 @@ def test_messages_with_invalid_privacy_fields_are_refused(message, error_text):
 
 
 def test_the_server_cannot_override_a_configured_noise_multiplier():
-    noise, _ = count_round(
-        RecordDict(), "m", read_config(PRIVATE), 0.4,
-        {"noise-multiplier": 0.2, "earlier-rounds": 0}, 0,
-    )  # fmt: skip
+    message = {"noise-multiplier": 0.2, "earlier-rounds": 0}
+    noise, _ = count_round(RecordDict(), "m", read_config(PRIVATE), 0.4, message, 0)
     assert noise.multiplier == 2.0
 
 
@@ -174,9 +163,8 @@ def send_request():
         settings = {
             "round": 1, "budget-fraction": 1.0, "noise-multiplier": 2.0, "earlier-rounds": earlier
         }  # fmt: skip
-        content = RecordDict(
-            {"arrays": to_record(loaded.model.initial_state()), "config": ConfigRecord(settings)}
-        )
+        arrays = to_record(loaded.model.initial_state())
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord(settings)})
         return answers.answer("train", content, context)
 
     return ask, context, loaded

@@ -9,27 +9,20 @@ from ravan_flwr.specs import Scalar
 PLACE: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 4}
 MASKED: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 50}
 PRIVATE: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0}
-CASES: dict[str, tuple[dict[str, Scalar], dict[str, Scalar], str]] = {
-    "no masks": ({"require-secure-aggregation": True}, PRIVATE, "with secure-aggregation = false"),
-    "no privacy": ({"max-epsilon": 8}, MASKED, "max-epsilon = 8: got a run with privacy = 'none'"),
-    "more": ({"max-epsilon": 4}, PRIVATE, "epsilon = 8.0, expected epsilon = 4 at most"),
-    "no limit": (
-        {"max-epsilon": 4},
-        {"privacy": "client", "noise-multiplier": 1.0},
-        "epsilon = auto, expected epsilon = 4 at most",
-    ),
-    "a study's noise": (
-        {"max-epsilon": 8},
-        PRIVATE | {"noise-cohort": 1_000_000},
-        "a run with noise-cohort = 1000000, whose epsilon is that of a larger federation",
-    ),
-    "delta": ({"max-epsilon": 8}, PRIVATE | {"delta": 1e-3}, "delta = 0.001, expected 1e-05"),
-}
+NOISE: dict[str, Scalar] = {"privacy": "client", "noise-multiplier": 1.0}
+CASES: list[tuple[dict[str, Scalar], dict[str, Scalar], str]] = [
+    ({"require-secure-aggregation": True}, PRIVATE, "with secure-aggregation = false"),
+    ({"max-epsilon": 8}, MASKED, "max-epsilon = 8: got a run with privacy = 'none'"),
+    ({"max-epsilon": 4}, PRIVATE, "epsilon = 8.0, expected epsilon = 4 at most"),
+    ({"max-epsilon": 4}, NOISE, "epsilon = auto, expected epsilon = 4 at most"),
+    # The epsilon of a study is that of a larger federation.
+    ({"max-epsilon": 8}, PRIVATE | {"noise-cohort": 10**6}, "a run with noise-cohort = 1000000"),
+    ({"max-epsilon": 8}, PRIVATE | {"delta": 1e-3}, "delta = 0.001, expected 1e-05"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_without_the_required_protection_is_refused(case):
-    required, settings, message = CASES[case]
+@pytest.mark.parametrize(("required", "settings", "message"), CASES)
+def test_a_run_without_the_required_protection_is_refused(required, settings, message):
     with pytest.raises(ValueError, match=message):
         check_node_requirements(read_node(PLACE | required), read_config(settings))
     check_node_requirements(read_node(PLACE), read_config(settings))

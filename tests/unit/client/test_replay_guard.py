@@ -6,7 +6,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import replay_guard
 from ravan_flwr.client.account import ACCOUNT, check_account_is_kept
-from ravan_flwr.config.node_config import read_node
+from ravan_flwr.config.node_config import Node
 
 
 @pytest.fixture
@@ -59,10 +59,8 @@ def test_in_a_simulation_nothing_is_written(ask, tmp_path, monkeypatch):
 
 def test_its_folder_is_private_to_the_user_and_is_kept(ask, on_a_device):
     ask("agree", round=1)
-    assert [oct(folder.stat().st_mode)[-3:] for folder in (on_a_device, on_a_device.parent)] == [
-        "700",
-        "700",
-    ]
+    for folder in (on_a_device, on_a_device.parent):
+        assert oct(folder.stat().st_mode)[-3:] == "700"
     assert len(list(on_a_device.iterdir())) == 1
 
 
@@ -94,10 +92,8 @@ def test_an_unusable_flower_home_is_replaced_by_the_runtime_folder(
             home.mkdir()
             home.chmod(0o755)
     with pytest.raises(ValueError, match="cannot keep what it spends"):
-        check_account_is_kept(
-            read_node({"partition-id": 0, "num-partitions": 1, "max-epsilon": 2.0})
-        )
-    check_account_is_kept(read_node({"partition-id": 0, "num-partitions": 1}))
+        check_account_is_kept(Node(0, 1, max_epsilon=2.0))
+    check_account_is_kept(Node(0, 1))
     ask("agree", round=1)
     assert "lost with its temporary files" in caplog.text
     assert len(list((tmp_path / "session" / "ravan-flwr" / "once").iterdir())) == 1

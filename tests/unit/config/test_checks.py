@@ -21,11 +21,7 @@ FEW_BITS = {"backbone-dtype": "8bit", "init": "first-round"}
         ("sparsity", {"weighting": "median", "sparsity": "1:0.5"}, {"weighting": "uniform"}),
         ("sparsity", {"sparsity": "1:0"}, {"sparsity": "1:0.1"}),
         ("sparsity", {"sparsity": "1:1.5"}, {"sparsity": "1:1"}),
-        (
-            "min-replies",
-            {"limits": "min-replies=4", "clients-per-round": 3},
-            {"clients-per-round": 4},
-        ),
+        ("min-replies", {"limits": "min-replies=4"}, {"clients-per-round": 4}),
         ("min-replies", ASYNC | {"limits": "min-replies=3"}, {"buffer-size": 3}),
         ("buffer-size", ASYNC | {"buffer-size": 6}, {"buffer-size": 5}),
         # Of five updates under way two close a round: the fifth is two rounds old.

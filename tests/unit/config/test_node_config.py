@@ -12,16 +12,14 @@ OWN: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 2}
 
 def test_a_node_config_is_read():
     assert read_node(OWN) == Node(0, 2)
-    environment = OWN | {
+    given = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
         "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
-        "secure-keys": "/secrets", "max-epsilon": 8,
-        "max-delta": 1e-6,
+        "secure-keys": "/secrets", "max-epsilon": 8, "max-delta": 1e-6,
     }  # fmt: skip
-    assert read_node(environment) == Node(
+    assert read_node(given) == Node(
         0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
-        result_form="merged", secure_keys="/secrets",
-        max_epsilon=8.0, max_delta=1e-6,
+        result_form="merged", secure_keys="/secrets", max_epsilon=8.0, max_delta=1e-6,
     )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
     assert read_node(OWN | {"require-secure-aggregation": True}).require_secure_aggregation
@@ -33,11 +31,7 @@ def test_a_node_config_is_read():
         ({"partition-id": "0"}, "partition-id = '0': expected a whole number"),
         ({"num-partitions": True}, "num-partitions = True: expected a whole number"),
         ({"partition-id": 2}, r"partition-id = 2: expected 0 to 1 \(num-partitions - 1\)"),
-        (
-            {"budget": 0},
-            'budget = 0: expected a number above 0 and at most 1, or "auto"; '
-            "change it in the node config",
-        ),
+        ({"budget": 0}, 'budget = 0: .* above 0 and at most 1, or "auto"; .* the node config'),
         ({"budget": "half"}, "budget = 'half': expected a number"),
         ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda"),
         ({"data-path": 3}, "data-path = 3: expected the path of a folder as text"),
@@ -50,20 +44,11 @@ def test_a_node_config_is_read():
         ({"secure-keys": "keys"}, "secure-keys = 'keys': expected the absolute path of a folder"),
         ({"require-secure-aggregation": 1}, "require-secure-aggregation = 1: expected true or"),
         ({"require-secure-agregation": True}, "expected require-secure-aggregation perhaps"),
-        (
-            {"max-epsilon": 0},
-            "max-epsilon = 0: expected a number above 0.*; change it in the node config",
-        ),
-        (
-            {"max-epsilon": "8"},
-            "max-epsilon = '8': expected a number above 0.*; change it in the node config",
-        ),
+        ({"max-epsilon": 0}, "max-epsilon = 0: expected a number above 0.*the node config"),
+        ({"max-epsilon": "8"}, "max-epsilon = '8': expected a number above 0"),
         ({"max-epsilon": True}, "max-epsilon = True: expected a number above 0"),
         ({"max-epsilon": float("nan")}, "max-epsilon = nan: expected a number above 0"),
-        (
-            {"max-epsilon": 10**400},
-            "max-epsilon = 1000.*: expected a number above 0.*; change it in the node config",
-        ),
+        ({"max-epsilon": 10**400}, "max-epsilon = 1000.*: expected a number above 0"),
         ({"max-epsilon": float("inf")}, "max-epsilon = inf: expected a number above 0"),
         ({"require-secure-aggregation": True, "max-epsilon": 8}, "no run is masked and private"),
         ({"max-delta": 1e-6}, "max-delta = 1e-06: got it without max-epsilon, expected both"),

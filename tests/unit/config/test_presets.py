@@ -2,7 +2,6 @@
 
 import pickle
 import subprocess
-from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -44,9 +43,8 @@ def test_task_model_and_data_are_enough(file):
     assert config.data.labels == ()
     assert not config.data.labels_known
     assert (config.num_clients, config.num_rounds, config.clients_per_round) == (10, 20, 3)
-    assert (config.partition, config.heads, config.classifier) == (
-        "dirichlet-by-client:0.3", 4, "trained",
-    )  # fmt: skip
+    assert config.partition == "dirichlet-by-client:0.3"
+    assert (config.heads, config.classifier) == (4, "trained")
     assert (config.lora_rank, config.max_length) == (8, 256)
     assert config_of(file(), **{"parameter-budget": "higher"}).lora_rank == 16
 
@@ -85,11 +83,9 @@ def test_a_path_is_accepted_from_local_configuration_alone(file):
     preset = with_preset_path({"preset": path, "seed": 1})["preset"]
     assert isinstance(preset, PresetPath)
     assert isinstance(pickle.loads(pickle.dumps(preset)), PresetPath)
-    assert with_preset_path({"preset": "digits-vit"}) == {"preset": "digits-vit"}
-    with pytest.raises(ValueError, match=r"nowhere.yaml': found no such file; correct the path"):
-        read_config(with_preset_path({"preset": "/tmp/nowhere.yaml"}))
-    with pytest.raises(ValueError, match=r"found no such file; correct the path"):
-        read_config(with_preset_path({"preset": f"./{'x' * 300}.yaml"}))
+    for absent in ("/tmp/nowhere.yaml", f"./{'x' * 300}.yaml"):
+        with pytest.raises(ValueError, match=rf"{absent}': found no such file; correct the path"):
+            config_of(absent)
 
 
 def test_a_name_finds_a_preset_of_the_working_folder(file, tmp_path, monkeypatch):
@@ -111,18 +107,18 @@ def submitted(tmp_path, monkeypatch):
     (app / "conf").mkdir(parents=True)
     (app / "pyproject.toml").touch()
     monkeypatch.chdir(app)
+    configs = []
+
+    def record(_, app, config, federation):
+        configs.append(config)
+        return COMPLETED
+
     monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
+    monkeypatch.setattr(LocalSuperLink, "run", record)
 
     def run(preset):
-        configs = []
-
-        def record(_, app, config, federation):
-            configs.append(config)
-            return COMPLETED
-
-        monkeypatch.setattr(LocalSuperLink, "run", record)
         main(["simulate", "--engine=flower", f"preset={preset}", "device=cpu"])
-        return parse_config_args(configs)["preset"]
+        return parse_config_args(configs[-1:])["preset"]
 
     return run
 
@@ -151,20 +147,16 @@ def test_flower_takes_no_other_file_and_the_advice_works(submitted, file, tmp_pa
     assert "cp " not in str(error.value)
 
 
-def test_a_name_lists_the_presets_of_the_working_folder_as_well(file, monkeypatch):
-    path = Path(file())
-    (path.parent / "conf").mkdir()
-    path.rename(path.parent / "conf" / "mine.yaml")
-    monkeypatch.chdir(path.parent)
+def test_an_unknown_name_lists_the_presets_also_of_the_working_folder(file, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"preset 'min' is unknown.*glue-llama.*`ravan-flwr new`"):
+        read_preset("min")
+    (tmp_path / "conf").mkdir()
+    file(name="conf/mine.yaml")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"did you mean 'mine'\? .*: mine, .*and of conf/ here"):
         read_config({"preset": "mien"})
     with pytest.raises(ValueError, match=r"no such file: did you mean .*conf/mine.yaml\?"):
-        read_config(with_preset_path({"preset": "conf/mine"}))
-
-
-def test_an_unknown_name_lists_the_presets():
-    with pytest.raises(ValueError, match=r"preset 'min' is unknown.*glue-llama.*`ravan-flwr new`"):
-        read_preset("min")
+        config_of("conf/mine")
 
 
 @pytest.mark.parametrize(
@@ -181,12 +173,18 @@ def test_an_unknown_name_lists_the_presets():
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
         ("learning-rate: 0.1\n", "learning-rate is no mapping"),
         ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower is no mapping"),
-        ("task: vision\n", "line 4, column 1: the key 'task' is repeated"),
     ],
 )
 def test_mistakes_are_named(more, message, file):
     with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         config_of(file(SHORTEST + more))
+
+
+@pytest.mark.parametrize("shape", ["5", "[1]", "{hidden_size: 3}"])
+def test_an_invalid_shape_is_named(shape, file):
+    text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
+    with pytest.raises(ValueError, match="mine.yaml: model.shape"):
+        config_of(file(text))
 
 
 @pytest.mark.parametrize(
@@ -199,18 +197,12 @@ def test_mistakes_are_named(more, message, file):
         ("{name: a/b, labels: []}", r"data.labels = \[\]: expected the names"),
         ("{name: a/b, labels: [1, 2]}", r"data.labels = \[1, 2\]: .* in quotation marks"),
         ("{name: a/b, labels: [a, b, a]}", "data.labels: got a twice"),
-        (
-            "{name: a/b, columns: {txt: a, label: b}}",
-            "data.columns.txt is unknown: did you mean 'text'",
-        ),
+        ("{name: a/b, columns: {txt: a, label: b}}", "data.columns.txt .*: did you mean 'text'"),
         ("{name: a/b, columns: {text: a, label: 3}}", "data.columns.label = 3: expected a text"),
         ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
         ("{name: a/b, max-length: 0}", "data.max-length = 0: expected a whole number at least 1"),
         ("{name: a/b, splits: {train: x}}", "data.splits.test is missing"),
-        (
-            "{name: a/b, splits: {train: x, test: x}}",
-            "data.splits: got 'x' to train on and as a test, exp",
-        ),
+        ("{name: a/b, splits: {train: x, test: x}}", "data.splits: got 'x' to train on and as a"),
         ("{name: a/b, splits: {train: x, test: 5}}", "data.splits.test = 5: expected the name"),
         ("{name: a/b, splits: {train: x, test: {}}}", "data.splits.test = {}: expected the name"),
         ("{name: a/b, splits: {train: x, test: [a]}}", "data.splits.test = .'a'.: expected"),
@@ -228,19 +220,16 @@ def test_mistakes_in_the_data_are_named(data, message, file):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{name: a/b, prompt: '{foo} {'}", "data.prompt = .*, expected braces around {text} alone"),
-        (
-            "{name: a/b, prompt: '{text.x}'}",
-            "data.prompt = .*, expected braces around {text} alone",
-        ),
-        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': got no column"),
-        ("{name: a/b, prompt: '{label}'}", "data.prompt = .*, expected braces around {text} alone"),
-        ("{name: a/b, target-length: 0}", "data.target-length = 0: expected a whole number at le"),
+        ("prompt: '{foo} {'", "data.prompt = .*, expected braces around {text} alone"),
+        ("prompt: '{text.x}'", "data.prompt = .*, expected braces around {text} alone"),
+        ("prompt: nothing", "data.prompt = 'nothing': got no column"),
+        ("prompt: '{label}'", "data.prompt = .*, expected braces around {text} alone"),
+        ("target-length: 0", "data.target-length = 0: expected a whole number at le"),
     ],
 )
-def test_mistakes_in_the_model_section_are_named(data, message, file):
+def test_mistakes_in_the_data_of_a_generating_task_are_named(data, message, file):
     with pytest.raises(ValueError, match=f"mine.yaml: {message}"):
-        config_of(file(f"task: text-to-label\nmodel: org/t5\ndata: {data}\n"))
+        config_of(file(f"task: text-to-label\nmodel: org/t5\ndata: {{name: a/b, {data}}}\n"))
 
 
 @pytest.mark.parametrize(
@@ -258,19 +247,6 @@ def test_invalid_yaml_is_named(content, message, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"mine.yaml.*{message}"):
         read_yaml(path)
-
-
-@pytest.mark.parametrize("shape", ["5", "[1]", "{hidden_size: 3}"])
-def test_an_invalid_shape_is_named(shape, file):
-    text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
-    with pytest.raises(ValueError, match="mine.yaml: model.shape"):
-        config_of(file(text))
-
-
-def test_yaml_merge_keys_are_accepted(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
-    assert read_yaml(path)["b"] == {"x": 1, "y": 3}
 
 
 def test_a_hub_id_is_not_replaced_by_a_file_of_the_same_name(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Settings that break a private run's account are refused by name, before anything is loaded."""
+"""Settings that break privacy or masks are refused by name, before anything is loaded."""
 
 import pytest
 
@@ -7,36 +7,66 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
-PRIVATE: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0}
-REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
-    "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
-    "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
-    "global weights": (
-        {"scoring": "weight", "selection": "global"},
-        "got selection = 'global', expected 'layer'",
-    ),
-    "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
-    "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
-    "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
-    "robust": ({"weighting": "median"}, "got weighting = 'median', expected 'uniform'"),
-    "a limit": ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
-    "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
-    "stragglers": ({"straggler-grace": 3.0}, "got straggler-grace = 3.0, expected 'auto'"),
-    "a least": ({"limits": "min-replies=2"}, "got min-replies = 2, expected 1"),
-    "bytes": ({"max-bytes": 1e12}, "got max-bytes = .*, expected 'auto'"),
-    "on clients": (
-        {"evaluate-on": "clients", "validation-share": 0.1},
-        "got evaluate-on = 'clients', expected 'server'",
-    ),
-    "a small cohort": ({"noise-cohort": 2}, "clients-per-round = 10: got noise-cohort = 2"),
-}
+PRIVATE: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0, "clients-per-round": 10}
+EXAMPLE: dict[str, Scalar] = {"privacy": "example", "epsilon": 8.0}
+SECURE: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 10}
+ON_CLIENTS: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.1}
+Refused = list[tuple[dict[str, Scalar], str]]
+# What breaks each kind of protection, what breaks sums over clients, and what breaks one of them.
+ALWAYS: Refused = [
+    ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
+    ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    ({"init": "first-round"}, "got init = 'first-round', expected another"),
+    (ON_CLIENTS, "got evaluate-on = 'clients', expected 'server'"),
+]
+OF_SUMS: Refused = [
+    ({"scoring": "weight", "selection": "global"}, "got selection = 'global', expected 'layer'"),
+    ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
+    ({"weighting": "median"}, "got weighting = 'median', expected 'uniform'"),
+    ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
+    ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
+]
+OF_CLIENTS: Refused = [
+    ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
+    ({"straggler-grace": 3.0}, "got straggler-grace = 3.0, expected 'auto'"),
+    ({"limits": "min-replies=2"}, "got min-replies = 2, expected 1"),
+    ({"max-bytes": 1e12}, "got max-bytes = .*, expected 'auto'"),
+    ({"noise-cohort": 2}, "clients-per-round = 10: got noise-cohort = 2"),
+]
+OF_EXAMPLES: Refused = [
+    ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
+    ({"local-epochs": 2.0}, "got local-epochs = 2.0, expected 'auto', since batches"),
+    ({"preset": "finance", "batching": "length"}, "got batching = 'length', expected 'random'"),
+    ({"preset": "finance", "batching": "packed"}, "got batching = 'packed', expected 'random'"),
+    ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),
+    ({"noise-cohort": 500}, "got noise-cohort = 500, expected 'auto'"),
+]
+MASKED: Refused = [
+    (EXAMPLE, "got privacy = 'example', expected 'none', since the server clips and counts"),
+    ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none'"),
+    ({"wire": "int8"}, "got wire = 'int8', expected 'float32'"),
+    ({"clients-per-round": 2}, "got clients-per-round = 2, expected 4"),
+    ({"clients-per-round": 257}, "expected 4 .secure-minimum. to 256"),
+    ({"secure-minimum": 11}, "got clients-per-round = 10, expected 11"),
+    ({"secure-minimum": 2}, "secure-minimum = 2: expected a whole number at le"),
+]
+REFUSED = [
+    (protection, *row)
+    for protection, rows in (
+        (PRIVATE, ALWAYS + OF_SUMS + OF_CLIENTS),
+        (EXAMPLE, ALWAYS + OF_EXAMPLES),
+        (SECURE, ALWAYS + OF_SUMS + MASKED),
+    )
+    for row in rows
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_break_the_account_are_refused_by_name(case):
-    changes, message = REFUSED[case]
+@pytest.mark.parametrize(("protection", "changes", "message"), REFUSED)
+def test_settings_that_break_a_protection_are_refused_by_name(protection, changes, message):
+    if protection is EXAMPLE:
+        message = f"privacy = 'example': {message}"
     with pytest.raises(ValueError, match=message):
-        read_config(PRIVATE | {"clients-per-round": 10} | changes)
+        read_config(protection | changes)
 
 
 # A private cohort is sampled by chance.
@@ -58,41 +88,7 @@ def test_methods_that_sum_changes_are_accepted(name):
 
 
 def test_a_simulated_noise_cohort_permits_evaluation_on_clients():
-    evaluation: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
-    assert read_config(PRIVATE | evaluation | {"noise-cohort": 50}).evaluate_on == "clients"
-    with pytest.raises(ValueError, match="got evaluate-on = 'clients', expected 'server'"):
-        read_config(PRIVATE | evaluation)
-
-
-EXAMPLE: dict[str, Scalar] = {"privacy": "example", "epsilon": 8.0}
-REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
-    "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
-    "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
-    "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
-    "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
-    "passes": ({"local-epochs": 2.0}, "got local-epochs = 2.0, expected 'auto', since batches"),
-    "lengths": (
-        {"preset": "finance", "batching": "length"},
-        "got batching = 'length', expected 'random'",
-    ),
-    "packing": (
-        {"preset": "finance", "batching": "packed"},
-        "got batching = 'packed', expected 'random'",
-    ),
-    "half": ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),
-    "a cohort": ({"noise-cohort": 500}, "got noise-cohort = 500, expected 'auto'"),
-    "on clients": (
-        {"evaluate-on": "clients", "validation-share": 0.1},
-        "got evaluate-on = 'clients', expected 'server'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_OF_EXAMPLES)
-def test_settings_that_break_the_account_of_examples_are_refused_by_name(case):
-    changes, message = REFUSED_OF_EXAMPLES[case]
-    with pytest.raises(ValueError, match=f"privacy = 'example': {message}"):
-        read_config(EXAMPLE | changes)
+    assert read_config(PRIVATE | ON_CLIENTS | {"noise-cohort": 50}).evaluate_on == "clients"
 
 
 BY_EXAMPLE = [name for name, method in METHODS.items() if method.by_example]

@@ -35,12 +35,8 @@ def test_a_word_is_read_as_the_type_of_its_key(word, value):
 
 
 def test_settings_round_trip_through_words():
-    settings: dict[str, Scalar] = {
-        "report": False,
-        "seed": 3,
-        "output-dir": "2024",
-        "learning-rate": 0.001,
-    }
+    settings: dict[str, Scalar] = {"report": False, "seed": 3, "output-dir": "2", "data": "a b"}
+    settings["learning-rate"] = 0.001
     assert read_settings(as_key_values(settings)) == (settings, None)
 
 
@@ -52,10 +48,8 @@ def test_a_duplicate_key_is_refused():
 @pytest.mark.parametrize(
     ("value", "choices", "meant"),
     [
-        ("hetLoRA", ("fedit", "hetlora", "flexlora"), "hetlora"),
         ("RAVAN", ("ravan", "full"), "ravan"),
         ("num_rounds", ("num-rounds", "seed"), "num-rounds"),
-        ("num-client", ("max-length", "num-clients"), "num-clients"),
         ("cra", ("Crab", "Ray"), "Crab"),
         ("zzz", ("ravan", "full"), None),
         ("digit", ("glue-llama", "digits-vit"), "digits-vit"),
@@ -69,6 +63,14 @@ def test_a_duplicate_key_is_refused():
 )  # fmt: skip
 def test_the_nearest_choice_ignores_case(value, choices, meant):
     assert nearest(value, choices) == meant
+
+
+def error_of(capsys, *words):
+    """Return what a command writes that refuses its words."""
+    with pytest.raises(SystemExit) as end:
+        main([*words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -85,13 +87,14 @@ def test_the_nearest_choice_ignores_case(value, choices, meant):
         (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
         (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
         (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
+        # Those of the data and the machine are found after imports.
+        (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no writable folder"),
+        (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
+        (["device=cuda:99"], "device = 'cuda:99' is not there"),
     ],
 )
-def test_a_typing_error_is_reported_once(words, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", *words])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_mistake_is_reported(words, message, capsys):
+    assert message in error_of(capsys, "simulate", *words)
 
 
 @pytest.mark.parametrize("number", ["3", 2.5, 0, True])
@@ -107,30 +110,17 @@ def test_keys_and_commands_of_earlier_versions_name_the_present_ones(capsys):
         with pytest.raises(ValueError, match=f"unknown key '{key}': it is now {setting}, say"):
             check_key(key, "1")
     for command, other in EARLIER.items():
-        with pytest.raises(SystemExit) as end:
-            main([command, "runs/x"])
-        assert end.value.code == 2
-        assert f"'{command}' is no command any more, use {other}\n" in capsys.readouterr().err
+        message = f"'{command}' is no command any more, use {other}\n"
+        assert message in error_of(capsys, command, "runs/x")
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("rate", "learning-rate"),
-        ("learning_rate", "learning-rate"),
-        ("rounds", "num-rounds"),
-        ("steps", "local-steps"),
-    ],
-)
-def test_a_part_of_a_name_suggests_the_key(typed, meant, capsys):
-    with pytest.raises(SystemExit):
-        main(["simulate", f"{typed}=1"])
-    assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
+        ("rate", "'learning-rate'"),  # a part of a name
+        ("learning_rate", "'learning-rate'"),
+        ("rounds", "'num-rounds'"),
+        ("steps", "'local-steps'"),
         ("head", "'heads'"),
         ("lr", "'learning-rate'"),
         ("epochs", "'local-epochs'"),
@@ -152,9 +142,8 @@ def test_a_part_of_a_name_suggests_the_key(typed, meant, capsys):
     ],
 )
 def test_the_usual_name_of_a_key_is_answered_with_ours(typed, meant, capsys):
-    with pytest.raises(SystemExit):
-        main(["simulate", f"{typed}=1"])
-    assert f"unknown key {typed!r}: did you mean {meant}?" in capsys.readouterr().err
+    message = f"unknown key {typed!r}: did you mean {meant}?"
+    assert message in error_of(capsys, "simulate", f"{typed}=1")
 
 
 @pytest.mark.parametrize(
@@ -162,9 +151,8 @@ def test_the_usual_name_of_a_key_is_answered_with_ours(typed, meant, capsys):
     [("fedavg", "'fedit' or 'full'"), ("FedAvg", "'fedit' or 'full'"), ("lora", "'fedit'")],
 )
 def test_the_usual_name_of_a_method_is_answered_with_ours(typed, meant, capsys):
-    with pytest.raises(SystemExit):
-        main(["simulate", f"method={typed}"])
-    assert f"method {typed!r} is unknown: did you mean {meant}?" in capsys.readouterr().err
+    message = f"method {typed!r} is unknown: did you mean {meant}?"
+    assert message in error_of(capsys, "simulate", f"method={typed}")
 
 
 def test_other_names_lead_to_what_exists():
@@ -191,45 +179,24 @@ def test_errors_that_need_no_pytorch_are_reported_before_its_import(
 ):
     for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
         monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", f"--engine={engine}", *words])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["output-dir=/dev/null/runs"], ["num-clients=1439"]])
-def test_invalid_settings_do_not_start_flowers_engine(words, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "ravan_flwr.launch.superlink.LocalSuperLink", lambda: pytest.fail("too late")
-    )
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", "--engine=flower", *words])
-    assert end.value.code == 2
-    output = capsys.readouterr().err
-    assert "no writable folder" in output or "expected at least one each" in output
+    assert message in error_of(capsys, "simulate", f"--engine={engine}", *words)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "message"),
     [
-        (
-            ["output-dir=/dev/null/runs"],
-            "'/dev/null/runs': /dev/null is no writable folder",
-        ),
-        (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
-        (["device=cuda:99"], "device = 'cuda:99' is not there"),
+        ("output-dir=/dev/null/runs", "no writable folder"),
+        ("num-clients=1439", "expected at least one each"),
     ],
 )
-def test_errors_found_after_imports_are_reported(words, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["simulate", *words])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+def test_invalid_settings_do_not_start_flowers_engine(word, message, capsys, monkeypatch):
+    started = lambda: pytest.fail("too late")  # noqa: E731
+    monkeypatch.setattr("ravan_flwr.launch.superlink.LocalSuperLink", started)
+    assert message in error_of(capsys, "simulate", "--engine=flower", word)
 
 
 @pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
 def test_keys_are_accepted_before_and_after_an_option(words, tmp_path, capsys):
     (file := tmp_path / "study.yaml").write_text("")
-    with pytest.raises(SystemExit):
-        main(["study", str(file), *words])
-    assert "study: got seed=3, expected data or model" in capsys.readouterr().err
+    message = "study: got seed=3, expected data or model"
+    assert message in error_of(capsys, "study", str(file), *words)

@@ -15,16 +15,12 @@ from tests.methods import build, some_state, train_client
 
 OTHER = {
     "heads": 5, "init": "gram-schmidt", "scaling": "constant", "scoring": "weight",
-    "selection": "global", "head-mean": "all",
-    "rank": 1, "lora-scale": 3.0,
+    "selection": "global", "head-mean": "all", "rank": 1, "lora-scale": 3.0,
 }  # fmt: skip
 OF_SETTINGS = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
-IGNORED = [
-    (method, key) for method in METHODS for key in METHODS[method].ignored if key in OF_SETTINGS
-]
-OTHERS = [
-    (method, key) for method in METHODS for key in METHODS[method].ignored if key not in OF_SETTINGS
-]
+PAIRS = [(method, key) for method, row in METHODS.items() for key in row.ignored]
+IGNORED = [pair for pair in PAIRS if pair[1] in OF_SETTINGS]
+OTHERS = [pair for pair in PAIRS if pair[1] not in OF_SETTINGS]
 
 
 @pytest.mark.parametrize(

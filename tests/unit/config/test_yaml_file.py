@@ -3,28 +3,21 @@
 import os
 
 import pytest
-import yaml
 
-from ravan_flwr.config import presets
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 
 
-def test_a_changed_file_is_parsed_again(tmp_path):
+def test_a_changed_file_is_parsed_again_and_a_readers_changes_affect_no_other(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("a: {b: [1, 2]}")
     status = path.stat()
-    assert read_yaml(path) == {"a": {"b": [1, 2]}}
+    for _ in range(2):
+        content = read_yaml(path)
+        assert content == {"a": {"b": [1, 2]}}
+        content["a"]["b"].append(3)
     path.write_text("a: {b: [1, 3]}")  # of the same length, at the same time
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert read_yaml(path) == {"a": {"b": [1, 3]}}
-
-
-def test_a_readers_changes_do_not_affect_other_readers(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("a: {b: [1, 2]}")
-    read_yaml(path)["a"]["b"].append(3)
-    assert read_yaml(path) == {"a": {"b": [1, 2]}}
 
 
 def test_an_invalid_file_raises_every_time(tmp_path):
@@ -52,18 +45,3 @@ def test_a_value_that_does_not_match_its_tag_is_reported_with_its_line(value, me
     path.write_text(f"a: 1\nb: {value}")
     with pytest.raises(ValueError, match=f"a.yaml, line 2, column 4: {message} of YAML; expected"):
         read_yaml(path)
-
-
-def test_the_preset_of_repeated_run_configs_is_parsed_once(monkeypatch):
-    parsed = []
-
-    def load(text, **how):
-        parsed.append(text)
-        return real(text, **how)
-
-    real = yaml.load
-    monkeypatch.setattr(yaml, "load", load)
-    presets._read.cache_clear()
-    first = read_config({})
-    assert [read_config({}) for _ in range(3)] == [first] * 3
-    assert len(parsed) == 1

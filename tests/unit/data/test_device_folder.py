@@ -29,6 +29,23 @@ def rows():
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+def save_images(root, *names):
+    """Write an image with each of these names."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures([number])[0].save(root / name)
+
+
+def digits_of(path):
+    """Return the labels of a folder of images, or of one image."""
+    examples = device_examples(str(path), spec("svhn-vit-b16"))
+    return sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x"))
+
+
+def texts_of(path):
+    return device_examples(str(path), spec())["text"][:]
+
+
 @LEFT_OPEN
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json", "jsonl"])
 def test_tables(kind, rows, tmp_path):
@@ -50,67 +67,50 @@ def test_texts_that_are_not_utf8_are_reported(tmp_path):
         device_examples(str(tmp_path), spec())
 
 
-def test_a_folder_of_images(tmp_path):
-    for number, label in enumerate(["7", "0", "7"]):
-        (tmp_path / label).mkdir(exist_ok=True)
-        pictures([number])[0].save(tmp_path / label / f"{number}.png")
-    (tmp_path / "notes.txt").write_text("not an example")
-    examples = device_examples(str(tmp_path), spec("svhn-vit-b16"))
-    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [0, 7, 7]
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
+        (["7/0.png", "0/1.png", "7/2.png"], [0, 7, 7]),
         (["7/a.png", "7/test_b.png"], [7, 7]),  # one label, and a name like that of a split
         (["7/a.png", "0/2021/7/b.png"], [7, 7]),  # at different depths
         (["train/7/a.png", "test/0/b.png"], [0, 7]),  # folders like those of splits
+        (["7/a.png", "7/.thumbnails/b.png", "__MACOSX/0/c.png"], [7]),  # hidden files
     ],
 )
 def test_images_have_the_label_of_their_folder_at_any_depth(names, expected, tmp_path):
-    root = tmp_path / "own [2] data"
-    for number, name in enumerate(names):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        pictures([number])[0].save(root / name)
-    examples = device_examples(str(root), spec("svhn-vit-b16"))
-    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == expected
+    save_images(root := tmp_path / "own [2] data", *names)
+    (root / "notes.txt").write_text("not an example")
+    assert digits_of(root) == expected
 
 
-def test_hidden_files_are_skipped(tmp_path):
-    for name in ("7/a.png", "7/.thumbnails/b.png", "__MACOSX/0/c.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        pictures([0])[0].save(tmp_path / name)
-    for path in (tmp_path, tmp_path / "7" / "a.png"):
-        examples = device_examples(str(path), spec("svhn-vit-b16"))
-        assert list(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [7]
+def test_an_image_alone_has_the_label_of_its_folder(tmp_path):
+    save_images(tmp_path, "7/a.png", "7/b.png")
+    assert digits_of(tmp_path / "7" / "a.png") == [7]
 
 
-def test_a_broken_link_is_reported_and_a_hidden_one_is_skipped(rows, tmp_path):
+def test_a_broken_link_is_reported_and_a_hidden_one_is_skipped(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"sentence": "x", "label": 1}) + "\n")
     (tmp_path / ".#train.jsonl").symlink_to("me@host.7:1")  # the lock file of an editor
-    assert device_examples(str(tmp_path), spec())["text"][:] == ["x"]
+    assert texts_of(tmp_path) == ["x"]
     (tmp_path / "notes.txt").symlink_to("notes.txt")
     with pytest.raises(ValueError, match=r"notes\.txt is a link to nothing, expected a file"):
-        device_examples(str(tmp_path), spec())
+        texts_of(tmp_path)
 
 
 @LEFT_OPEN
 def test_words_for_missing_values_are_read_as_texts(tmp_path):
     (tmp_path / "train.csv").write_text("sentence,label\nNA,1\nNone,0\nnull,1\n")
     expected = ["NA", "None", "null"]
-    assert device_examples(str(tmp_path), spec())["text"][:] == expected
+    assert texts_of(tmp_path) == expected
     for place in (tmp_path, tmp_path / "train.csv"):
         assert every_split(str(place), "", "")["train"]["sentence"][:] == expected
 
 
 @LEFT_OPEN
 def test_a_metadata_table_gives_the_labels_of_images(tmp_path):
-    for number in range(2):
-        (tmp_path / "all").mkdir(exist_ok=True)
-        pictures([number])[0].save(tmp_path / "all" / f"{number}.png")
+    save_images(tmp_path, "all/0.png", "all/1.png")
     (tmp_path / "all" / "metadata.csv").write_text("file_name,label\n0.png,4\n1.png,2\n")
-    examples = device_examples(str(tmp_path), spec("svhn-vit-b16"))
-    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [2, 4]
+    assert digits_of(tmp_path) == [2, 4]
 
 
 def test_a_file_with_brackets_in_its_name_is_read(rows, tmp_path):
@@ -120,19 +120,17 @@ def test_a_file_with_brackets_in_its_name_is_read(rows, tmp_path):
     assert examples["sentence"][:] == rows["sentence"]
 
 
-def test_a_changed_folder_is_read_again(rows, tmp_path):
+def test_a_changed_folder_is_read_again(tmp_path):
     def write(name, text):
-        (tmp_path / name).mkdir()
         path = tmp_path / name / "data" / "train.jsonl"
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"sentence": text, "label": 1}) + "\n")
         return path.parent
 
     first, second = write("a", "one"), write("b", "two")  # the same file names in both
-    assert device_examples(str(first), spec())["text"][:] == ["one"]
-    assert device_examples(str(second), spec())["text"][:] == ["two"]
-    (first / "train.jsonl").write_text(json.dumps({"sentence": "three", "label": 1}) + "\n")
-    assert device_examples(str(first), spec())["text"][:] == ["three"]
+    assert texts_of(first) == ["one"]
+    assert texts_of(second) == ["two"]
+    assert texts_of(write("a", "three")) == ["three"]
 
 
 @pytest.mark.parametrize(
@@ -140,27 +138,20 @@ def test_a_changed_folder_is_read_again(rows, tmp_path):
     [
         ({"label": ["positive"]}, "got the columns 'label', expected 'sentence' or 'text'"),
         ({"sentence": [], "label": []}, "got no example, expected some"),
-    ],
-)
-def test_columns(content, message, tmp_path):
-    features = datasets.Features(dict.fromkeys(content, datasets.Value("string")))
-    datasets.Dataset.from_dict(content, features=features).to_parquet(tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=f"node config: data-path = .*{message}"):
-        device_examples(str(tmp_path), spec())
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
         ([], "got 0 files of other kinds, expected images, parquet, CSV or JSON lines"),
         (["a.csv", "b.parquet"], "got csv and parquet, expected images"),
         (["broken.parquet"], "its files cannot be read .ArrowInvalid: Parquet magic bytes"),
     ],
 )
-def test_files(names, message, tmp_path):
-    for name in names:
-        (tmp_path / name).write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=message):
+def test_files_without_examples_are_refused(content, message, tmp_path):
+    if isinstance(content, dict):
+        features = datasets.Features(dict.fromkeys(content, datasets.Value("string")))
+        table = datasets.Dataset.from_dict(content, features=features)
+        table.to_parquet(tmp_path / "x.parquet")
+    else:
+        for name in content:
+            (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=f"node config: data-path = .*{message}"):
         device_examples(str(tmp_path), spec())
 
 
@@ -170,69 +161,63 @@ def test_paths(path):
         device_examples(path, spec())
 
 
-def test_unknown_labels_are_listed():
-    def numbers(labels, feature=None):
-        features = datasets.Features({"label": feature}) if feature else None
-        table = datasets.Dataset.from_dict({"label": labels}, features=features)
-        return list(label_numbers(table, LABELS, "here"))
-
-    assert numbers(["blue", "red"]) == [2, 0]
-    assert numbers([1, 0], datasets.ClassLabel(names=["blue", "green"])) == [1, 2]
-    assert numbers([2, 0]) == [2, 0]
-    with pytest.raises(ValueError, match="here: got unknown labels gold, pink; expected red, gre"):
-        numbers(["pink", "red", "gold", "pink"])
-    with pytest.raises(ValueError, match="unknown labels -1, 3; expected numbers from 0 to 2"):
-        numbers([3, 0, -1])
-    with pytest.raises(ValueError, match="unknown labels None"):
-        numbers([-1, 0], datasets.ClassLabel(names=["red", "green"]))
+@pytest.mark.parametrize(
+    ("labels", "classes", "expected"),
+    [
+        (["blue", "red"], None, [2, 0]),
+        ([1, 0], ["blue", "green"], [1, 2]),
+        ([2, 0], None, [2, 0]),
+        (["pink", "gold", "pink"], None, "here: got unknown labels gold, pink; expected red"),
+        ([3, 0, -1], None, "unknown labels -1, 3; expected numbers from 0 to 2"),
+        ([-1, 0], ["red", "green"], "unknown labels None"),  # not of the first class
+        ([0, 1, 2], ["pink", "red", "gold"], "here: got unknown labels pink, gold; expected red"),
+        ([0, 0], ["pink"], "here: got unknown labels pink; expected red"),
+        ([0, 1], ["red", "pink"], "here: got unknown labels pink; expected red"),
+    ],
+)
+def test_labels_are_numbered_by_name_and_unknown_ones_are_listed(labels, classes, expected):
+    features = datasets.Features({"label": datasets.ClassLabel(names=classes)}) if classes else None
+    table = datasets.Dataset.from_dict({"label": labels}, features=features)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            label_numbers(table, LABELS, "here")
+    else:
+        assert list(label_numbers(table, LABELS, "here")) == expected
 
 
 def test_a_devices_own_classes_are_matched_by_name(tmp_path):
     """Its class numbers do not identify the preset's classes, even if there are as many."""
-
-    def numbers(names):
-        classes = datasets.ClassLabel(names=names)
-        features = datasets.Features({"sentence": datasets.Value("string"), "label": classes})
-        rows = {"sentence": ["good", "bad"], "label": [0, 1]}
-        (path := tmp_path / "-".join(names)).mkdir()
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(path / "x.parquet")
-        return list(label_numbers(device_examples(str(path), spec()), spec().labels, "here"))
-
-    assert numbers(["positive", "negative"]) == [1, 0]
-    with pytest.raises(ValueError, match="here: got unknown labels neg; expected negative, pos"):
-        numbers(["neg", "positive"])
+    classes = datasets.ClassLabel(names=["positive", "negative"])
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": classes})
+    table = datasets.Dataset.from_dict({"sentence": ["good", "bad"], "label": [0, 1]}, features)
+    table.to_parquet(tmp_path / "x.parquet")
+    examples = device_examples(str(tmp_path), spec())
+    assert list(label_numbers(examples, spec().labels, "here")) == [1, 0]
 
 
 def node(run_config, **settings):
-    return ClientRequest(
-        RecordDict(),
-        Context(
-            run_id=1, node_id=1, state=RecordDict(), run_config=run_config,
-            node_config={"partition-id": 1, "num-partitions": 2} | settings,
-        ),
+    context = Context(
+        run_id=1, node_id=1, state=RecordDict(), run_config=run_config,
+        node_config={"partition-id": 1, "num-partitions": 2} | settings,
     )  # fmt: skip
+    return ClientRequest(RecordDict(), context)
 
 
 @LEFT_OPEN
 def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypatch):
-    own = newsgroups(30, 5)
     (tmp_path / "mine").mkdir()
-    own.to_csv(tmp_path / "mine" / "news.csv")
+    newsgroups(30, 5).to_csv(tmp_path / "mine" / "news.csv")
     run_config = {
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
         "validation-share": 0.2, "max-length": 16, "lora-rank": 2,
     }  # fmt: skip
-
-    def refuse(_):
-        raise AssertionError("the shared data set was loaded")
-
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.load_splits", refuse)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.load_splits", None)
     examples = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
     assert (len(examples.train), len(examples.validation)) == (24, 6)
     assert sorted([*examples.train.rows, *examples.validation.rows]) == list(range(30))
     answers = examples.train.answers_of(np.arange(24))
     assert {name for (name,) in answers} <= set(spec("newsgroups-t5").labels)
-    with pytest.raises(AssertionError, match="was loaded"):
+    with pytest.raises(TypeError, match="not callable"):  # the shared data
         _ = node(run_config).examples
     with pytest.raises(ValueError, match="data-path = 3: expected the path of a folder as text"):
         node(run_config, **{"data-path": 3})

@@ -95,10 +95,12 @@ def test_plain_and_gzipped_files_are_read_under_any_extension(folder):
     same(encoded(load_splits(spec_of(folder))), images, labels)
 
 
-def test_the_same_files_have_the_same_fingerprint(folder):
+def test_the_same_files_have_the_same_fingerprint_and_an_evaluation_reads_the_test_files(folder):
     """The cache of processed examples is keyed by the fingerprint."""
     first, second = idx_splits(folder)["train"], idx_splits(folder)["train"]
     assert first._fingerprint == second._fingerprint
+    examples, split = other_examples(spec_of(folder))
+    assert (len(examples), split) == (10, "test")
 
 
 def test_other_folders_are_not_idx_folders(tmp_path):
@@ -110,24 +112,14 @@ def test_other_folders_are_not_idx_folders(tmp_path):
 
 def test_a_models_processor_gives_the_same_pixels_as_for_pictures(folder, tmp_path):
     model = save_model("vit", tmp_path / "model")
-    settings: dict[str, Scalar] = {
-        "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
-    }  # fmt: skip
-    loaded = ModelAndData(read_config(settings))
+    settings: dict[str, Scalar] = {"preset": "svhn-vit-b16", "data": str(folder)}
+    loaded = ModelAndData(read_config(settings | {"model": str(model)}))
     found = loaded.test_sets["test"].take(np.arange(10))
     images, labels = digits(10, 40)
     pictures = [Image.fromarray(image) for image in images]
-    expected = task_with(Predicts, loaded.task, "predict").inputs({"image": pictures})[
-        "pixel_values"
-    ]
-    assert np.array_equal(found["pixel_values"].numpy(), expected)
+    expected = task_with(Predicts, loaded.task, "predict").inputs({"image": pictures})
+    assert np.array_equal(found["pixel_values"].numpy(), expected["pixel_values"])
     assert np.array_equal(found["labels"].numpy(), labels)
-
-
-def test_an_evaluation_reads_the_test_files(folder):
-    examples, split = other_examples(spec_of(folder))
-    assert split == "test"
-    assert len(examples) == 10
 
 
 IMAGES = digits(40)[0]
@@ -193,16 +185,12 @@ def test_a_missing_file_is_reported(name, folder):
         load_splits(spec_of(folder))
 
 
-def test_a_label_out_of_range_is_reported(folder):
-    labels = digits(40)[1]
-    labels[3] = 10
-    (folder / LABELS).write_bytes(idx_file(labels))
+def test_labels_and_images_other_than_the_models_are_reported(folder):
+    images, labels = digits(40)
+    (folder / LABELS).write_bytes(idx_file(np.where(labels == 3, 10, labels).astype(np.uint8)))
     with pytest.raises(ValueError, match="unknown labels 10; expected numbers from 0 to 9"):
         encoded(load_splits(spec_of(folder)))
-
-
-def test_images_of_another_size_than_the_models_are_reported(folder):
-    images = digits(40)[0][:, ::2, ::2]
-    (folder / TRAIN).write_bytes(idx_file(np.ascontiguousarray(images)))
+    (folder / LABELS).write_bytes(idx_file(labels))
+    (folder / TRAIN).write_bytes(idx_file(np.ascontiguousarray(images[:, ::2, ::2])))
     with pytest.raises(ValueError, match=r"got arrays of \(1, 14, 14\), expected \(1, 28, 28\)"):
         encoded(load_splits(spec_of(folder)))

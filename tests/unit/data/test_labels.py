@@ -90,8 +90,7 @@ def test_booleans_are_classes(folder):
     spec = with_labels(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))
     assert spec.labels == ("False", "True")
     train = load_splits(spec)["train"]
-    expected = [int(value) for value in train["label"]]
-    assert label_numbers(train, spec.labels, "labels").tolist() == expected
+    assert label_numbers(train, spec.labels, "labels").tolist() == [*map(int, train["label"])]
 
 
 def test_numbers_are_indices_where_names_are_given(folder, caplog):
@@ -138,10 +137,7 @@ def test_an_existing_test_split_is_used(folder):
         ([("a", "x")] * 9, r"got 1 class \(x\), expected two at least"),
         ([("a", "x"), ("b", "y")], "of its 2 examples none can be taken for it"),
         ([("a", "x")] * 9 + [("b", None)] * 9, "some examples have no label"),
-        (
-            [("a", 0.5)] * 9 + [("b", 1.5)] * 9,
-            "labels are of the type float64, expected texts",
-        ),
+        ([("a", 0.5)] * 9 + [("b", 1.5)] * 9, "labels are of the type float64, expected texts"),
         ([(f"{n}", f"{n % 10_001}") for n in range(30_003)], "10,001 different values, expected"),
     ],
 )
@@ -150,17 +146,16 @@ def test_values_that_are_no_classes_are_refused(rows, message, folder):
         with_labels(folder(rows))
 
 
-def test_a_missing_subset_folder_of_a_preset_with_tasks_is_reported(folder):
-    spec = folder(wines())
-    glue = DataSpec("hub", spec.name, subset="sst2", columns=TEXTS)
-    with pytest.raises(ValueError, match=r"it has no folder sst2, .* `ravan-flwr new NAME --data"):
-        load_splits(glue)
-
-
-def test_a_missing_split_is_reported_with_the_existing_ones(folder):
-    spec = replace(folder(wines()), train="training")
-    with pytest.raises(ValueError, match="got the splits train, expected training; correct"):
-        load_splits(spec)
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ({"subset": "sst2"}, r"it has no folder sst2, .* `ravan-flwr new NAME --data"),
+        ({"train": "training"}, "got the splits train, expected training; correct"),
+    ],
+)
+def test_a_missing_subset_folder_or_split_is_reported(missing, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load_splits(replace(folder(wines()), **missing))
 
 
 def test_no_plotting_library_is_imported_to_load_a_table(folder, monkeypatch):

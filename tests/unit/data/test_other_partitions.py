@@ -7,11 +7,7 @@ from flwr_datasets import partitioner as theirs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.partition import (
-    partition_few_classes,
-    partition_naturally,
-    partition_shards,
-)
+from ravan_flwr.data.partition import partition_few_classes, partition_naturally, partition_shards
 
 
 def labels_of(number, classes, seed, texts):
@@ -71,26 +67,19 @@ def test_every_client_has_an_example_or_the_partition_is_refused(clients, classe
 
 
 @pytest.mark.parametrize(
-    ("partition_of", "message"),
+    ("partition_of", "more", "message"),
     [
-        (
-            lambda v, r: partition_few_classes(v, 3, 5, r),
-            "partition = 'pathological:5': there are 4 different",
-        ),
-        (
-            lambda v, r: partition_few_classes(v, 30, 2, r),
-            "pathological': .* share the 10 examples of",
-        ),
-        (
-            lambda v, r: partition_shards(v, 20, 3, r),
-            "partition = 'shards:3': 20 clients have 60 shards",
-        ),
-        (
-            lambda v, _: partition_naturally(v, 3, "user"),
-            "num-clients = 3: .* each of the 4 different values of 'user'; leave .* num-clients=4",
-        ),
+        (partition_few_classes, (3, 5), "partition = 'pathological:5': there are 4 different"),
+        (partition_few_classes, (30, 2), "pathological': .* share the 10 examples of"),
+        (partition_shards, (20, 3), "partition = 'shards:3': 20 clients have 60 shards"),
     ],
 )
-def test_impossible_partitions_are_refused(partition_of, message):
+def test_impossible_partitions_are_refused(partition_of, more, message):
     with pytest.raises(ValueError, match=message):
-        partition_of(["a", "b", "c", "d"] * 10, np.random.default_rng(0))
+        partition_of(["a", "b", "c", "d"] * 10, *more, np.random.default_rng(0))
+
+
+def test_a_natural_partition_has_a_client_for_each_value():
+    message = "num-clients = 3: .* each of the 4 different values of 'user'; leave .* num-clients=4"
+    with pytest.raises(ValueError, match=message):
+        partition_naturally(["a", "b", "c", "d"] * 10, 3, "user")

@@ -20,27 +20,23 @@ TEXTS = [text for text in (getattr(json, name).__doc__ for name in json.__all__)
 TEXTS += [text for text in (getattr(csv, name).__doc__ for name in csv.__all__) if text]
 
 
-def write(kind, path):
-    if kind == "csv":
+def write(path):
+    if path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(["number", "sentence"])
-            table.writerows(enumerate(TEXTS))
-    elif kind == "jsonl":
+            csv.writer(file).writerows([("number", "sentence"), *enumerate(TEXTS)])
+    elif path.suffix == ".jsonl":
         lines = [json.dumps({"number": n, "sentence": text}) for n, text in enumerate(TEXTS)]
         path.write_text("\n".join(lines) + "\n\n")
     else:
         table = pa.table({"number": list(range(len(TEXTS))), "sentence": TEXTS})
         pyarrow.parquet.write_table(table, path, row_group_size=3)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize("name", ["sentence", "text"])
-def test_every_kind_of_table_gives_the_same_rows(kind, name, tmp_path):
-    path = tmp_path / f"table.{kind}"
-    write(kind, path)
-    columns = {"text": "sentence" if name == "sentence" else "other", "sentence": "sentence"}
-    rows = [*rows_of(path, {name: columns[name]} if name == "sentence" else TEXT)]
+@pytest.mark.parametrize("columns", [{"sentence": "sentence"}, TEXT])
+def test_every_kind_of_table_gives_the_same_rows(kind, columns, tmp_path):
+    rows = [*rows_of(write(tmp_path / f"table.{kind}"), columns)]
     assert [row.number for row in rows] == list(range(1, len(TEXTS) + 1))
     assert [next(iter(row.values.values())) for row in rows] == TEXTS
     assert not any(row.problem for row in rows)
@@ -70,20 +66,12 @@ def test_an_invalid_csv_line_affects_no_other(tmp_path):
     lines = [b"id,sentence", b"1,good", b"2", b"3,good,more", b"4,", b"5,\xff\xfe", b'6,"a', b'b"']
     (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"", b"7," + b"x" * 200_000, b"8,good"]))
     problems = problems_of(tmp_path / "a.csv")
-    assert [bool(problem) for problem in problems] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert len(problems) == 8
+    # Long texts are accepted.
+    assert [number for number, problem in enumerate(problems) if problem] == [1, 2, 3, 4]
     assert "has 1 fields, expected 2" in problems[1]
     assert "its text is missing" in problems[3]
     assert "no UTF-8" in problems[4]
-    assert len(problems[6]) == 0  # long texts are accepted
 
 
 def test_an_unterminated_field_is_refused_and_the_csv_limit_is_restored(tmp_path):
@@ -105,8 +93,8 @@ def test_an_invalid_json_line_affects_no_other(tmp_path):
         '{"sentence": "good"}', "{", "[1]", "{}", '{"sentence": 5}', '{"sentence": null}',
         '{"sentence": "\\ud800"}', "[" * 100_000, '{"sentence": "good"}',
     ]  # fmt: skip
-    (tmp_path / "a.jsonl").write_bytes("\n".join(["{}", *lines[:0], *lines]).encode())
-    problems = problems_of(tmp_path / "a.jsonl")[1:]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    problems = problems_of(tmp_path / "a.jsonl")
     assert [bool(problem) for problem in problems] == [False, *[True] * 7, False]
     assert "expected a text" in problems[4]
 
@@ -183,11 +171,10 @@ def test_images_are_read_from_files_bytes_and_tables_of_datasets(tmp_path):
     features = datasets.Features({"picture": datasets.Image()})
     examples = datasets.Dataset.from_dict({"picture": images}, features=features)
     examples.to_parquet(tmp_path / "a.parquet")
-    rows = [*rows_of(tmp_path / "a.parquet", {"image": "picture"})]
-    read = [image_of(row.values["image"], tmp_path) for row in rows]
-    assert [np.asarray(image).tolist() for image in read] == [
-        np.asarray(i).tolist() for i in images
-    ]
+    rows = rows_of(tmp_path / "a.parquet", {"image": "picture"})
+    for row, image in zip(rows, images, strict=True):
+        read = image_of(row.values["image"], tmp_path)
+        assert np.array_equal(np.asarray(read), np.asarray(image))
     images[0].save(tmp_path / "a.png")
     (tmp_path / "a.csv").write_text("picture\na.png\n")
     (row,) = rows_of(tmp_path / "a.csv", {"image": "picture"})
@@ -202,9 +189,8 @@ def test_exif_orientation_is_applied(tmp_path):
 
 
 def test_an_unreadable_image_is_reported_with_the_reason(tmp_path):
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99), np.uint8)).save(
-        tmp_path / "a.png"
-    )
+    noise = np.random.default_rng(0).integers(0, 255, (99, 99), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
     content = (tmp_path / "a.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.png").write_text("no image")

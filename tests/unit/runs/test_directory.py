@@ -159,14 +159,10 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
 def test_a_missing_or_damaged_checkpoint_is_reported(tmp_path):
     for number in (4, 5):
         save_checkpoint(tmp_path, number, state(number))
-    with pytest.raises(
-        ValueError, match=r"round 3 has no checkpoint in .*expected one of rounds 4, 5; choose"
-    ):
+    with pytest.raises(ValueError, match=r"round 3 has no .*expected one of rounds 4, 5; choose"):
         load_checkpoint(tmp_path, 3)
     damage_bytes(tmp_path / "round-000004.safetensors")
-    with pytest.raises(
-        ValueError, match=r"round-000004.* is damaged .*expected one of rounds 4, 5"
-    ):
+    with pytest.raises(ValueError, match=r"000004.* is damaged .*expected one of rounds 4, 5"):
         load_checkpoint(tmp_path, 4)
 
 
@@ -204,18 +200,9 @@ def of(number, **changes):
         ([of(1), of(True)], "line 2 is damaged"),
         ([of(1), "{"], "line 2 is damaged"),
         ([of(1), of(2, metrics=[])], r"line 2 is damaged \(it has metrics: got \[\]"),
-        (
-            [of(1), of(2, metrics={"accuracy": "x"})],
-            "it has metrics.accuracy: got 'x'",
-        ),
-        (
-            [of(1), of(2, partitions=None)],
-            "it has partitions: got None",
-        ),
-        (
-            [of(1), of(2, bytes_up=True)],
-            "it has bytes-up: got True",
-        ),
+        ([of(1), of(2, metrics={"accuracy": "x"})], "it has metrics.accuracy: got 'x'"),
+        ([of(1), of(2, partitions=None)], "it has partitions: got None"),
+        ([of(1), of(2, bytes_up=True)], "it has bytes-up: got True"),
         ([of(1)], "the last round in it is 1, expected 2 as in the checkpoint"),
         ([], "the last round in it is none, expected 2"),
     ],
@@ -224,6 +211,8 @@ def test_the_record_is_validated_before_a_run_is_resumed(tmp_path, lines, messag
     directory = write_lines(tmp_path, *lines)
     with pytest.raises(ValueError, match=message):
         directory.rounds_until(2)
+    valid = [of(0), of(1), of(2), of(3)]
+    assert write_lines(tmp_path, *valid).rounds_until(2) == valid[:3]
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -275,9 +264,8 @@ def test_the_settings_of_a_run_are_found_again(given, tmp_path):
     """Also settings with all defaults, an output folder, or the path of a preset file."""
     file = conf_folder() / f"{given.get('preset', 'digits-vit')}.yaml"
     for preset in (file.stem, PresetPath(shutil.copy(file, tmp_path))):
-        all_settings = (
-            {key: spec.default for key, spec in KEYS.items()} | given | {"preset": preset}
-        )
+        defaults = {key: spec.default for key, spec in KEYS.items()}
+        all_settings = defaults | given | {"preset": preset}
         directory = RunDirectory(tmp_path)
         directory.write_settings(all_settings | {"output-dir": "/x", "resume": "/y"})
         directory.write_json("config.json", {})
@@ -318,15 +306,8 @@ def test_files_of_a_run_are_written_into_its_directory_alone(tmp_path):
             write()
         assert error.value.filename == str(directory.path)
         assert is_write_error(error.value, directory.path)
-        assert "is gone: it was removed or renamed" in write_error_message(
-            error.value, directory.path
-        )
+        assert "is gone" in write_error_message(error.value, directory.path)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
-
-
-def test_a_valid_record_is_read_up_to_the_given_round(tmp_path):
-    lines = [of(0), of(1), of(2), of(3)]
-    assert write_lines(tmp_path, *lines).rounds_until(2) == lines[:3]
 
 
 @pytest.mark.parametrize(

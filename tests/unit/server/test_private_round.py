@@ -18,26 +18,35 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
-from tests.hand_made import ROUND, Nodes, Notes, Unresponsive, fake_clock, initial, strategy_of
+from tests.hand_made import (
+    ROUND,
+    Nodes,
+    Notes,
+    Unresponsive,
+    fake_clock,
+    initial,
+    settings_from,
+    strategy_of,
+)
 from tests.methods import build
 
 __all__ = ["fake_clock"]
 
 
-def run_rounds(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
+def run_rounds(nodes, rounds=1, memory=None, before=None, **settings):
     """Run rounds; return notes, budget, and the contents of the account's file."""
     defaults: dict[str, Any] = {
         "privacy": "client", "noise_multiplier": 1.0, "clip_norm": 0.5, "clients_per_round": 2,
+        "round_timeout": 5.0,
     }  # fmt: skip
-    defaults |= {"num_rounds": rounds, "round_timeout": timeout} | settings
-    config = read_config({k.replace("_", "-"): v for k, v in defaults.items()})
+    config = read_config(settings_from(defaults | {"num_rounds": rounds} | settings))
     notes, files = Notes(), []
     budget = ClientBudget(
         config, lambda account: files.append((len(notes.states), account)), before
     )
     strategy = strategy_of(nodes, config, memory=memory, callbacks=[notes], privacy=budget)
     result = strategy.start(
-        nodes, initial(nodes), num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
+        nodes, initial(nodes), num_rounds=rounds, timeout=5.0, evaluate_fn=lambda *_: None
     )
     assert all(dict(account) == {} for account in result.train_metrics_clientapp.values())
     notes.memory = strategy.memory
@@ -66,15 +75,13 @@ def test_the_account_is_on_disk_before_each_release():
 
 
 def test_an_account_that_cannot_be_written_releases_nothing():
-    nodes = Nodes()
-    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
+    nodes, notes = Nodes(), Notes()
 
     def full(_):
         raise OSError(28, "no space")
 
-    notes = Notes()
-    budget = ClientBudget(config, full)
-    strategy = strategy_of(nodes, config, callbacks=[notes], privacy=budget)
+    budget = ClientBudget(OF_NOISE, full)
+    strategy = strategy_of(nodes, OF_NOISE, callbacks=[notes], privacy=budget)
     with pytest.raises(OSError, match="no space"):
         strategy.start(nodes, initial(nodes), num_rounds=1)
     assert not notes.states
@@ -82,7 +89,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
 
 
 def test_losses_and_numbers_of_examples_are_not_recorded():
-    notes, *_ = run_rounds(Nodes(), rounds=1, clients_per_round=4)
+    notes, *_ = run_rounds(Nodes(), clients_per_round=4)
     (record,) = notes.records
     assert "train-loss" not in record
     assert len(record["clients"]) == 4
@@ -110,22 +117,19 @@ def test_the_sampled_cohort_does_not_depend_on_the_seed():
 @pytest.mark.usefixtures("without_noise", "everyone")
 def test_replies_that_are_missing_count_as_zero():
     """Two of four replies are expected; the sum is divided by two, for any number of replies."""
-    complete = run_rounds(Nodes(), rounds=1)[0].states[0]["H"]
+    complete = run_rounds(Nodes())[0].states[0]["H"]
     each = []
     for partial in range(4):
-        fails = {n for n in range(4) if n != partial}
-        nodes = Nodes(
-            behave=lambda p, m, fails=fails: (
-                Message(Error(2, "it failed"), reply_to=m)
-                if m.metadata.message_type == "train" and p in fails
-                else None
-            )
-        )
-        notes, *_ = run_rounds(nodes, rounds=1)
+
+        def fail(partition, message, partial=partial):
+            if message.metadata.message_type == "train" and partition != partial:
+                return Message(Error(2, "it failed"), reply_to=message)
+            return None
+
+        notes, *_ = run_rounds(Nodes(behave=fail))
         assert len(notes.records[0]["rejected"]) == 3
-        moved = notes.states[0]["H"]
-        assert float(moved.norm()) == pytest.approx(0.5 / 2, rel=1e-5)
-        each.append(moved)
+        each.append(notes.states[0]["H"])
+        assert float(each[-1].norm()) == pytest.approx(0.5 / 2, rel=1e-5)
     torch.testing.assert_close(sum(each), complete)
 
 
@@ -138,22 +142,13 @@ def test_a_non_finite_change_affects_no_state(value):
                 upload = upload | {"H": torch.full_like(upload["H"], value)}
             return super().reply(message, upload, number)
 
-    notes, *_ = run_rounds(Broken(), rounds=1)
+    notes, *_ = run_rounds(Broken())
     (rejected,) = notes.records[0]["rejected"]
     assert rejected["client"] == "partition 2"
     assert "not finite" in rejected["reason"]
-    assert torch.equal(
-        notes.states[0]["H"], run_rounds(Unresponsive(2), rounds=1)[0].states[0]["H"]
-    )
-
-
-@pytest.mark.usefixtures("without_noise", "everyone")
-def test_an_unresponsive_client_counts_as_zero_and_excludes_no_other():
-    notes, *_ = run_rounds(Unresponsive(2), rounds=1)
-    assert [client["partition-id"] for client in notes.records[0]["clients"]] == [0, 1, 3]
-    others = Nodes(behave=lambda p, m: None)
-    assert 0 < float(notes.states[0]["H"].norm()) <= 3 * 0.5 / 2 + 1e-6
-    assert others.registered
+    without, *_ = run_rounds(Unresponsive(2))  # it excludes no other
+    assert [client["partition-id"] for client in without.records[0]["clients"]] == [0, 1, 3]
+    assert torch.equal(notes.states[0]["H"], without.states[0]["H"])
 
 
 @pytest.mark.usefixtures("everyone")
@@ -181,29 +176,23 @@ def test_a_simulated_noise_cohort_is_recorded_in_every_round():
     assert files[-1][1]["noise-cohort"] == budget.as_record()["noise-cohort"] == 500
 
 
-def test_an_adaptive_clip_norm_is_kept_for_a_resumed_run():
+def test_an_adaptive_clip_norm_is_kept_for_a_resumed_run_which_needs_it():
+    """Without it the run would go on with the norm of the first round."""
     notes, budget, files, _ = run_rounds(Nodes(), rounds=2, clip_norm="auto")
     norms = [record["privacy"]["clip-norm"] for record in notes.records]
     assert norms[0] == 0.1
     assert norms[1] != 0.1
     last_norm = float(notes.memory[CLIP_NORM])
     before = files[-1][1]
-    more, after, _, _ = run_rounds(Nodes(), 1, memory=notes.memory, before=before, clip_norm="auto")
+    more, after, _, _ = run_rounds(Nodes(), memory=notes.memory, before=before, clip_norm="auto")
     assert more.records[0]["privacy"]["clip-norm"] == last_norm != norms[1]
     assert (budget.releases, after.releases) == (2, 3)
     assert after.multiplier == budget.multiplier
-
-
-def test_a_resumed_run_needs_the_clip_norm_that_has_adapted():
-    """Without it the run would go on with the norm of the first round."""
-    notes, _, files, _ = run_rounds(Nodes(), rounds=2, clip_norm="auto")
-    before = files[-1][1]
-    assert before["releases"] == 2
-    memory = {name: tensor for name, tensor in notes.memory.items() if name != CLIP_NORM}
-    assert len(memory) < len(notes.memory)
+    del notes.memory[CLIP_NORM]
     with pytest.raises(ValueError, match=r"checkpoint: privacy/clip-norm is missing, expected"):
-        run_rounds(Nodes(), 1, memory=memory, before=before, clip_norm="auto")
-    run_rounds(Nodes(), 1, memory=memory, before=before | {"releases": 0}, clip_norm="auto")
+        run_rounds(Nodes(), memory=notes.memory, before=before, clip_norm="auto")
+    before = before | {"releases": 0}
+    run_rounds(Nodes(), memory=notes.memory, before=before, clip_norm="auto")
 
 
 def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
@@ -211,7 +200,7 @@ def test_the_account_does_not_depend_on_the_clip_norm_of_the_checkpoint():
     before = run_rounds(Nodes(), rounds=2)[2][-1][1]
     accounts = []
     for memory in ({}, {CLIP_NORM: torch.tensor([0.25])}):
-        _, budget, files, _ = run_rounds(Nodes(), 1, memory=memory, before=before)
+        _, budget, files, _ = run_rounds(Nodes(), memory=memory, before=before)
         accounts.append((budget.epsilon, budget.as_record(), files))
     assert accounts[0] == accounts[1]
     assert accounts[0][0] == epsilon_of(1.0, 0.5, 1e-5, 3)
@@ -231,8 +220,15 @@ def record_of(number, spent=None, **changes):
     return ROUND | {"round": number, "privacy": privacy} | changes
 
 
-def write_rounds(folder, records):
+OF_NOISE = read_config({"privacy": "client", "noise-multiplier": 1.0})
+OF_EPSILON = read_config({"privacy": "client", "epsilon": 8.0})
+
+
+def budget_of(folder, records, account, config=OF_NOISE):
+    """Read a budget beside records of rounds, of a run that is resumed after its third round."""
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / NAME).write_text(json.dumps(account))
+    return ClientBudget.of(config, RunDirectory(folder), ResumePoint({}, last_round=3))
 
 
 def spending(**changes):
@@ -249,7 +245,6 @@ def spending(**changes):
         (spending(releases=3), r"epsilon = .*, and round 3 has more"),
         (spending(noise_multiplier=100.0), "noise-multiplier = 100.0, and the run has 1.0"),
         (spending(sampling_rate=0.05, releases=500), "sampling-rate = 0.05, by which round 1"),
-        ({"noise-multiplier": 100.0}, "noise-multiplier = 100.0"),
         ({"epsilon": 0.059}, "epsilon = 0.059, and its counts spend"),
         ({"epsilon": None}, "epsilon: got None"),
         ({"releases": 5.5}, "releases: got 5.5"),
@@ -263,16 +258,10 @@ def spending(**changes):
     ],
 )
 def test_an_invalid_account_is_refused(changes, message, tmp_path):
-    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
-    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
-    write_rounds(tmp_path, map(record_of, (1, 2, 3)))
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
+    rounds = [*map(record_of, (1, 2, 3))]
     with pytest.raises(ValueError, match=message):
-        ClientBudget.of(config, directory, start)
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
-    budget = ClientBudget.of(config, directory, start)
-    assert budget is not None
-    assert budget.releases == 5
+        budget_of(tmp_path, rounds, ACCOUNT | changes)
+    assert budget_of(tmp_path, rounds, ACCOUNT).releases == 5
 
 
 @pytest.mark.parametrize(
@@ -284,16 +273,11 @@ def test_an_invalid_account_is_refused(changes, message, tmp_path):
 )
 def test_an_account_with_derived_noise_must_match_the_records(spent, message, tmp_path):
     """Updates released after the resumed round count as well."""
-    config = read_config({"privacy": "client", "epsilon": 8.0})
-    directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=3)
-    write_rounds(tmp_path, [*map(record_of, (1, 2, 3)), record_of(4, spent)])
+    rounds = [*map(record_of, (1, 2, 3))]
     account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
-    (tmp_path / NAME).write_text(json.dumps(account))
     with pytest.raises(ValueError, match=message):
-        ClientBudget.of(config, directory, start)
-    write_rounds(tmp_path, map(record_of, (1, 2, 3, 4)))
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
-    assert ClientBudget.of(config, directory, start) is not None
+        budget_of(tmp_path, [*rounds, record_of(4, spent)], account, OF_EPSILON)
+    assert budget_of(tmp_path, [*rounds, record_of(4)], ACCOUNT, OF_EPSILON) is not None
 
 
 @pytest.mark.parametrize(
@@ -308,22 +292,16 @@ def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
     changes, message, tmp_path, monkeypatch
 ):
     """With a million releases, or so little noise, epsilon takes a minute and gigabytes."""
-    config = read_config({"privacy": "client", "epsilon": 8.0})
-    write_rounds(tmp_path, map(record_of, (1, 2, 3)))
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
+    rounds = [*map(record_of, (1, 2, 3))]
     monkeypatch.setattr("ravan_flwr.server.privacy_budget.epsilon_of", None)
     with pytest.raises(ValueError, match=message):
-        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=3))
+        budget_of(tmp_path, rounds, ACCOUNT | changes, OF_EPSILON)
 
 
 def test_rounds_that_were_repeated_are_within_the_account(tmp_path):
-    """A run that went back from round 900 to round 2, and had no room there, is resumed."""
-    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
-    write_rounds(tmp_path, map(record_of, (1, 2)))
-    (tmp_path / NAME).write_text(json.dumps(spending(releases=900)))
-    budget = ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=2))
-    assert budget is not None
-    assert budget.releases == 900
+    """A run that went back from round 900 to round 3, and had no room there, is resumed."""
+    rounds = [*map(record_of, (1, 2, 3))]
+    assert budget_of(tmp_path, rounds, spending(releases=900)).releases == 900
 
 
 @pytest.mark.parametrize("norm", [-0.1, 0.0, math.nan, math.inf, 1e-200, [0.1, 0.2], []])
@@ -335,12 +313,11 @@ def test_an_invalid_clip_norm_of_a_checkpoint_is_refused(norm):
 
 def test_a_resumed_run_needs_its_account(tmp_path):
     directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=1)
-    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        ClientBudget.of(config, directory, start)
+        ClientBudget.of(OF_NOISE, directory, start)
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ValueError, match=f"{NAME} is damaged"):
-        ClientBudget.of(config, directory, start)
+        ClientBudget.of(OF_NOISE, directory, start)
     assert ClientBudget.of(read_config({}), directory, start) is None
 
 

@@ -2,16 +2,18 @@
 
 import logging
 import math
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
-from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
-from ravan_flwr.messages.registered_client import check_derived, read_registered_client
+from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.messages.registered_client import MOST_PARTITIONS, check_derived
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.replies import most_validation_size
@@ -22,6 +24,9 @@ from tests.methods import train_client
 from tests.reference import weighted_mean
 
 __all__ = ["fake_clock"]
+
+# A round of all clients, without an evaluation.
+train_all = partial(run, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
 
 
 def test_a_round_records_its_clients_and_their_work():
@@ -42,27 +47,27 @@ def test_a_round_records_its_clients_and_their_work():
 
 def test_sampling_depends_on_seed_and_round_but_not_on_node_ids():
     one, other = Nodes(), Nodes()
-    other.registered = {node_id + 1000: m for node_id, m in reversed(one.registered.items())}
     other.registered = {
-        node_id: registered_client(node_id, m.partition_id)
-        for node_id, m in other.registered.items()
+        node_id + 1000: registered_client(node_id + 1000, client.partition_id)
+        for node_id, client in reversed(one.registered.items())
     }
     for nodes in (one, other):
-        run(nodes, rounds=5, clients_per_round=2, evaluate_fn=lambda *_: None)
+        train_all(nodes, rounds=5, clients_per_round=2)
     assert sorted(one.trained) == sorted(other.trained)
     assert len({tuple(p for r, p in one.trained if r == n) for n in range(1, 6)}) > 1
 
 
-def reply_of(change, kind="train"):
-    """Return a behaviour of partition 2 in training: its honest reply, changed."""
+def spoil(nodes, change, kind="train"):
+    """Let partition 2 change its honest replies to messages of a kind."""
 
-    def behave(nodes, partition_id, message):
+    def behave(partition_id, message):
         if partition_id != 2 or message.metadata.message_type != kind:
             return None
         honest = nodes.answer(nodes.registered[message.metadata.dst_node_id], message)
         return change(honest, message)
 
-    return behave
+    nodes.behave = behave
+    return nodes
 
 
 def with_metrics(**changes):
@@ -84,19 +89,13 @@ def with_tensor(name, tensor):
     return change
 
 
-def without(record):
-    def change(reply, _):
-        del reply.content[record]
-        return reply
-
-    return change
+def without_arrays(reply, _):
+    del reply.content["arrays"]
+    return reply
 
 
 FAULTS = {
-    "it raises": (
-        lambda _, message: Message(Error(2, "ValueError: no disk"), reply_to=message),
-        "it failed with code 2: ValueError: no disk",
-    ),
+    "it raises": (lambda _, m: Message(Error(2, "no disk"), reply_to=m), "code 2: no disk"),
     "no reason": (lambda _, m: Message(Error(5), reply_to=m), "code 5: no reason given"),
     "another round": (with_metrics(round=7), "reply is of round 7, expected 1"),
     "no loss": (with_metrics(**{"train-loss": None}), "missing 'train-loss'"),
@@ -104,8 +103,7 @@ FAULTS = {
     "loss a list": (with_metrics(**{"train-loss": [1.0]}), r"train-loss is \[1.0\]"),
     "other bases": (with_metrics(derived=[1.0, 2.1]), r"fingerprint \[1.0, 2.1\], expected"),
     "no fingerprint": (with_metrics(derived=1.0), r"fingerprint \[\], expected"),
-    "no metrics": (without("metrics"), "missing 'metrics'"),
-    "no arrays": (without("arrays"), "missing 'arrays'"),
+    "no arrays": (without_arrays, "missing 'arrays'"),
     "wrong shape": (with_tensor("H", torch.zeros(6, 2, 1)), r"H is torch.float32 \(6, 2, 1\)"),
     "not finite": (with_tensor("H", torch.full((6, 2, 2), torch.inf)), "not finite"),
     "huge": (with_tensor("H", torch.full((6, 2, 2), 1e9)), r"norm 4.899e\+09, expected at most"),
@@ -115,28 +113,22 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_invalid_reply_is_rejected_and_the_round_continues(fault):
     change, reason = FAULTS[fault]
-    nodes = Nodes()
-    nodes.behave = lambda partition_id, message: reply_of(change)(nodes, partition_id, message)
-    notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, _, _ = train_all(spoil(Nodes(), change))
     (record,) = notes.records
     assert [client["partition-id"] for client in record["clients"]] == [0, 1, 3]
     (rejected,) = record["rejected"]
     assert rejected["client"] == "partition 2"
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(rejected["reason"])
+    assert re.search(reason, rejected["reason"])
 
     honest = Nodes()
     del honest.registered[12]  # partition 2
-    expected, _, _ = run(honest, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    expected, _, _ = train_all(honest)
     assert torch.equal(notes.states[0]["H"], expected.states[0]["H"])
 
 
 CALIBRATION_FAULTS = {key: FAULTS[key] for key in ("it raises", "other bases", "no arrays")} | {
     "wrong shape": (with_tensor("change", torch.zeros(3)), r"change is torch.float32 \(3,\)"),
-    "not finite": (
-        with_tensor("change", torch.full((58,), torch.nan)),
-        "change has values that are not finite",
-    ),
+    "not finite": (with_tensor("change", torch.full((58,), torch.nan)), "change has .*not finite"),
     "huge": (with_tensor("change", torch.full((58,), 1e9)), r"norm 7.616e\+09, expected at most"),
 }
 
@@ -144,91 +136,58 @@ CALIBRATION_FAULTS = {key: FAULTS[key] for key in ("it raises", "other bases", "
 @pytest.mark.parametrize("fault", CALIBRATION_FAULTS)
 def test_an_invalid_calibration_reply_does_not_affect_the_bases(fault):
     change, reason = CALIBRATION_FAULTS[fault]
-    nodes = Nodes(method="fed-sb")
-    behave = reply_of(change, "train.calibrate")
-    nodes.behave = lambda partition_id, message: behave(nodes, partition_id, message)
-    settings = {"rounds": 1, "clients_per_round": 4, "method": "fed-sb"}
-    notes, _, _ = run(nodes, evaluate_fn=lambda *_: None, **settings)
+    nodes = spoil(Nodes(method="fed-sb"), change, "train.calibrate")
+    notes, _, _ = train_all(nodes, method="fed-sb")
     calibration = notes.records[0]
     assert (calibration["round"], len(calibration["clients"])) == (0, 3)
     (rejected,) = calibration["rejected"]
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(rejected["reason"])
+    assert re.search(reason, rejected["reason"])
     # The mean of the others' replies: every weight 1, 2 and 4 larger.
-    expected = torch.tensor([(1 + 2 + 4) / 3 * (rows * columns) ** 0.5
-                             for rows, columns in ((6, 5), (4, 7))])  # fmt: skip
-    torch.testing.assert_close(notes.calibrated_state["H"][:, 0, 0], expected)
+    means = [(1 + 2 + 4) / 3 * (rows * columns) ** 0.5 for rows, columns in ((6, 5), (4, 7))]
+    torch.testing.assert_close(notes.calibrated_state["H"][:, 0, 0], torch.tensor(means))
 
 
-def test_a_calibration_without_a_valid_reply_stops_the_run():
-    nodes = Nodes(method="fed-sb")
-    nodes.behave = lambda _, m: (
-        Message(Error(2, "boom"), reply_to=m) if "calibrate" in m.metadata.message_type else None
-    )
-    with pytest.raises(RuntimeError, match=r"round 0: got no valid reply.*boom"):
-        run(nodes, rounds=1, clients_per_round=4, method="fed-sb")
-
-
-def test_replies_are_weighted_uniformly_or_by_examples():
-    states = {}
-    for weighting in ("uniform", "examples"):
-        nodes = Nodes(3, method="fedit")
-        nodes.registered = {
-            node_id: registered_client(
-                node_id, m.partition_id, num_partitions=3, examples=1 + 5 * node_id
-            )
-            for node_id, m in nodes.registered.items()
-        }
-        settings = {"rounds": 1, "clients_per_round": 3, "method": "fedit", "weighting": weighting}
-        notes, _, _ = run(nodes, evaluate_fn=lambda *_: None, **settings)
-        states[weighting] = notes.states[0]
+@pytest.mark.parametrize(
+    ("weighting", "weights"), [("uniform", [1.0] * 3), ("examples", [56.0, 61.0, 66.0])]
+)
+def test_replies_are_weighted_uniformly_or_by_examples(weighting, weights):
     nodes = Nodes(3, method="fedit")
+    for node_id, client in nodes.registered.items():  # nodes 11, 12, 13
+        nodes.registered[node_id] = replace(client, examples=1 + 5 * node_id)
+    notes, _, _ = train_all(nodes, method="fedit", weighting=weighting)
     initial = nodes.method.initial_state(nodes.adapters)
     uploads = [train_client(nodes.method, nodes.adapters, initial, 1.0, p) for p in (2, 1, 0)]
-    weights = {"uniform": [1.0] * 3, "examples": [56.0, 61.0, 66.0]}  # of nodes 11, 12, 13
-    for weighting, state in states.items():
-        for name in ("B", "A"):
-            expected = weighted_mean([upload[name] for upload in uploads], weights[weighting])
-            torch.testing.assert_close(state[name], expected.float())
+    for name in ("B", "A"):
+        expected = weighted_mean([upload[name] for upload in uploads], weights)
+        torch.testing.assert_close(notes.states[0][name], expected.float())
 
 
 def test_eligible_clients_may_be_disconnected_for_a_round():
-    nodes = Nodes(3, method="fedit")
+    nodes = Nodes(3, method="fedit", budget_fraction=0.5)
     nodes.registered[11] = registered_client(11, 2, num_partitions=3)
-    for node_id, partition_id in ((12, 1), (13, 0)):
-        nodes.registered[node_id] = registered_client(
-            node_id, partition_id, num_partitions=3, budget_fraction=0.5
-        )
 
     def drop_out(_, message):
         if message.metadata.message_type == "train":
-            reply = nodes.answer(nodes.registered[11], message)
-            del nodes.registered[11]
-            return reply
+            return nodes.answer(nodes.registered.pop(11), message)
         return None
 
     nodes.behave = drop_out
     with pytest.raises(RuntimeError, match=r"round 2: got no valid reply.*resume=RUN"):
-        run(nodes, evaluate_fn=lambda *_: None, method="fedit")
+        train_all(nodes, rounds=2, method="fedit")
 
 
-def test_a_round_without_a_valid_reply_stops_the_run():
+@pytest.mark.parametrize(
+    ("method", "kind", "number"), [("ravan", "train", 2), ("fed-sb", "train.calibrate", 0)]
+)
+def test_a_round_without_a_valid_reply_stops_the_run(method, kind, number):
     def fail(_, message):
-        if message.metadata.message_type == "train" and message.content["config"]["round"] == 2:
+        if message.metadata.message_type == kind and message.content["config"]["round"] == number:
             return Message(Error(2, "out of memory"), reply_to=message)
         return None
 
-    error = r"round 2: got no valid reply, .*partitions 0, 1, 2, 3: .*out of memory.*resume=RUN"
+    error = rf"round {number}: got no valid reply, .*partitions 0, 1, 2, 3: .*out of memory"
     with pytest.raises(RuntimeError, match=error):
-        run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
-
-
-def test_an_unresponsive_client_is_rejected_after_the_timeout():
-    notes, _, _ = run(
-        Unresponsive(1), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
-    )
-    (rejected,) = notes.records[0]["rejected"]
-    assert rejected == {"client": "partition 1", "reason": "no reply within 0.5 s"}
+        train_all(Nodes(behave=fail, method=method), rounds=2, method=method)
 
 
 class Slow(Nodes):
@@ -259,9 +218,7 @@ class Slow(Nodes):
 
 
 def test_a_late_reply_is_refused_and_recorded():
-    notes, _, _ = run(
-        Slow(), rounds=3, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
-    )
+    notes, _, _ = train_all(Slow(), rounds=3, timeout=0.5)
     first, second, third = notes.records
     assert first["rejected"] == [{"client": "partition 1", "reason": "no reply within 0.5 s"}]
     late = {"client": "partition 1", "reason": "late: a reply to round 1, which closed after 0.5 s"}
@@ -274,21 +231,13 @@ def test_a_late_reply_is_refused_and_recorded():
 
 
 def test_a_round_needs_min_replies_valid_replies():
-    options: dict[str, Any] = {
-        "rounds": 1,
-        "timeout": 0.3,
-        "clients_per_round": 4,
-        "evaluate_fn": lambda *_: None,
-    }
-    notes, _, _ = run(Unresponsive(1, 3), min_replies=2, **options)
+    notes, _, _ = train_all(Unresponsive(1, 3), min_replies=2, timeout=0.3)
     assert [c["partition-id"] for c in notes.records[0]["clients"]] == [0, 2]
     message = "got 2 valid replies, expected at least min-replies = 3: partitions 1, 3: no reply"
     with pytest.raises(RuntimeError, match=message):
-        run(Unresponsive(1, 3), min_replies=3, **options)
+        train_all(Unresponsive(1, 3), min_replies=3, timeout=0.3)
     with pytest.raises(ValueError, match="min-replies = 5: the nodes have num-partitions = 4"):
-        run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
-    with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):
-        read_config({"limits": "min-replies=4"})
+        train_all(Nodes(), min_replies=5, clients_per_round=5)
 
 
 def test_a_change_of_the_clients_that_are_not_connected_is_logged(caplog):
@@ -297,10 +246,10 @@ def test_a_change_of_the_clients_that_are_not_connected_is_logged(caplog):
             return list(self.registered)[bool(self.trained) :]
 
     caplog.set_level(logging.INFO, "ravan_flwr")
-    notes, _, _ = run(Away(), rounds=3, clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, _, _ = train_all(Away(), rounds=3)
     assert [len(record["clients"]) for record in notes.records] == [4, 3, 3]
     (line,) = [line for line in caplog.messages if "not connected" in line]
-    assert line == "1 of 4 clients are not connected: the round asks 3; clients-per-round is 4"
+    assert line.startswith("1 of 4 clients are not connected: the round asks 3")
 
 
 def test_a_round_waits_for_disconnected_nodes():
@@ -311,10 +260,7 @@ def test_a_round_waits_for_disconnected_nodes():
             self.asked += bool(self.trained)  # after the first round
             return [11] if 0 < self.asked < 6 else list(self.registered)
 
-    nodes = Away()
-    notes, _, _ = run(
-        nodes, rounds=3, min_replies=3, clients_per_round=4, evaluate_fn=lambda *_: None
-    )
+    notes, _, _ = train_all(Away(), rounds=3, min_replies=3)
     assert all(len(record["clients"]) == 4 for record in notes.records)
 
 
@@ -344,56 +290,59 @@ def test_evaluation_metrics_of_clients_are_validated():
 def test_a_message_that_cannot_be_sent_is_recorded():
     class Full(Nodes):
         def push_messages(self, messages):
-            return super().push_messages([m for m in messages if not self.too_large(m)])
+            return super().push_messages([m for m in messages if not self.too_large(m.metadata)])
 
-        def too_large(self, message):
-            meta = message.metadata
+        def too_large(self, meta):
             return meta.message_type == "train" and meta.dst_node_id == 11
 
-    notes, _, _ = run(Full(), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert notes.records[0]["rejected"] == [
-        {"client": "partition 3", "reason": "the message could not be sent"}
-    ]
+    (record,) = train_all(Full())[0].records
+    reason = "the message could not be sent"
+    assert record["rejected"] == [{"client": "partition 3", "reason": reason}]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"code": "x"}, "its ravan_flwr has fingerprint x, expected .* another checkout"),
+        ({"code": "x"}, "its ravan_flwr has fingerprint x, expected"),
         ({"backbone": "x"}, "its backbone has fingerprint x, expected b"),
         ({"derived": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
         ({"examples": 0}, "examples is 0, expected 1 to"),
         ({"derived": ("a", "b")}, r"derived is \['a', 'b'\], expected float numbers"),
         ({"num_partitions": 5}, "num-partitions is 5, expected 4 as the others have"),
-        ({"num_partitions": 5, "own_data": True}, None),
         ({"budget_fraction": 1.5}, "budget-fraction is 1.5, expected above 0 and at most 1"),
         ({"partition_id": 4}, r"partition-id is 4, expected 0 to 3"),
         ({"partition_id": 0}, "partition-id 0 is taken by node"),
-        ({"device": ""}, None),
     ],
 )
-def test_an_incompatible_node_is_refused_by_name(change, reason, caplog):
+def test_an_incompatible_node_is_refused_by_name(change, reason):
     nodes = Nodes()
-    changed = {"partition_id": 3} | change
-    nodes.registered[11] = registered_client(11, **changed)
-    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    if reason is None:
-        assert not strategy.registry.refused
-        return
+    nodes.registered[11] = registered_client(11, **{"partition_id": 3} | change)
+    _, strategy, _ = train_all(nodes)
     ((node_id, refusal),) = strategy.registry.refused.items()
     assert node_id in {11, 14}
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(refusal)
+    assert re.search(reason, refusal)
     assert len(strategy.registry.clients) == 3
 
 
-def test_the_number_of_logged_refusals_is_limited(caplog):
-    with pytest.raises(RuntimeError, match="no node to train on: all 500 were refused: its back"):
+@pytest.mark.parametrize("change", [{"num_partitions": 5, "own_data": True}, {"device": ""}])
+def test_a_node_may_differ_in_these_fields(change):
+    nodes = Nodes()
+    nodes.registered[11] = registered_client(11, 3, **change)
+    _, strategy, _ = train_all(nodes)
+    assert not strategy.registry.refused
+    assert strategy.registry.partitions == 4  # own data are not counted
+
+
+def test_without_an_eligible_node_the_run_stops_and_few_refusals_are_logged(caplog):
+    message = "no node to train on: all 500 were refused: its backbone [^;]*; copy the server's"
+    with pytest.raises(RuntimeError, match=message):
         run(Nodes(500, backbone="other"))
     logged = [record.message for record in caplog.records if "refused" in record.message]
     assert len(logged) == 6
     assert logged[0].startswith("refused partition 499: its backbone")
     assert logged[-1].startswith("refused 495 nodes more: its backbone")
+    with pytest.raises(RuntimeError, match="no node to train on: none is connected"):
+        run(Nodes(0))
 
 
 CANNOT = ConfigRecord({"partition-id": 3, "reason": "got unknown labels c; expected\na, b"})
@@ -401,54 +350,42 @@ FLOWERS = "<class 'ValueError'>:<'node config: partition-id is missing, expected
 
 
 @pytest.mark.parametrize(
-    ("make", "logged"),
+    ("make", "name", "reason"),
     [
         (lambda m: Message(RecordDict({"refused": CANNOT}), reply_to=m),
-         r"refused partition 3: got unknown labels c; expected\na, b"),
+         "partition 3", r"got unknown labels c; expected\na, b"),
         (lambda m: Message(Error(2, FLOWERS), reply_to=m),
-         "refused node 11: node config: partition-id is missing, expected 'a' number"),
+         "node 11", "node config: partition-id is missing, expected 'a' number"),
         (lambda m: Message(Error(2, "<class 'OSError'>:<'no disk'>"), reply_to=m),
-         "refused node 11: it failed with code 2: <class 'OSError'>:<'no disk'>"),
+         "node 11", "it failed with code 2: <class 'OSError'>:<'no disk'>"),
         (lambda m: Message(RecordDict({"refused": ConfigRecord({"partition-id": -1})}), reply_to=m),
-         "refused node 11: it gives no reason"),
+         "node 11", "it gives no reason"),
     ],
 )  # fmt: skip
 def test_a_device_that_cannot_take_part_goes_by_its_partition_and_one_sentence(
-    make, logged, caplog
+    make, name, reason, caplog
 ):
     def behave(partition, message):
-        return (
-            make(message) if partition == 3 and message.metadata.message_type == "query" else None
-        )
+        return make(message) if (partition, message.metadata.message_type) == (3, "query") else None
 
     _, strategy, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=3)
-    assert [line for line in caplog.messages if "refused" in line] == [logged]
+    logged = [line for line in caplog.messages if "refused" in line]
+    assert logged == [f"refused {name}: {reason}"]
     assert len(strategy.registry.clients) == 3
-    name, _, reason = logged.removeprefix("refused ").partition(": ")
     refused = [node for node in strategy.registry.nodes.values() if node.refused]
     assert [(node.name, node.refused) for node in refused] == [(name, reason)]
 
 
-def test_the_number_of_connected_clients_is_logged(caplog):
-    caplog.set_level("INFO")
-    run(Nodes(2), rounds=1, clients_per_round=3)
-    assert "; 2 clients a round, " in caplog.text
-    assert "2 nodes with 20 examples" in caplog.text
-    run(Nodes(1), rounds=1, clients_per_round=3)
-    assert "; 1 client a round, " in caplog.text
-    assert "1 node with 10 examples" in caplog.text
-
-
-def test_without_an_eligible_node_the_run_stops_with_the_reason():
-    message = (
-        r"no node to train on: all 4 were refused: its backbone [^;]*; copy the server's [^;]*$"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        run(Nodes(backbone="other"))
-    empty = Nodes()
-    empty.registered = {}
-    with pytest.raises(RuntimeError, match="no node to train on: none is connected"):
-        run(empty)
+@pytest.mark.parametrize(
+    ("method", "asked", "is_logged"),
+    [("ravan", 30, True), ("ravan", 2, False), ("local", 30, False)],
+)
+def test_the_log_has_the_clients_and_whether_a_round_asks_more(method, asked, is_logged, caplog):
+    caplog.set_level("INFO", "ravan_flwr")
+    run(Nodes(4), rounds=1, method=method, clients_per_round=asked)
+    assert f"; {min(asked, 4)} clients a round, " in caplog.text
+    assert "4 nodes with 40 examples" in caplog.text
+    assert ("; clients-per-round is 30, but no more can" in caplog.text) is is_logged
 
 
 def test_late_nodes_are_queried_and_disconnected_ones_not_sampled():
@@ -461,63 +398,58 @@ def test_late_nodes_are_queried_and_disconnected_ones_not_sampled():
         if number == 4:
             del nodes.registered[11]
 
-    run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
+    train_all(nodes, rounds=6, evaluate_fn=evaluate)
     by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 7)]
     assert by_round == [{0, 2, 3}] * 2 + [{0, 1, 2, 3}] * 2 + [{0, 1, 2}] * 2
 
 
+class Silent(Nodes):
+    """Node 13 does not answer its query before a round."""
+
+    until = math.inf
+
+    def pull_messages(self, message_ids):
+        ids = set(message_ids)
+        if not self.trained or self.trained[-1][0] < self.until:
+            ids -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+        return super().pull_messages(ids)
+
+
 def test_a_run_begins_without_an_unresponsive_node():
-    class Unanswering(Nodes):
-        """Node 13 is connected, and does not answer its query."""
-
-        def pull_messages(self, message_ids):
-            unresponsive = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(set(message_ids) - unresponsive)
-
-    notes, strategy, _ = run(Unanswering(), clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert [len(record["clients"]) for record in notes.records] == [3, 3]
+    notes, strategy, _ = train_all(Silent())
+    assert len(notes.records[0]["clients"]) == 3
     assert strategy.registry.refused == {13: "no answer within 0.2 s"}
 
 
 def test_a_round_does_not_wait_for_a_new_node_that_does_not_answer(monkeypatch):
-    class LateAnswer(Nodes):
-        """Node 13 connects in round 1, and answers its query in round 3."""
-
-        def pull_messages(self, message_ids):
-            ids = set(message_ids)
-            if self.registered.get(13) and self.trained[-1][0] < 3:
-                ids -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(ids)
-
+    """It connects in round 1, and answers in round 3."""
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
-    nodes = LateAnswer()
-    late = nodes.registered.pop(13)
-    run(
-        nodes, rounds=5, clients_per_round=4,
-        evaluate_fn=lambda number, _: nodes.registered.update({13: late}) if number == 1 else None,
-    )  # fmt: skip
+    nodes = Silent()
+    late, nodes.until = nodes.registered.pop(13), 3
+
+    def evaluate(number, _):
+        if number == 1:
+            nodes.registered[13] = late
+
+    train_all(nodes, rounds=5, evaluate_fn=evaluate)
     by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 6)]
     assert by_round == [{0, 2, 3}] * 3 + [{0, 1, 2, 3}] * 2
 
 
 def test_a_run_does_not_wait_for_a_node_that_disconnects_at_each_query(monkeypatch):
-    class Disconnecting(Nodes):
+    class Disconnecting(Silent):
         """Node 13 reconnects before every poll, and disconnects before it answers."""
 
-        def get_nodes(self):
-            self.looks = getattr(self, "looks", 0) + 1
-            nodes = [NodeInfo(node_id=node_id) for node_id in self.registered]
-            for node in nodes:
-                node.last_activated_at = str(self.looks) if node.node_id == 13 else "then"
-            return nodes
+        looks = 0
 
-        def pull_messages(self, message_ids):
-            unresponsive = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
-            return super().pull_messages(set(message_ids) - unresponsive)
+        def get_nodes(self):
+            self.looks += 1
+            for node_id in self.registered:
+                since = str(self.looks) if node_id == 13 else "then"
+                yield NodeInfo(node_id=node_id, last_activated_at=since)
 
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
-    nodes = Disconnecting()
-    notes, strategy, _ = run(nodes, clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, strategy, _ = train_all(Disconnecting(), rounds=2)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
     assert 13 not in strategy.registry.clients
 
@@ -542,13 +474,13 @@ def test_a_restarted_node_is_queried_again(before, after):
         if number == 1:
             nodes.registered[11], nodes.since = registered_client(11, 3, **after), "noon"
 
-    notes, strategy, _ = run(nodes, rounds=3, clients_per_round=4, evaluate_fn=evaluate)
-    numbers_of_nodes = [
+    notes, strategy, _ = train_all(nodes, rounds=3, evaluate_fn=evaluate)
+    fractions = [
         [c["budget-fraction"] for c in r["clients"] if c["partition-id"] == 3]
         for r in notes.records
     ]
     expected = [] if "num_partitions" in after else [after.get("budget_fraction", 1.0)]
-    assert numbers_of_nodes == [[] if before else [1.0], expected, expected]
+    assert fractions == [[] if before else [1.0], expected, expected]
     assert bool(strategy.registry.refused) == ("num_partitions" in after)
 
 
@@ -558,6 +490,8 @@ def test_a_restarted_node_is_queried_again(before, after):
         ([(0, 5), (0, 4), (1, 4), (2, 4), (3, 4)], {12, 13, 14, 15}),
         ([(0, 2), (1, 2), (2, 4), (3, 4)], {13, 14}),  # equally many nodes claim either number
         ([(0, 4), (1, 4), (1, 4)], {11, 12}),
+        ([(1, 10_000), (0, 2)], {12}),  # one node of two partitions is here, and one of 10,000
+        ([(3, 2 * MOST_PARTITIONS), (0, 4), (1, 4), (2, 4)], {12, 13, 14}),
     ],
 )
 def test_the_majority_of_nodes_decides_the_number_of_partitions(numbers, stay):
@@ -566,9 +500,10 @@ def test_the_majority_of_nodes_decides_the_number_of_partitions(numbers, stay):
         11 + i: registered_client(11 + i, partition, num_partitions=number)
         for i, (partition, number) in enumerate(numbers)
     }
-    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, strategy, _ = train_all(nodes)
     assert strategy.registry.clients.keys() == stay
     assert len(strategy.registry.refused) == len(numbers) - len(stay)
+    assert strategy.registry.partitions == notes.records[0]["partitions"] == numbers[-1][1]
 
 
 def test_a_refused_node_is_queried_again_when_it_reconnects():
@@ -581,7 +516,7 @@ def test_a_refused_node_is_queried_again_when_it_reconnects():
         if number == 2:
             nodes.registered[11] = good
 
-    notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
+    notes, strategy, _ = train_all(nodes, rounds=4, evaluate_fn=evaluate)
     assert [len(record["clients"]) for record in notes.records] == [3, 3, 4, 4]
     assert not strategy.registry.refused
 
@@ -616,23 +551,11 @@ def test_sampling_is_uniform():
     assert max(counts.values()) < 360
 
 
-def test_registrations_round_trip_and_missing_fields_are_reported():
-    answer = ConfigRecord(registered_client().as_config())
-    assert read_registered_client(1, answer) == registered_client()
-    for key in list(answer):
-        with pytest.raises(ValueError, match=f"{key} is None, expected"):
-            read_registered_client(1, {k: v for k, v in answer.items() if k != key})
-
-
 def test_fingerprints_agree_to_rounding_only():
     check_derived([1.0, 2.0 + 1e-6], DERIVED)
     for other in ([1.0], [1.0, 2.01], [1.0, math.nan]):
         with pytest.raises(ValueError, match="its bases have fingerprint"):
             check_derived(other, DERIVED)
-
-
-def test_payload_bytes_equal_those_of_the_arrays():
-    assert num_bytes(ArrayRecord()) == 0
 
 
 def test_an_impossible_next_state_is_discarded_and_the_run_continues(monkeypatch, caplog):
@@ -646,7 +569,7 @@ def test_an_impossible_next_state_is_discarded_and_the_run_continues(monkeypatch
 
     monkeypatch.setattr(update_norm_check.UpdateNormCheck, "check_state", refuse)
     nodes = Nodes()
-    notes, _, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
+    notes, _, _ = train_all(nodes, rounds=2)
     first, second = notes.records
     assert first["refused"] == "the norm of H would grow by 7, expected at most 1"
     assert "refused" not in second
@@ -656,37 +579,23 @@ def test_an_impossible_next_state_is_discarded_and_the_run_continues(monkeypatch
 
 
 def test_with_robust_weighting_fewer_than_three_replies_change_nothing(caplog):
-    options: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
-    notes, _, _ = run(Nodes(2), weighting="median", **options)
+    notes, _, _ = train_all(Nodes(2), weighting="median")
     assert not notes.states[0]["H"].any()
-    assert (
-        "2 replies came, and weighting = 'median' changes nothing with fewer than 3" in caplog.text
-    )
+    assert "2 replies came, and weighting = 'median' changes nothing" in caplog.text
 
 
 def test_a_robust_calibration_needs_three_replies():
-    options: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
     message = "round 0: got 2 valid replies, expected at least min-replies = 3"
     with pytest.raises(RuntimeError, match=message):
-        run(Nodes(2, method="fed-sb"), method="fed-sb", weighting="median", **options)
+        train_all(Nodes(2, method="fed-sb"), method="fed-sb", weighting="median")
 
 
 def test_equal_reasons_are_reported_once_with_their_clients():
     round_log = RoundLog(1, 12)
     for number in range(12):
-        reason = "out of memory" if number == 3 else "no such column 'text'"
+        reason = "out of memory" if number == 3 else "no such column"
         round_log.reject(registered_client(partition_id=number), reason)
     message = round_log.too_few_replies_message(1)
     assert message.count("no such column") == 1
-    assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in message
+    assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column; " in message
     assert "partition 3: out of memory" in message
-
-
-@pytest.mark.parametrize(
-    ("method", "asked", "is_logged"),
-    [("ravan", 30, True), ("ravan", 2, False), ("local", 30, False)],
-)
-def test_more_clients_a_round_than_there_are_is_logged(method, asked, is_logged, caplog):
-    with caplog.at_level("INFO", "ravan_flwr"):
-        run(Nodes(4), rounds=1, method=method, clients_per_round=asked)
-    assert ("; clients-per-round is 30, but no more can" in caplog.text) is is_logged
