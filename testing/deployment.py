@@ -55,6 +55,7 @@ PENDING_CALLS = 10.0  # seconds for pending calls to end, also on a busy machine
 END_TIMEOUT = 120.0  # seconds for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
+SERVERAPP = "flwr-serverapp"
 # Processes that call the SuperLink periodically.
 CALLERS = re.compile("flower-(superexec|supernode)")
 
@@ -73,9 +74,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.superlink_address = f"127.0.0.1:{self._port}"  # the SuperLink's own, without the proxy
         self.address = f"127.0.0.1:{self._proxy_port}" if behind_proxy else self.superlink_address
         self.behind_proxy = behind_proxy
-        self._helpers: list[
-            subprocess.Popen[bytes]
-        ] = []  # the proxy and the SuperExec for ServerApps
+        # The proxy and the SuperExec for ServerApps.
+        self._helpers: list[subprocess.Popen[bytes]] = []
         self._nodes = nodes
         self.app = copy_app(folder / "app")
         self._superlink: subprocess.Popen[bytes] | None = None
@@ -100,9 +100,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             self.stop_node(number)
         self.stop_superlink()
         with suppress(TimeoutError):
-            wait_for(
-                lambda: not self._our_processes(), "the last process of ours to end", END_TIMEOUT
-            )
+            wait_for(lambda: not self._our_processes(), "our last process to end", END_TIMEOUT)
         for pid in self._our_processes():
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)
@@ -255,6 +253,13 @@ class Deployment(AbstractContextManager["Deployment"]):
         self._kill("superlink", self._superlink)
         wait_for(lambda: not _listens(self.superlink_address), "its port to be free")
 
+    def kill_serverapp(self, machine: str) -> None:
+        """Kill the processes of the ServerApp that the machine started."""
+        pids = [pid for pid in processes_of(self._home(machine)) if SERVERAPP in _command_line(pid)]
+        assert pids
+        for process in (process for pid in pids for process in with_fork(pid)):
+            _send(process, signal.SIGKILL)
+
     # SuperNodes.
 
     def register(self, number: int) -> int:
@@ -285,6 +290,17 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--port", str(port), "--node-config", node_config,
             environment=environment,
         )  # fmt: skip
+
+    def start_nodes(
+        self, settings: Callable[[int], str] = lambda _: "", **environment: str
+    ) -> None:
+        """Register and start all SuperNodes, each with another partition; wait for them."""
+        for number in range(self._nodes):
+            if number not in self._supernodes:
+                self.register(number)
+            partition = f"partition-id={number} num-partitions={self._nodes} "
+            self.start_node(number, partition + settings(number), **environment)
+        assert all(self.wait_for_node(number) for number in range(self._nodes))
 
     def wait_for_node(self, number: int) -> bool:
         """Wait for a node; return whether it connected; its log has the reason if not."""
@@ -344,19 +360,13 @@ class Deployment(AbstractContextManager["Deployment"]):
     ) -> subprocess.Popen[bytes]:
         """Start a command on a machine, with its output in a file."""
         path = self._home(machine) / log
-        path.unlink(
-            missing_ok=True
-        )  # processes of an earlier start may still write to the old file
+        path.unlink(missing_ok=True)  # an earlier start's processes may still write to the old file
         with path.open("wb") as file:
             return subprocess.Popen(
-                command,
-                env={**self._environment(machine), **environment},
-                cwd=self._home(machine),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                command, env={**self._environment(machine), **environment},
+                cwd=self._home(machine), stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
     def _home(self, machine: str) -> Path:
         home = self.folder / machine
@@ -478,9 +488,8 @@ def wait_for(
 def _command(environment: dict[str, str], *command: str, folder: Path | None = None) -> str:
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"{shlex.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
-        )
+        output = done.stdout + done.stderr
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}: {output}")
     return done.stdout
 
 

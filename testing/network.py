@@ -35,19 +35,6 @@ DOMAIN = "example.org"
 NET = "192.0.2"  # addresses for documents (RFC 5737)
 SCRIPTS = "/opt/ravan-flwr/.venv/bin"
 OVERLAID = ("/etc", "/var", "/opt", "/root")
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <time.h>
-int clock_gettime(clockid_t id, struct timespec *t) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, t);
-    if (id == CLOCK_REALTIME && getenv("AHEAD")) t->tv_sec += atoi(getenv("AHEAD"));
-    return result;
-}
-"""
 
 
 def network_unavailable() -> str:
@@ -64,16 +51,6 @@ def network_unavailable() -> str:
         command = ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", script]
         ended = subprocess.run(command, capture_output=True, text=True)
     return f"no namespaces: {ended.stderr.strip()} (only root can)" if ended.returncode else ""
-
-
-def clock_library(folder: Path) -> Path | None:
-    """Build a library that moves a process's clock by $AHEAD seconds; None without a compiler."""
-    if (compiler := shutil.which("cc")) is None:
-        return None
-    source, library = folder / "clock.c", folder / "clock.so"
-    source.write_text(CLOCK)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
 
 
 class Host:
@@ -241,10 +218,7 @@ class Network(AbstractContextManager["Network"]):
     """Hosts with names, each reached by the others at NAME.example.org."""
 
     def __init__(
-        self,
-        folder: Path,
-        names: list[str],
-        inside: Callable[[int], Any] | None = None,
+        self, folder: Path, names: list[str], inside: Callable[[int], Any] | None = None
     ) -> None:
         self.folder, self.names = folder, names
         self.app = copy_app(folder / "app")  # the checkout may change meanwhile

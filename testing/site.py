@@ -45,11 +45,10 @@ def for_node(number: int, text: str) -> str:
     return text
 
 
-def restart_always(text: str, pause: int, before: str = "", after: str = "") -> str:
+def restart_always(text: str, pause: int, after: str = "") -> str:
     """Restart the last command of a block whenever it ends, as a unit with Restart=always."""
     *setting, command = re.sub(r"\\\n\s*", "", text).strip().splitlines()
-    command = f"{before or 'exec'} {command}"
-    return "\n".join([*setting, f"while true; do ( {command} ); {after} sleep {pause}; done"])
+    return "\n".join([*setting, f"while true; do ( exec {command} ); {after} sleep {pause}; done"])
 
 
 class Site:
@@ -124,12 +123,10 @@ class Site:
             self.programs[name].end()
         self.start_server()
 
-    def start_device(self, number: int, before: str = "", after: str = "") -> Program:
+    def start_device(self, number: int) -> Program:
         """Start a SuperNode and the check beside it; return the SuperNode."""
         text = for_node(number, self.supernode)
-        node = self.programs[f"node-{number}"] = self.devices[number].start(
-            restart_always(text, 5, before, after)
-        )
+        node = self.programs[f"node-{number}"] = self.devices[number].start(restart_always(text, 5))
         text = for_node(number, self.check).replace("EVERY=60", "EVERY=5")
         self.programs[f"check-{number}"] = self.devices[number].start(text)
         return node

@@ -238,9 +238,8 @@ def examples(name: str, subset: str, split: str, number: int, seed: int) -> data
 
 
 def _fill(kind: Any, number: int, seed: int) -> list[Any]:
-    if isinstance(
-        kind, ClassLabel
-    ):  # few labels, so that several clients have each; 26 of 100 is among them
+    if isinstance(kind, ClassLabel):
+        # Few labels, so that several clients have each; 26 of 100 is among them.
         return [i % 6 * 13 % kind.num_classes for i in range(number)]
     if isinstance(kind, Image):
         return pictures([i % 6 * 13 for i in range(number)], seed)

@@ -94,32 +94,6 @@ class ManySides(Attacker):
         return honest
 
 
-class HugeLoss(Attacker):
-    reason = r"train-loss is 1.7e\+308, expected from -1e\+09 to 1e\+09"
-
-    def reply(self, honest, message):
-        honest.content["metrics"]["train-loss"] = 1.7e308
-        return honest
-
-
-class HugeEvaluationLoss(Attacker):
-    kind = "evaluate"
-    reason = r"loss is 1.7e\+308, expected"
-
-    def reply(self, honest, message):
-        honest.content["metrics"]["loss"] = 1.7e308
-        return honest
-
-
-class Accuracy123(Attacker):
-    kind = "evaluate"
-    reason = "accuracy is 123, expected from 0 to 1"
-
-    def reply(self, honest, message):
-        honest.content["metrics"]["accuracy"] = 123.0
-        return honest
-
-
 class ForgesALine(Attacker):
     reason = r"failed with code 2: \\x1b\[2K\\rround 2/2  loss 0.0000\\ninfo: done"
 
@@ -134,28 +108,12 @@ class LongReason(Attacker):
         return Message(Error(2, "x" * 20_000_000), reply_to=message)
 
 
-class LongFingerprint(Attacker):
-    reason = r"fingerprint \[1.0, 1.0, 1.0, .*expected \[1.0, 2.0\]"
-
-    def reply(self, honest, message):
-        honest.content["metrics"]["derived"] = [1.0] * 1_000_000
-        return honest
-
-
 class LongName(Attacker):
     reason = "got tensors"
 
     def reply(self, honest, message):
         tensors = from_record(honest.content["arrays"])
         honest.content["arrays"] = to_record({"\x1b" * 1_000_000: torch.zeros(1), **tensors})
-        return honest
-
-
-class RoundIsList(Attacker):
-    reason = r"reply is of round \[1, 1, 1"
-
-    def reply(self, honest, message):
-        honest.content["metrics"]["round"] = [1] * 100_000
         return honest
 
 
@@ -174,7 +132,46 @@ class OtherRecords(Attacker):
         return Message(content, reply_to=message)
 
 
-ATTACKERS = Attacker.__subclasses__()
+class WrongMetric(Attacker):
+    key: str
+    value: Any
+
+    def reply(self, honest, message):
+        honest.content["metrics"][self.key] = self.value
+        return honest
+
+
+class HugeLoss(WrongMetric):
+    key, value, reason = "train-loss", 1.7e308, r"train-loss is 1.7e\+308, expected from -1e\+09 to"
+
+
+class HugeEvaluationLoss(WrongMetric):
+    kind, key, value, reason = "evaluate", "loss", 1.7e308, r"loss is 1.7e\+308, expected"
+
+
+class Accuracy123(WrongMetric):
+    kind, key, value, reason = (
+        "evaluate",
+        "accuracy",
+        123.0,
+        "accuracy is 123, expected from 0 to 1",
+    )
+
+
+class LongFingerprint(WrongMetric):
+    key, value, reason = (
+        "derived",
+        [1.0] * 1_000_000,
+        r"fingerprint \[1.0, 1.0, .*expected \[1.0, 2",
+    )
+
+
+class RoundIsList(WrongMetric):
+    key, value, reason = "round", [1] * 100_000, r"reply is of round \[1, 1, 1"
+
+
+ATTACKERS = [*Attacker.__subclasses__(), *WrongMetric.__subclasses__()]
+ATTACKERS.remove(WrongMetric)
 
 
 class Attacked(Nodes):

@@ -43,10 +43,7 @@ def as_completion(name: str, text: str) -> dict[str, Any]:
 
 
 def preset(
-    folder: Path,
-    form: Any = as_completion,
-    data: Any = "",
-    **options: Any,
+    folder: Path, form: Any = as_completion, data: Any = "", **options: Any
 ) -> dict[str, Any]:
     """Write data, model and preset; the model's weights are large enough for varied output."""
     rows = docstrings()

@@ -9,19 +9,16 @@ of `ravan_flwr`, so that it can also run a copy of the package in another folder
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 
-It imports at the first request. All workers of pytest-xdist share one server: tests/conftest.py
-passes them its folder, with which they make a `Python`. A server may be a fork of another one,
-`ForkServer(ALL, base)`: it then imports only the modules that `base` lacks. `python.inside(pid)`
-is a server in the namespaces of a process, for a host of testing/network.py.
+It imports at the first request. All workers of pytest-xdist share one server, through a `Python`
+with its folder, and are forks themselves (`pytest-worker`): else their imports would take most of
+the time of collecting the tests. A server may be a fork of another one, `ForkServer(ALL, base)`:
+it then imports only the modules that `base` lacks. `python.inside(pid)` is a server in the
+namespaces of a process, for a host of testing/network.py.
 
 `python.executable` replaces `sys.executable`; the same folder has replacements of `flwr` and
-Flower's other commands. Each is a small proxy process (tests/forked.py), which sends its arguments,
-environment, folder and files to the fork server, forwards signals to the fork, ends with the fork's
-status, and kills the fork when it is killed itself. So it is found by its environment and command
-line, as an ordinary process is; CPU time and memory are the fork's.
-
-The workers of pytest-xdist are forks, too: else their imports would take most of the time of
-collecting the tests. `pytest-worker` replaces the Python that runs them.
+Flower's other commands. Each is a small proxy process (tests/forked.py), which forwards signals to
+the fork, ends with the fork's status, and kills the fork when it is killed itself. So it is found
+by its environment and command line, as an ordinary process is; CPU time and memory are the fork's.
 
 Tests of the start itself, or of the imports, must not use it.
 """

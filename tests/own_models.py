@@ -9,6 +9,9 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+SIDES: dict[str, int] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+}  # fmt: skip
 
 
 def make_bert(folder: Path) -> Path:
@@ -25,31 +28,17 @@ def make_bert(folder: Path) -> Path:
         tokenizer_object=tokenizer, model_max_length=64, **names
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=64,
-        )
-    ).save_pretrained(folder)
+    config = transformers.BertConfig(
+        **SIDES, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=64
+    )
+    transformers.BertModel(config).save_pretrained(folder)
     return folder
 
 
 def make_vit(folder: Path) -> Path:
     """Save a ViT for images of 16 x 16 in colour, with its processor."""
     torch.manual_seed(0)
-    transformers.ViTModel(
-        transformers.ViTConfig(
-            image_size=16,
-            patch_size=4,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-        )
-    ).save_pretrained(folder)
+    config = transformers.ViTConfig(**SIDES, image_size=16, patch_size=4)
+    transformers.ViTModel(config).save_pretrained(folder)
     transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
     return folder

@@ -1,27 +1,15 @@
 """Make a SuperNode send each reply a second time, under another id.
 
-As in faulty_client.py: a node with `write`'s folder in PYTHONPATH runs this module at its start.
+A node runs `INSTALL` at its start (at_start.py).
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from flwr.app import Message
 from flwr.supernode import start_client_internal as supernode
 
-_CUSTOMIZE = """
-import sys
-if any("flower-supernode" in word for word in sys.orig_argv):
-    from tests.flower import doubling_node
-    doubling_node.install()
-"""
-
-
-def write(folder: Path) -> None:
-    """Write a folder whose `sitecustomize` installs the change."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_CUSTOMIZE)
+INSTALL = "from tests.flower import doubling_node; doubling_node.install()"
 
 
 def install() -> None:

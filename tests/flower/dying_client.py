@@ -1,7 +1,6 @@
 """Kill a device in a phase of a secure round: its SuperNode and all of its processes.
 
-As in faulty_client.py: a node with `write`'s folder in PYTHONPATH runs this module first in each
-process that Flower starts for a message.
+Each process that Flower starts for a message runs `INSTALL` at its start (at_start.py).
 """
 
 import os
@@ -15,20 +14,9 @@ from flwr.clientapp import ClientApp
 
 from ravan_flwr.launch.superlink import processes_of
 
-_CUSTOMIZE = """
-import sys
-if any("flwr-clientapp" in word for word in sys.orig_argv):
-    from tests.flower import dying_client
-    dying_client.install({plan!r})
-"""
+INSTALL = "from tests.flower import dying_client; dying_client.install({plan!r})"
 
 Plan = dict[int, tuple[int, str]]  # partition -> (round, kind of message)
-
-
-def write(folder: Path, plan: Plan) -> None:
-    """Write a folder whose `sitecustomize` installs this plan."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(plan=plan))
 
 
 def install(plan: Plan) -> None:

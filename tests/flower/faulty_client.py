@@ -1,7 +1,7 @@
 """Make a client process faulty: errors, delays, wrong values, hostile objects.
 
-Python runs a `sitecustomize` on its path at every start. A node with `write`'s folder in
-PYTHONPATH runs this module first in each process that Flower starts for a message.
+Each process that Flower starts for a message runs `INSTALL` at its start (at_start.py).
+tests/attackers.py has many more faults.
 """
 
 import json
@@ -12,25 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
-_CUSTOMIZE = """
-import sys
-if any("flwr-clientapp" in word for word in sys.orig_argv):
-    from tests.flower import faulty_client
-    faulty_client.install({folder!r}, {plan!r})
-"""
+from tests.attackers import with_body
 
+INSTALL = "from tests.flower import faulty_client; faulty_client.install({folder!r}, {plan!r})"
 
 Plan = dict[int, dict[int, dict[int, str]]]  # partition -> seed of a run -> round -> fault
-
-
-def write(folder: Path, plan: Plan) -> None:
-    """Write a folder whose `sitecustomize` installs this plan of faults."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(folder=str(folder), plan=plan))
 
 
 def install(folder: str, plan: Plan) -> None:
@@ -49,7 +39,7 @@ def install(folder: str, plan: Plan) -> None:
         return reply
 
     ClientApp.__call__ = answer_wrongly  # type: ignore[method-assign]
-    Message.deflate = lambda self: _message(self, deflate_message(self), fault)  # type: ignore[method-assign]
+    Message.deflate = lambda self: _message(deflate_message(self), fault)  # type: ignore[method-assign]
     Array.deflate = lambda self: _array(deflate_array(self), fault)  # type: ignore[method-assign]
 
 
@@ -57,7 +47,6 @@ def install(folder: str, plan: Plan) -> None:
 
 
 def _change(reply: Message, fault: str, folder: Path) -> None:
-    metrics: Any = reply.content.get("metrics")
     match fault:
         case "raises":
             raise ZeroDivisionError("on fire")
@@ -71,14 +60,12 @@ def _change(reply: Message, fault: str, folder: Path) -> None:
             _wait_for_the_end_of(folder / "silent")
         case "after the other":
             _wait_for_the_end_of(folder / "spoke")
-        case "round":
-            metrics["round"] = 99
-        case "loss":
-            metrics["train-loss"] = 1.7e308
-        case "nothing":
-            reply.content = RecordDict()
-        case _ if fault in _OF_HEADS:
-            _change_heads(reply, fault)
+        case "nan":
+            sent = dict(reply.content.array_records["arrays"].items())
+            values = np.frombuffer(sent["H"].data, "float32").copy()
+            values[0] = np.nan
+            changed = Array("float32", sent["H"].shape, sent["H"].stype, values.tobytes())
+            reply.content["arrays"] = ArrayRecord(sent | {"H": changed})
 
 
 def _wait_until(path: Path) -> None:
@@ -102,67 +89,19 @@ def _wait_for_the_end_of(path: Path) -> None:
             time.sleep(0.1)
 
 
-_OF_HEADS = ("nan", "infinity", "shape", "dtype", "index", "heads", "norm", "bytes")
-
-
-def _change_heads(reply: Message, fault: str) -> None:
-    sent = dict(reply.content.array_records["arrays"].items())
-    h = np.frombuffer(sent["H"].data, "float32").reshape(sent["H"].shape).copy()
-    index = np.frombuffer(sent["heads"].data, "uint8").copy()
-    match fault:
-        case "nan":
-            h[0, 0, 0] = np.nan
-        case "infinity":
-            h[-1] = np.inf
-        case "shape":
-            h = np.ascontiguousarray(h[:, :, :-1])
-        case "dtype":
-            h = h.astype("float64")
-        case "index":
-            index[0] &= 0b11111110 if index[0] & 1 else 0b11111101 if index[0] & 2 else 0b11111011
-        case "heads":
-            h, index[:] = np.concatenate([h, h]), 255
-        case "norm":
-            h = h * np.float32(1e6)
-    data = h.tobytes()[: -1 if fault == "bytes" else None]
-    stype = sent["H"].stype
-    changed = {
-        "H": Array(str(h.dtype), h.shape, stype, data),
-        "heads": Array("uint8", index.shape, stype, index.tobytes()),
-    }
-    reply.content["arrays"] = ArrayRecord(sent | changed)
-
-
 # Hostile objects, which Flower's own code cannot make.
 
 
-def _message(message: Message, content: bytes, fault: str) -> bytes:
-    match fault:
-        case "question":
-            proto = ProtoMessage.FromString(content.partition(b"\0")[2])
-            proto.metadata.reply_to_message_id = "of my own making"
-            return _with_body(content, proto.SerializeToString())
-        case "root":
-            return message.content.deflate()
-        case "short":
-            return b"Message  0\0"
-    return content
-
-
-_ARRAYS: dict[str, dict[str, Any]] = {
-    "array-dtype": {"dtype": ["float32"]},
-    "sides": {"shape": [1 << 40] * 10_000},
-    "chunks": {"arraychunk_ids": [0] * 60_000},
-}
+def _message(content: bytes, fault: str) -> bytes:
+    if fault == "question":
+        proto = ProtoMessage.FromString(content.partition(b"\0")[2])
+        proto.metadata.reply_to_message_id = "of my own making"
+        return with_body(content, proto.SerializeToString())
+    return b"Message  0\0" if fault == "short" else content
 
 
 def _array(content: bytes, fault: str) -> bytes:
-    if fault not in _ARRAYS:
+    if fault != "chunks":
         return content
-    body = json.loads(content.partition(b"\0")[2]) | _ARRAYS[fault]
-    return _with_body(content, json.dumps(body).encode())
-
-
-def _with_body(content: bytes, body: bytes) -> bytes:
-    kind, children, _ = content.partition(b"\0")[0].split(b" ")
-    return b" ".join([kind, children, str(len(body)).encode()]) + b"\0" + body
+    body: Any = json.loads(content.partition(b"\0")[2]) | {"arraychunk_ids": [0] * 60_000}
+    return with_body(content, json.dumps(body).encode())

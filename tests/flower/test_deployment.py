@@ -11,7 +11,6 @@ Both runs deliver their results, also to node 2; node 1 gets the first run's lat
 
 import json
 import re
-from pathlib import Path
 
 import datasets
 import peft
@@ -22,12 +21,12 @@ from sklearn.datasets import load_digits
 
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.training.network import build_network
-from testing.deployment import ROUNDS_TIMEOUT, Deployment, wait_for
+from testing.deployment import ROUNDS_TIMEOUT, wait_for
+from tests.flower import NEEDS_PROC
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
-)
+pytestmark = NEEDS_PROC
 
+NODES = 4
 BUDGETS = ("1", "0.75", "0.5")  # the first is a whole number on purpose
 KILLED = 1  # without a warm worker at first, with one after the restart
 REFUSED = "Failed to activate SuperNode"
@@ -74,15 +73,6 @@ def delivered_adapters(*partitions):
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory, python):
-    with Deployment(
-        tmp_path_factory.mktemp("deployment"), nodes=4, scripts=python.scripts
-    ) as running:
-        yield running
-    assert running.left_running == []
-
-
-@pytest.fixture(scope="module")
 def node_configs(deployment):
     """Start the SuperNodes, also the unregistered node 3; return the node configs."""
     images, labels = load_digits(return_X_y=True)
@@ -92,11 +82,10 @@ def node_configs(deployment):
         folder = deployment.folder / f"data {number}"  # paths have spaces
         rows = slice(100 * number, 100 * (number + 2 + number))
         write(folder, images[rows], labels[rows])
+        warm = " warm-worker=true" * (number != KILLED)
         configs.append(
             f'partition-id={number} num-partitions=3 data-path="{folder}" budget={BUDGETS[number]} '
-            f'result-path="{result_folder(deployment, number)}"'
-            + " warm-worker=true"
-            * (number != KILLED)
+            f'result-path="{result_folder(deployment, number)}"{warm}'
         )
         deployment.register(number)
         deployment.start_node(number, configs[-1])
@@ -194,10 +183,8 @@ def test_a_node_that_was_offline_gets_the_result_later(deployment, node_configs)
 
 @pytest.mark.slow
 def test_a_revoked_node_ends_and_cannot_reconnect(deployment, node_configs):
-    (node_id,) = [
-        int(found) for found in re.findall(r"SuperNode ID: (\d+)", deployment.log("node-2"))
-    ]
-    deployment.unregister(node_id)
+    (node_id,) = re.findall(r"SuperNode ID: (\d+)", deployment.log("node-2"))
+    deployment.unregister(int(node_id))
     wait_for(lambda: not deployment.is_running(2), "node 2 to end")
     deployment.start_node(2, node_configs[2])
     assert not deployment.wait_for_node(2)

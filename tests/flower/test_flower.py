@@ -22,21 +22,15 @@ from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from testing.checkout import copy_checkout
-from testing.deployment import RUN_TIMEOUT, copy_app
-from tests import ROOT
+from testing.deployment import copy_app
+from tests import ROOT, short_runs
 
 NODES = 3
 FEDERATION = (
     f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # one actor imports once
 )
 
-SHORT: dict[str, Scalar] = {
-    "num-rounds": 2,
-    "local-steps": 3,
-    "clients-per-round": 2,
-    "report": False,
-    "tracking": "none",
-}
+SHORT = short_runs.SHORT | {"local-steps": 3, "clients-per-round": 2}
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +51,9 @@ def test_the_bundle_can_be_published(bundle):
             assert entry.file_size < 1_000_000, entry.filename
             archive.read(entry).decode("utf-8")
         names = set(archive.namelist())
-    presets = {f"conf/{path.name}" for path in (ROOT / "conf").glob("*.yaml")}
-    backbones = {
-        f"ravan_flwr/training/backbones/{p.name}"
-        for p in ROOT.glob("ravan_flwr/training/backbones/*.json")
-    }
-    assert presets | backbones | {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
+    needed = [*ROOT.glob("conf/*.yaml"), *ROOT.glob("ravan_flwr/training/backbones/*.json")]
+    assert {str(path.relative_to(ROOT)) for path in needed} <= names
+    assert {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
     top_level = {name.split("/")[0] for name in names}
     subpackages = {name.split("/")[1] for name in names if name.startswith("ravan_flwr/")}
     subpackages_here = {
@@ -108,14 +99,14 @@ def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, s
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
     assert (directory / "report" / "index.html").is_file()
 
-    simulate_settings = settings | {
-        "local-steps": 2,
-        "report": False,
-        "output-dir": str(tmp_path / "here"),
-    }
-    expected = simulate(simulate_settings, NODES).summary
-    for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
-        assert summary[key] == expected[key], key
+    here = {"local-steps": 2, "report": False, "output-dir": str(tmp_path / "here")}
+    expected = simulate(settings | here, NODES).summary
+    keys = ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank")
+    assert_same(summary, expected, keys)
+
+
+def assert_same(summary, expected, keys):
+    assert {key: summary[key] for key in keys} == {key: expected[key] for key in keys}
     assert summary["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
 
 
@@ -141,12 +132,9 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
     (directory,) = (runs_of_all_methods / method).iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
-    settings = SHORT | {"method": method, "output-dir": str(tmp_path)}
-    in_process = simulate(settings, NODES).summary
-    for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
-        assert summary[key] == in_process[key], key
-    actual, expected = (s["metrics"]["final"] for s in (summary, in_process))
-    assert actual == pytest.approx(expected, abs=0.02)
+    in_process = short_runs.run(tmp_path, NODES, SHORT, method=method).summary
+    keys = ("bytes-up", "bytes-down", "trainable-parameters", "rank")
+    assert_same(summary, in_process, keys)
 
 
 @pytest.mark.slow
@@ -208,31 +196,6 @@ def test_flower_parses_every_number_unchanged(value):
     read = parse_config_args([f"before=1 key={as_toml(value)} after='x'"])
     assert read == {"before": 1, "key": value, "after": "x"}
     assert type(read["key"]) is type(value)
-
-
-def test_a_closed_pipe_does_not_end_a_run(tmp_path):
-    """As `ravan-flwr simulate --engine=flower | head -1`, with a fake SuperLink."""
-    program = (
-        "import time; from pathlib import Path\n"
-        "from ravan_flwr.cli import main\n"
-        "from ravan_flwr.launch.superlink import LocalSuperLink, write_stdout\n"
-        "def run(*_):\n"
-        "    for number in range(100):\n"
-        "        write_stdout(f'round {number}\\n')\n"
-        f"    Path({str(tmp_path / 'done')!r}).touch()\n"
-        "    return 'finished:completed'\n"
-        "LocalSuperLink.run, LocalSuperLink.__enter__ = run, lambda link: link\n"
-        "main(['simulate', '--engine=flower'])"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(RUN_TIMEOUT) == 0
-    assert (tmp_path / "done").exists()
 
 
 def test_quotes_around_a_value_are_taken_off_in_pairs():

@@ -12,29 +12,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import Deployment
 from testing.tiny import save_speaker
 from tests.docstrings import as_messages, docstrings, lines
+from tests.flower import NEEDS_PROC
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
+NODES = 2
 SECRET = "xylophonist"  # a word that only one device has
 SETTINGS = (
     "preset='talk' num-rounds=3 local-steps=8 clients-per-round=2 batch-size=8 lora-rank=4 "
     "learning-rate=2e-2 targets='q_proj,v_proj,o_proj,down_proj' backbone-dtype='4bit' "
     "batching='packed' deliver=true report=false tracking='none'"
 )
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory, python):
-    folder = tmp_path_factory.mktemp("language")
-    with Deployment(folder, nodes=2, scripts=python.scripts) as running:
-        yield running
-    assert running.left_running == []
 
 
 def prepare(deployment):
@@ -55,13 +45,12 @@ def prepare(deployment):
         if number:
             device_rows[0] = as_messages("secret", f"It is {SECRET}.")
         (device_folder / "chat.jsonl").write_text(lines(device_rows))
-        deployment.register(number)
-        deployment.start_node(
-            number,
-            f'partition-id={number} num-partitions=2 data-path="{device_folder}" budget="auto" '
-            f'result-path="{folder}/results {number}" warm-worker=true',
+    deployment.start_nodes(
+        lambda number: (
+            f'data-path="{folder}/texts of {number}" budget="auto" '
+            f'result-path="{folder}/results {number}" warm-worker=true'
         )
-        assert deployment.wait_for_node(number)
+    )
     return [len(rows[1 + number :: 5]) for number in range(2)]
 
 

@@ -4,11 +4,9 @@ Flower 1.41 does not authenticate operators: any process that reaches the SuperL
 as the operator. The tests compare a device's requests with the SuperLink's access log.
 """
 
-import http.client
 import json
 import os
 import re
-import signal
 import socket
 import sqlite3
 import ssl
@@ -16,35 +14,29 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import (
-    NAME,
-    NGINX,
-    ROUNDS_TIMEOUT,
-    SCRIPTS,
-    TIMEOUT,
-    Deployment,
-    wait_for,
-)
+from testing.deployment import NAME, NGINX, ROUNDS_TIMEOUT, SCRIPTS, wait_for
 from tests import ROOT
+from tests.flower import NEEDS_PROC
+from tests.flower.at_start import at_start
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+    NEEDS_PROC,
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]
 
+PROXY, NODES = True, 3
 SHORT = "local-steps=3 clients-per-round=2 report=false tracking='none'"
 ALLOWED = {
     "activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages",
     "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",
 }  # fmt: skip
 DENIED = "/v1/control/list-runs"
+REFUSED = '"POST /v1/fleet/activate-node HTTP/1.1" 401'
 PROTOBUF = {"Content-Type": "application/protobuf", "Accept": "application/protobuf"}
 
 
@@ -54,21 +46,6 @@ def start_node(deployment, number, scripts):
         number, f"partition-id={number} num-partitions=2 warm-worker=true",
         PATH=os.pathsep.join([str(scripts), os.environ["PATH"]]),
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory, python):
-    folder = tmp_path_factory.mktemp("proxy")
-    with Deployment(folder, nodes=3, behind_proxy=True, scripts=python.scripts) as running:
-        # For the first run node 0 and its processes are Flower's commands, not forks.
-        for number, scripts in enumerate((SCRIPTS, python.scripts)):
-            running.register(number)
-            start_node(running, number, scripts)
-        running.write_config(
-            "device", running.address
-        )  # a device that tries to act as the operator
-        yield running
-    assert running.left_running == []
 
 
 def calls_of(deployment):
@@ -82,6 +59,10 @@ def calls_of(deployment):
 
 
 def test_a_run_goes_through_the_proxy(deployment, python):
+    # Node 0 and its processes are Flower's commands, not forks.
+    for number, scripts in enumerate((SCRIPTS, python.scripts)):
+        deployment.register(number)
+        start_node(deployment, number, scripts)
     assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
     run = deployment.run(f"num-rounds=2 {SHORT}")
     assert run.wait() == "finished:completed"
@@ -96,51 +77,25 @@ def test_a_run_goes_through_the_proxy(deployment, python):
     assert deployment.wait_for_node(0)
 
 
-def test_without_the_proxy_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
+def test_ca_crt_is_enough_to_be_the_operator_without_the_proxy_alone(deployment, tmp_path):
     """Without the proxy no key and no password is needed; the certificate is no secret."""
-    deployment.write_config("intruder", deployment.superlink_address)
     key = tmp_path / "own"
-    subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key], check=True
-    )
-    output = deployment.flwr(
-        "supernode", "register", f"{key}.pub", NAME, "--format", "json", machine="intruder"
-    )
-    node = json.loads(output)["node-id"]
-    assert int(node) in deployment.listed_nodes()
-    deployment.unregister(int(node))
-
-
-@pytest.fixture(scope="module")
-def nodes(deployment):
-    """Return all nodes, before a device tries to act as the operator."""
-    return deployment.listed_nodes()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("supernode", "register", "{key}", NAME),
-        ("supernode", "list", NAME),
-        ("ls", NAME),
-        ("stop", "1", NAME),
-        ("log", "1", NAME),
-        ("run", "{app}", NAME),
-    ],
-    ids=lambda words: " ".join(words[:2]),
-)
-def test_flwr_does_nothing_through_the_proxy(deployment, nodes, words):
-    before = len(calls_of(deployment))
-    key = str(deployment.keys / "node-2" / "node.pub")
+    make_key = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key]
+    subprocess.run(make_key, check=True)
+    words = ["supernode", "register", f"{key}.pub", NAME, "--format", "json"]
+    before, nodes = len(calls_of(deployment)), deployment.listed_nodes()
+    deployment.write_config("device", deployment.address)
     result = subprocess.run(
-        ["flwr", *(word.format(key=key, app=deployment.app) for word in words)],
-        env=deployment._environment("device"), capture_output=True, text=True,
-    )  # fmt: skip
+        ["flwr", *words], env=deployment._environment("device"), capture_output=True, text=True
+    )
     assert "404" in result.stdout + result.stderr
     assert deployment.listed_nodes() == nodes
-    calls_since = calls_of(deployment)[before:]
-    assert {path for _, path in calls_since if "control" in path} == {"/v1/control/list-nodes"}
-    assert sum("control" in path for _, path in calls_since) == 1  # the operator's own, afterwards
+    calls_since = [path for _, path in calls_of(deployment)[before:] if "control" in path]
+    assert calls_since == ["/v1/control/list-nodes"] * 2  # the operator's own
+    deployment.write_config("device", deployment.superlink_address)
+    node = json.loads(deployment.flwr(*words, machine="device"))["node-id"]
+    assert int(node) in deployment.listed_nodes()
+    deployment.unregister(int(node))
 
 
 def every_other_call():
@@ -174,7 +129,7 @@ def send_raw(deployment, request: bytes, protocols=()) -> tuple[bytes, str | Non
         context.set_alpn_protocols(list(protocols))
     host, port = deployment.address.split(":")
     with (
-        socket.create_connection((host, int(port)), timeout=TIMEOUT) as plain,
+        socket.create_connection((host, int(port)), timeout=120) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         connection.sendall(request)
@@ -259,51 +214,35 @@ def test_the_proxy_supports_http_1_1_only_and_limits_a_request_to_16_mib(deploym
 
 
 def test_only_get_health_is_answered(deployment):
-    context = ssl.create_default_context(cafile=deployment.keys / "authority" / "ca.crt")
-    host, port = deployment.address.split(":")
     for method, status in (("GET", 200), ("POST", 403), ("DELETE", 403)):
-        connection = http.client.HTTPSConnection(host, int(port), timeout=TIMEOUT, context=context)
-        connection.request(method, "/health")
-        reply = connection.getresponse()
-        assert reply.status == status
-        assert len(reply.read()) < 200
-        connection.close()
-
-
-def test_a_node_without_a_registered_key_is_refused_by_the_superlink(deployment):
-    deployment.start_node(2, "partition-id=2 num-partitions=3")
-    assert not deployment.wait_for_node(2)
-    assert "Failed to activate SuperNode" in deployment.log("node-2")
+        answer, _ = send_raw(deployment, request_of(method, "/health"))
+        assert statuses(answer) == [status]
+        assert len(answer.partition(b"\r\n\r\n")[2]) < 200
 
 
 ANNOUNCES = """
-import sys
-if any("flower-supernode" in word for word in sys.orig_argv):
-    import hashlib, pathlib
-    from flwr.supernode.fleet_http_client import FleetHttpClient
-    push = FleetHttpClient.PushMessages
-    def announce(self, request):
-        if pathlib.Path({attacked!r}).exists():
-            for number in range(20_000):
-                child = request.message_object_trees[0].children.add()
-                child.object_id = hashlib.sha256(str(number).encode()).hexdigest()
-            pathlib.Path({announced!r}).write_text(str(request.ByteSize()))
-        return push(self, request)
-    FleetHttpClient.PushMessages = announce
+import hashlib, pathlib
+from flwr.supernode.fleet_http_client import FleetHttpClient
+push = FleetHttpClient.PushMessages
+def announce(self, request):
+    if pathlib.Path({attacked!r}).exists():
+        for number in range(20_000):
+            child = request.message_object_trees[0].children.add()
+            child.object_id = hashlib.sha256(str(number).encode()).hexdigest()
+        pathlib.Path({announced!r}).write_text(str(request.ByteSize()))
+    return push(self, request)
+FleetHttpClient.PushMessages = announce
 """
 
 
 def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path, python):
     """Flower locks its database while it stores them: every other call would fail meanwhile."""
     attacked, announced = tmp_path / "attacked", tmp_path / "announced"
-    (tmp_path / "sitecustomize.py").write_text(
-        ANNOUNCES.format(attacked=str(attacked), announced=str(announced))
-    )
+    announces = ANNOUNCES.format(attacked=str(attacked), announced=str(announced))
+    path = at_start(tmp_path, "flower-supernode", announces)
     deployment.stop_node(1)
-    deployment.start_node(
-        1, "partition-id=1 num-partitions=2 warm-worker=true",
-        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
-    )  # fmt: skip
+    node_config = "partition-id=1 num-partitions=2 warm-worker=true"
+    deployment.start_node(1, node_config, PYTHONPATH=path)
     assert deployment.wait_for_node(1)
     run = deployment.run(f"num-rounds=3 straggler-grace=30 {SHORT}")
     wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
@@ -338,29 +277,28 @@ def test_a_locked_superlink_database_loses_no_reply(deployment):
 
 
 CLOCK = """
-import datetime, sys
-if any("flower-supernode" in word for word in sys.orig_argv):
-    from flwr.supernode import node_auth_http_interceptor as signatures
-    now = signatures.now
-    signatures.now = lambda: now() + datetime.timedelta(seconds={ahead})
+import datetime
+from flwr.supernode import node_auth_http_interceptor as signatures
+now = signatures.now
+signatures.now = lambda: now() + datetime.timedelta(seconds={ahead})
 """
 
 
-@pytest.mark.parametrize(("ahead", "admitted"), [(60, False), (-400, False), (-200, True)])
-def test_a_device_with_a_wrong_clock_is_refused(deployment, ahead, admitted):
+def test_a_node_with_another_key_or_a_wrong_clock_is_refused(deployment, tmp_path):
     """Flower's window is from 5 s ahead to 305 s behind: docs/deploy.md, deploy/health.py."""
-    if ahead == 60:
-        deployment.register(2)
-    folder = deployment.folder / f"clock {ahead}"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(CLOCK.format(ahead=ahead))
-    paths = os.pathsep.join([str(folder), str(ROOT)])
-    deployment.start_node(2, "partition-id=2 num-partitions=3", PYTHONPATH=paths)
-    assert deployment.wait_for_node(2) == admitted
-    if admitted:
-        deployment.stop_node(2)
-    else:
-        assert '"POST /v1/fleet/activate-node HTTP/1.1" 401' in deployment.log("superlink")
+    node_config = "partition-id=2 num-partitions=3"
+    deployment.start_node(2, node_config)  # its key is not registered
+    assert not deployment.wait_for_node(2)
+    deployment.register(2)
+    for ahead, admitted in ((60, False), (-400, False), (-200, True)):
+        before = deployment.log("superlink").count(REFUSED)
+        path = at_start(tmp_path, "flower-supernode", CLOCK.format(ahead=ahead))
+        deployment.start_node(2, node_config, PYTHONPATH=path)
+        assert deployment.wait_for_node(2) == admitted, ahead
+        if not admitted:
+            assert deployment.log("superlink").count(REFUSED) > before
+            assert deployment._supernodes[2].returncode == 0  # so that it needs Restart=always
+    deployment.stop_node(2)
 
 
 @pytest.mark.parametrize(
@@ -390,19 +328,9 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, direction):
 def test_the_superlink_survives_an_out_of_memory_kill_of_a_serverapp(deployment):
     """SIGKILL, as the kernel sends it to the largest process when a unit's memory is exhausted."""
     run = deployment.run(f"num-rounds=50 {SHORT}")
-    wait_for(
-        lambda: any(run.folder.glob("*/checkpoints/round-*.safetensors")),
-        "a checkpoint",
-        ROUNDS_TIMEOUT,
-    )
-    apps = [
-        pid
-        for pid in processes_of(deployment.folder / "serverapps")
-        if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert apps
-    for pid in apps:
-        os.kill(pid, signal.SIGKILL)
+    checkpoints = "*/checkpoints/round-*.safetensors"
+    wait_for(lambda: any(run.folder.glob(checkpoints)), "a checkpoint", ROUNDS_TIMEOUT)
+    deployment.kill_serverapp("serverapps")
     assert run.wait() == "finished:failed"
     assert sorted(deployment.listed_nodes().values()).count("online") == 2
     resumed = deployment.run(f"num-rounds={len(run.rounds) + 1} {SHORT} resume='{run.directory}'")

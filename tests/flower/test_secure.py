@@ -6,23 +6,17 @@ threshold of two thirds, so both rounds close. tests/runs/test_secure.py tests i
 and too many failures, in process.
 """
 
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ravan_flwr.cli import main
-from testing.deployment import Deployment
-from tests import ROOT
-from tests.flower import dying_client
+from tests.flower import NEEDS_PROC, dying_client
+from tests.flower.at_start import at_start
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
 NODES = 8
 PLAN = {7: (1, "keys"), 6: (1, "masked"), 5: (2, "shares"), 4: (2, "unmask")}
@@ -47,45 +41,32 @@ def make_keys(folder):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, python):
-    folder = tmp_path_factory.mktemp("secure")
-    secrets = make_keys(folder / "secrets")
-    dying_client.write(folder / "dying", PLAN)
-    paths = os.pathsep.join([str(folder / "dying"), str(ROOT)])
-    with Deployment(folder, nodes=NODES, scripts=python.scripts) as deployment:
-        for number in range(NODES):
-            deployment.register(number)
-            warm = " warm-worker=true" * (number == 0)
-            deployment.start_node(
-                number,
-                f"partition-id={number} num-partitions={NODES}{warm} "
-                f'secure-keys="{secrets}/node-{number}"',
-                PYTHONPATH=paths,
-            )
-        assert all(deployment.wait_for_node(number) for number in range(NODES))
-        run = deployment.run(SHORT)
-        assert run.wait() == "finished:completed", run.log[-3000:]
-        yield run
-    assert deployment.left_running == []
+def run(deployment):
+    secrets = make_keys(deployment.folder / "secrets")
+    install = dying_client.INSTALL.format(plan=PLAN)
+    path = at_start(deployment.folder / "dying", "flwr-clientapp", install)
+
+    def settings(number):
+        warm = " warm-worker=true" * (number == 0)
+        return f'secure-keys="{secrets}/node-{number}"{warm}'
+
+    deployment.start_nodes(settings, PYTHONPATH=path)
+    run = deployment.run(SHORT)
+    assert run.wait() == "finished:completed", run.log[-3000:]
+    return run
 
 
-def test_rounds_close_with_the_remaining_clients(run):
+def test_both_rounds_close_with_the_remaining_clients(run):
     first, second = run.rounds
     assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3, 4, 5]
     assert first["secure"]["dropped"] == [6]
     assert [c["partition-id"] for c in second["clients"]] == [0, 1, 2, 3, 4]
-    for record in (first, second):
+    for record in run.rounds:
         assert "refused" not in record
         assert record["secure"]["untrained"] == 0
-
-
-def test_every_killed_client_is_rejected_in_its_round(run):
     for partition, (number, _) in PLAN.items():
         rejected = [reply["client"] for reply in run.rounds[number - 1]["rejected"]]
         assert f"partition {partition}" in rejected, (partition, number)
-
-
-def test_the_state_changes_in_both_rounds(run):
     paths = sorted((run.directory / "checkpoints").glob("round-*.safetensors"))
     first, second = (load_file(path)["H"] for path in paths)
     assert first.any()

@@ -33,18 +33,14 @@ def test_a_superlink_down_for_90_s_fails_the_run_which_can_be_resumed(site, run)
     site.programs["superlink"].end()
     time.sleep(90)
     site.start_server("superlink")
-    wait_for(
-        lambda: run.status == "finished:failed", "the run to count as failed", SITE_TIMEOUT, pause=2
-    )
+    wait_for(lambda: run.status == "finished:failed", "its failure", SITE_TIMEOUT, pause=2)
     directory = site.server.run(f"echo {run.folder}/*").strip()
     assert directory.startswith(RUNS)
     num_rounds = len(run.rounds)
     site.wait_for_nodes(3)
     # The failed run's process ends only when it has reached the SuperLink again.
     find_process = "ps -e -o args= | grep [f]lwr-serverapp || true"
-    wait_for(
-        lambda: not site.server.run(find_process), "the end of its process", SITE_TIMEOUT, pause=1
-    )
+    wait_for(lambda: not site.server.run(find_process), "its end", SITE_TIMEOUT, pause=1)
     resumed = site.run(num_rounds + 2, f"resume='{directory}'", folder=run.folder)
     assert resumed.wait() == "finished:completed", resumed.program.log
     assert [record["round"] for record in run.rounds] == list(range(1, num_rounds + 3))
@@ -64,10 +60,8 @@ def test_all_devices_take_part_after_an_expired_certificate_is_renewed(site):
         site.operator.type(line)
     site.restart_server()
     logs = [site.programs[f"node-{number}"] for number in range(3)]
-    handshake_error = "SSL/TLS handshake error"
-    wait_for(
-        lambda: all(handshake_error in node.log for node in logs), "all to give up", SITE_TIMEOUT
-    )
+    failed = lambda: all("SSL/TLS handshake error" in node.log for node in logs)  # noqa: E731
+    wait_for(failed, "all to give up", SITE_TIMEOUT)
     site.devices[0].run("curl -sf localhost:9094/health")  # still answers 200
     with pytest.raises(RuntimeError, match="TO DO server .*certificate has expired"):
         site.devices[0].run(for_node(0, site.doctor))

@@ -3,25 +3,30 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import ROOT
 
 
-@pytest.mark.slow
-def test_a_closed_pipe_ends_a_command_without_an_error_message(python):
-    command = [python.executable, "-m", "ravan_flwr", "plan"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+def without_a_reader(command, lines):
+    """Start a command, and close its output after so many lines; return its status and errors."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdout.close()  # before the first line
+        for _ in range(lines):
+            process.stdout.readline()
+        process.stdout.close()
         errors = process.stderr.read()
-    assert errors == b""
-    assert process.returncode == 128 + 13  # the shell's status for SIGPIPE
+    return process.returncode, errors
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_a_command_without_an_error_message(python):
+    of_sigpipe = 128 + 13  # the shell's status for it
+    command = [python.executable, "-m", "ravan_flwr", "plan"]
+    assert without_a_reader(command, 0) == (of_sigpipe, b"")
 
 
 def test_the_module_is_the_command():
@@ -63,14 +68,23 @@ def test_characters_outside_the_consoles_encoding_are_escaped(encoding, tmp_path
     assert first == shown.get(encoding, "größer ≤ 0")
 
 
-def test_a_closed_pipe_does_not_end_a_program_that_logs(tmp_path):
-    code = LOGGING.format(done=tmp_path / "done")
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()  # as `| head -1` does
-        assert process.stderr.read() == b""
-        assert process.wait() == 0
+# `ravan-flwr simulate --engine=flower` with a fake SuperLink.
+SIMULATE = """
+from ravan_flwr.cli import main
+from ravan_flwr.launch.superlink import LocalSuperLink, write_stdout
+def run(*_):
+    for number in range(2000):
+        write_stdout(f"round {{number}}\\n")
+    open("{done}", "w").close()
+    return "finished:completed"
+LocalSuperLink.run, LocalSuperLink.__enter__ = run, lambda link: link
+main(["simulate", "--engine=flower"])
+"""
+
+
+@pytest.mark.parametrize("program", [LOGGING, SIMULATE])
+def test_a_closed_pipe_does_not_end_a_program(program, tmp_path):
+    """As with `| head -1`, also while Flower runs the simulation."""
+    code = program.format(done=tmp_path / "done")
+    assert without_a_reader([sys.executable, "-c", code], 1) == (0, b"")
     assert (tmp_path / "done").exists()

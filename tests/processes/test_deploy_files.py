@@ -1,6 +1,5 @@
 """Files for systemd and containers agree with Flower and each other; none of them runs here."""
 
-import configparser
 import fnmatch
 import inspect
 import re
@@ -58,10 +57,16 @@ def compose(*names: str) -> dict[str, Any]:
     return merged
 
 
-def test_every_service_is_confined():
-    services = compose("compose.yaml")["services"]
-    nodes = {"supernode-0", "supernode-1", "supernode-2"}
-    assert set(services) == {"proxy", "superlink", "serverapp", "operator"} | nodes
+NODES = [f"supernode-{number}" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def services():
+    return compose("compose.yaml")["services"]
+
+
+def test_every_service_is_confined(services):
+    assert set(services) == {"proxy", "superlink", "serverapp", "operator", *NODES}
     for name, service in services.items():
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
@@ -70,30 +75,25 @@ def test_every_service_is_confined():
             assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
 
 
-def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy():
-    content = compose("compose.yaml")
-    superlink, proxy = content["services"]["superlink"], content["services"]["proxy"]
+def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy(services):
+    superlink, proxy = services["superlink"], services["proxy"]
     arguments = parse(superlink["command"])
     assert arguments.enable_supernode_auth
     assert not arguments.insecure
     files = {arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile}
     assert files == {f"/run/secrets/{name}" for name in superlink["secrets"]}
     (volume,) = superlink["volumes"]
-    assert Path(arguments.database).parent == Path(
-        volume.split(":")[1]
-    )  # on a volume, which persists
+    persistent = Path(volume.split(":")[1])
+    assert Path(arguments.database).parent == persistent
     assert superlink["environment"] == {
         "HEALTH_URL": f"https://localhost:{arguments.port}/health",
         "HEALTH_CA": arguments.ssl_ca_certfile,
     }
     # Only services in the reverse proxy's network can reach it.
     assert f"{arguments.host}:{arguments.port}" == superlink_address()
-    in_proxy_network = {
-        n for n, s in content["services"].items() if s.get("network_mode") == "service:proxy"
-    }
-    assert in_proxy_network == {"superlink", "serverapp", "operator"}
-    with_ports = {name for name, service in content["services"].items() if "ports" in service}
-    assert with_ports == {"proxy"}
+    behind_proxy = {n for n, s in services.items() if s.get("network_mode") == "service:proxy"}
+    assert behind_proxy == {"superlink", "serverapp", "operator"}
+    assert [name for name, service in services.items() if "ports" in service] == ["proxy"]
     assert proxy["ports"] == [f"${{BIND:-127.0.0.1}}:{proxy_port()}:{proxy_port()}"]
     assert {secret["target"] for secret in proxy["secrets"]} == set(certificates_of_the_proxy())
     for secret in proxy["secrets"]:
@@ -102,9 +102,8 @@ def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy():
     assert proxy["volumes"] == ["./deploy/reverse-proxy.conf:/etc/reverse-proxy.conf:ro"]
 
 
-def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_container():
+def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_container(services):
     """Containers have memory limits, and the kernel kills the ServerApps before the SuperLink."""
-    services = compose("compose.yaml")["services"]
     assert parse(services["superlink"]["command"]).isolation == "process"
     apps = services["serverapp"]
     arguments = parse(apps["command"])
@@ -142,10 +141,9 @@ def test_the_proxy_admits_exactly_the_calls_of_flowers_supernode():
     assert set(names.split("|")) == called - {"register-node", "unregister-node"}
 
 
-def test_three_supernodes_have_separate_keys_and_data():
-    services = compose("compose.yaml")["services"]
-    for number in range(3):
-        node = services[f"supernode-{number}"]
+def test_three_supernodes_have_separate_keys_and_data(services):
+    for number, name in enumerate(NODES):
+        node = services[name]
         arguments = parse(node["command"])
         assert arguments.superlink == "superlink:8000"
         assert arguments.root_certificates == "/run/secrets/ca.crt"
@@ -157,7 +155,7 @@ def test_three_supernodes_have_separate_keys_and_data():
         assert config["data-path"] == "/data"
         assert isinstance(config["budget"], float)
         assert node["depends_on"] == {"superlink": {"condition": "service_healthy"}}
-    assert len({services[f"supernode-{n}"]["volumes"][0] for n in range(3)}) == 3
+    assert len({services[name]["volumes"][0] for name in NODES}) == 3
 
 
 def test_secrets_and_volumes_exist(keys):
@@ -182,8 +180,8 @@ def test_secrets_and_volumes_exist(keys):
 def test_only_the_supernodes_reserve_a_gpu():
     services = compose("compose.yaml", "compose.gpu.yaml")["services"]
     assert "deploy" not in services["superlink"]
-    for number in range(3):
-        node = services[f"supernode-{number}"]
+    for name in NODES:
+        node = services[name]
         (device,) = node["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
         assert node["image"] == "ravan-flwr:cuda"
@@ -197,16 +195,12 @@ def dockerfile():
 
 
 def test_the_image_copies_existing_files_and_excludes_all_others():
-    rules = [
-        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in "#"
-    ]
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line[:1] not in "#"]
     assert rules[0] == "*"
     admitted = [rule[1:] for rule in rules if rule.startswith("!")]
-    copied = [
-        source
-        for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
-        for source in line.split()[:-1]
-    ]
+    copies = re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
+    copied = [source for line in copies for source in line.split()[:-1]]
     assert sorted(copied) == sorted(admitted)
     for source in copied:
         assert (ROOT / source).exists(), source
@@ -221,22 +215,13 @@ def test_the_image_copies_existing_files_and_excludes_all_others():
 
 
 def unit(name):
-    parser = configparser.ConfigParser(
-        strict=False, interpolation=None, dict_type=MultiDict, empty_lines_in_values=False
-    )
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read_string((ROOT / "deploy" / name).read_text().replace("\\\n", ""))
-    return parser["Service"]
-
-
-class MultiDict(dict[str, Any]):
-    """Dict in which a repeated key adds a line."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self and isinstance(value, list) and isinstance(self[key], list):
-            self[key].extend(value)
-        else:
-            super().__setitem__(key, value)
+    """Return the settings of a unit's service; a repeated one has several lines."""
+    text = (ROOT / "deploy" / name).read_text().replace("\\\n", "")
+    section = text.partition("[Service]\n")[2].partition("\n[")[0]
+    settings: dict[str, str] = {}
+    for key, value in re.findall(r"^(\w+)=(.*)$", section, re.MULTILINE):
+        settings[key] = f"{settings[key]}\n{value}" if key in settings else value
+    return settings
 
 
 def parse_exec_start(name, environment_file=None):
@@ -250,22 +235,26 @@ def parse_exec_start(name, environment_file=None):
     return parse([re.sub(r"\$\{(\w+)\}", lambda m: settings[m[1]], word) for word in words])
 
 
+def credentials(service):
+    """Return the paths from which systemd copies a unit's credentials, by their names."""
+    return dict(line.split(":") for line in service["LoadCredential"].split("\n"))
+
+
 def test_the_superlinks_unit():
     arguments = parse_exec_start("ravan-superlink.service")
     assert arguments.enable_supernode_auth
     assert f"{arguments.host}:{arguments.port}" == superlink_address()
     service = unit("ravan-superlink.service")
-    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     files = (arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile)
-    assert {Path(file).name for file in files} == loaded
+    assert {Path(file).name for file in files} == credentials(service).keys()
     assert arguments.database.startswith("/var/lib/ravan-flwr/")
 
 
 def test_the_proxys_unit():
     service = unit("ravan-proxy.service")
-    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     folder = "/run/credentials/ravan-proxy.service"  # systemd's folder, named after the unit
-    assert {f"{folder}/{name}" for name in loaded} == set(certificates_of_the_proxy())
+    loaded = {f"{folder}/{name}" for name in credentials(service)}
+    assert loaded == set(certificates_of_the_proxy())
     assert "/opt/ravan-flwr/deploy/reverse-proxy.conf" in service["ExecStart"]
     assert f"-p /var/cache/{service['CacheDirectory']}/" in service["ExecStart"]
 
@@ -294,12 +283,11 @@ def test_the_supernodes_unit():
         "partition-id": 0, "num-partitions": 3, "data-path": "/data/mine", "budget": 0.5
     }  # fmt: skip
     service = unit("ravan-supernode@.service")
-    loaded = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     files = (arguments.root_certificates, arguments.auth_supernode_private_key)
-    assert {Path(file).name for file in files} == loaded
+    assert {Path(file).name for file in files} == credentials(service).keys()
 
 
-def test_a_supernode_without_a_connection_is_restarted_by_its_check():
+def test_a_supernode_without_a_connection_is_restarted_by_its_check(services):
     """The check has the addresses of the SuperNode's unit, or of its container."""
     command = unit("ravan-supernode-check@.service")["ExecStart"].split()
     health_settings = dict(word.split("=", 1) for word in command if "=" in word)
@@ -309,41 +297,39 @@ def test_a_supernode_without_a_connection_is_restarted_by_its_check():
         "HEALTH_CA": "${CREDENTIALS_DIRECTORY}/ca.crt",
     }
     assert command[-1] == "/opt/ravan-flwr/deploy/health.py"
-    for number in range(3):
-        node = compose("compose.yaml")["services"][f"supernode-{number}"]
+    for node in map(services.get, NODES):
         assert f"--superlink={node['environment']['HEALTH_SUPERLINK']}" in node["command"]
         assert f"--root-certificates={node['environment']['HEALTH_CA']}" in node["command"]
 
 
-@pytest.mark.parametrize("name", ["superlink", "serverapp", "supernode@"])
-def test_no_unit_and_no_container_installs_an_apps_dependencies(name):
+def test_no_unit_and_no_container_installs_an_apps_dependencies():
     """From Flower 1.42 on, installing them is the default."""
     setting = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"
-    assert setting in unit(f"ravan-{name}.service")["Environment"].split("\n")
     assert setting in dockerfile()
+    for name in ("superlink", "serverapp", "supernode@"):
+        assert setting in unit(f"ravan-{name}.service")["Environment"].split("\n")
 
 
-UNITS = {
-    "ravan-superlink.service": ("ravan", "always"),
-    "ravan-supernode-check@.service": ("ravan", "always"),
-    "ravan-supernode@.service": ("ravan", "always"),
-    "ravan-serverapp.service": ("ravan-app", "always"),
-    "ravan-proxy.service": ("ravan-proxy", "always"),
+USERS = {
+    "ravan-superlink.service": "ravan",
+    "ravan-supernode-check@.service": "ravan",
+    "ravan-supernode@.service": "ravan",
+    "ravan-serverapp.service": "ravan-app",
+    "ravan-proxy.service": "ravan-proxy",
 }
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("name", USERS)
 def test_units_are_confined_and_restart(name, keys):
     service = unit(name)
-    assert (service["User"], service["Restart"]) == UNITS[name]
+    assert (service["User"], service["Restart"]) == (USERS[name], "always")
     assert service["NoNewPrivileges"] == "yes"
     assert service["ProtectSystem"] == "strict"
-    for line in service["LoadCredential"].split("\n"):
-        path = line.split(":")[1].replace("%i", "node-0")
-        assert f"keys/{Path(path).relative_to('/etc/ravan-flwr')}" in keys
+    for path in credentials(service).values():
+        here = Path(path.replace("%i", "node-0")).relative_to("/etc/ravan-flwr")
+        assert f"keys/{here}" in keys
     if analyze := shutil.which("systemd-analyze"):
-        errors = subprocess.run(
-            [analyze, "verify", str(ROOT / "deploy" / name)], capture_output=True, text=True
-        ).stderr
+        command = [analyze, "verify", str(ROOT / "deploy" / name)]
+        errors = subprocess.run(command, capture_output=True, text=True).stderr
         lines = [line for line in errors.splitlines() if "is not executable" not in line]
         assert lines == []

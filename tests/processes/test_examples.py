@@ -28,6 +28,19 @@ def test_the_script_has_forty_lines_at_most_and_learns(tmp_path, python):
     assert (tmp_path / "digits-adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_the_comparison_of_methods_writes_its_files(tmp_path, python):
+    script = ROOT / "examples" / "compare_methods.py"
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]
+    ended = python.run([str(script), *words])
+    assert ended.returncode == 0, ended.stderr
+    for name in ("report/index.html", "spectra/spectrum.csv", "model/config.json"):
+        assert (tmp_path / name).is_file()
+    # The model from the run's directory has the run's final accuracy.
+    final = re.findall(r"'accuracy': ([\d.]+)", ended.stdout)
+    assert float(final[0]) == pytest.approx(float(final[2]))
+
+
 @pytest.fixture(scope="module")
 def notebook():
     return nbformat.read(NOTEBOOK, as_version=4)
@@ -68,11 +81,7 @@ def test_the_notebook_runs_and_draws_its_pictures(notebook, tmp_path, monkeypatc
         cell.id: [output.data for output in cell.outputs if "data" in output]
         for cell in code_of(executed)
     }
-    pictures = {
-        name
-        for name, data in shown.items()
-        if any("image/png" in mime_types for mime_types in data)
-    }
+    pictures = {name for name, data in shown.items() if any("image/png" in kinds for kinds in data)}
     assert pictures == {"head-picture", "curves", "budgets", "use"}
     printed = {
         cell.id: "".join(output.get("text", "") for output in cell.outputs)
@@ -87,16 +96,12 @@ def test_the_notebook_runs_and_draws_its_pictures(notebook, tmp_path, monkeypatc
     assert "4 heads" in printed["use"]
 
 
-def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.slow
 def test_the_pages_code_blocks_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     tuner, _ = PAGE.read_text(encoding="utf-8").split("## Strategies for a Flower app")
-    for block in blocks(tuner):
+    for block in re.findall(r"^```python\n(.*?)^```$", tuner, re.MULTILINE | re.DOTALL):
         exec(compile(block, "docs/library.md", "exec"), names)
 
 

@@ -44,21 +44,40 @@ def add_example(folder, subpackage, name, title, table):
     table_file.write_text(table_file.read_text().replace(f"{table} = {{\n", f"{table} = {{\n{row}"))
 
 
+def simulate(run, folder, *settings):
+    """Run a simulation; return its directory, records and summary."""
+    run("ravan_flwr", "simulate", *settings, "num-clients=3", "output-dir=out")
+    (directory,) = (folder / "out").iterdir()
+    rounds = (directory / "rounds.jsonl").read_text().splitlines()
+    summary = json.loads((directory / "summary.json").read_text())
+    return directory, [json.loads(line) for line in rounds], summary
+
+
 def test_the_pages_method_is_a_file_and_a_row(run, tmp_path):
     add_example(tmp_path, "methods", "lora_xs", "A method", "METHODS")
     ended = run("pytest", "tests/properties/test_methods.py", "-k", "lora-xs")
     assert int(re.findall(r"(\d+) passed", ended.stdout)[0]) > 20
 
-    settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
-    plan = run("ravan_flwr", "plan", *settings).stdout
-    assert "trained         5,832 parameters" in plan
-    short = ["num-rounds=2", "local-steps=10", "output-dir=out"]
-    run("ravan_flwr", "simulate", *settings, *short)
-    (directory,) = (tmp_path / "out").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
+    settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen"]
+    assert "trained         5,832 parameters" in run("ravan_flwr", "plan", *settings).stdout
+    short = ["num-rounds=2", "local-steps=10"]
+    _, (first, last), summary = simulate(run, tmp_path, *settings, *short)
     assert (summary["method"], summary["adapter-parameters"]) == ("lora-xs", 8 * 27**2)
-    first, last = map(json.loads, (directory / "rounds.jsonl").read_text().splitlines())
     assert last["train-loss"] < first["train-loss"]
+
+
+def write_task(folder, task, columns, num_train, model=None, **more):
+    """Write examples of a new task, and a preset; return settings."""
+    (folder / "data").mkdir()
+    examples = datasets.Dataset.from_dict(columns)
+    examples.select(range(num_train)).to_parquet(folder / "data" / "train.parquet")
+    rest = examples.select(range(num_train, len(examples)))
+    rest.to_parquet(folder / "data" / "test.parquet")
+    data = {"name": str(folder / "data"), "columns": {name: name for name in columns}}
+    preset = {"task": task, "model": model or str(folder / "model"), "data": data, **more}
+    (folder / "preset.yaml").write_text(yaml.safe_dump(preset))
+    learning = ["learning-rate=1e-3", "method=full", "num-rounds=4", "local-steps=20"]
+    return ["preset=preset.yaml", *learning]
 
 
 def test_the_pages_task_is_a_file_and_a_row(run, tmp_path):
@@ -68,37 +87,24 @@ def test_the_pages_task_is_a_file_and_a_row(run, tmp_path):
     spectrograms = random.normal(size=(120, 16, 8)).astype("float32")
     spectrograms[labels == 1, :, 4:] += 2
     columns = {"spectrogram": spectrograms.tolist(), "label": [["low", "high"][n] for n in labels]}
-    (tmp_path / "data").mkdir()
-    examples = datasets.Dataset.from_dict(columns)
-    examples.select(range(80)).to_parquet(tmp_path / "data" / "train.parquet")
-    examples.select(range(80, 120)).to_parquet(tmp_path / "data" / "test.parquet")
     config = ASTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
         patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8,
     )  # fmt: skip
     torch.manual_seed(0)
     ASTForAudioClassification(config).save_pretrained(tmp_path / "model")
-    content = {
-        "task": "audio",
-        "model": {"name": str(tmp_path / "model"), "targets": "q_proj,v_proj"},
-        "data": {
-            "name": str(tmp_path / "data"),
-            "columns": {"spectrogram": "spectrogram", "label": "label"},
-        },
-    }
-    (tmp_path / "sounds.yaml").write_text(yaml.safe_dump(content))
-    settings = ["preset=sounds.yaml", "num-clients=3", "learning-rate=1e-3", "method=full"]
-    assert "a round         3 of 3 clients" in run("ravan_flwr", "plan", *settings).stdout
-    short = ["num-rounds=4", "local-steps=20", "output-dir=out"]
-    run("ravan_flwr", "simulate", *settings, *short)
-    (directory,) = (tmp_path / "out").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
-    assert summary["metrics"]["final"]["accuracy"] > 0.9
+    model = {"name": str(tmp_path / "model"), "targets": "q_proj,v_proj"}
+    settings = write_task(tmp_path, "audio", columns, 80, model)
+    plan = run("ravan_flwr", "plan", *settings, "num-clients=3").stdout
+    assert "a round         3 of 3 clients" in plan
+    directory, _, summary = simulate(run, tmp_path, *settings)
+    accuracy = summary["metrics"]["final"]["accuracy"]
+    assert accuracy > 0.9
     predicted = ["--data", "data/test.parquet", "--output", "predicted.csv"]
     run("ravan_flwr", "predict", str(directory), *predicted)
     table = pyarrow.csv.read_csv(tmp_path / "predicted.csv").to_pydict()
     right = sum(a == b for a, b in zip(table["label"], columns["label"][80:], strict=True))
-    assert right / 40 == pytest.approx(summary["metrics"]["final"]["accuracy"])
+    assert right / 40 == pytest.approx(accuracy)
 
 
 REGRESSION = """
@@ -159,32 +165,13 @@ def test_a_new_task_may_have_a_metric_that_is_better_when_lower(run, tmp_path):
         table_file.read_text().replace("TASKS = {\n", "TASKS = {\n    " + row + "\n")
     )
     save_model("bert", tmp_path / "model")
-    random = np.random.default_rng(0)
-    numbers = random.integers(0, 2, 90)
+    numbers = np.random.default_rng(0).integers(0, 2, 90)
     words = [("good " * 5 if number else "bad " * 5) + str(n) for n, number in enumerate(numbers)]
-    (tmp_path / "data").mkdir()
-    examples = datasets.Dataset.from_dict({"text": words, "number": numbers.astype(float).tolist()})
-    examples.select(range(60)).to_parquet(tmp_path / "data" / "train.parquet")
-    examples.select(range(60, 90)).to_parquet(tmp_path / "data" / "test.parquet")
-    content = {
-        "task": "regression",
-        "model": str(tmp_path / "model"),
-        "data": {"name": str(tmp_path / "data"), "columns": {"text": "text", "number": "number"}},
-        "run": {"partition": "iid"},
-    }
-    (tmp_path / "numbers.yaml").write_text(yaml.safe_dump(content))
-    settings = ["preset=numbers.yaml", "num-clients=3", "learning-rate=1e-3", "method=full"]
-    assert "a round         3 of 3 clients" in run("ravan_flwr", "plan", *settings).stdout
-    short = ["num-rounds=4", "local-steps=20", "output-dir=out", "until-metric=0.3"]
-    run("ravan_flwr", "simulate", *settings, *short)
-    (directory,) = (tmp_path / "out").iterdir()
-    errors = [
-        json.loads(line)["metrics"]["mean-absolute-error"]
-        for line in (directory / "rounds.jsonl").read_text().splitlines()
-    ]
-    summary = json.loads((directory / "summary.json").read_text())
+    columns = {"text": words, "number": numbers.astype(float).tolist()}
+    settings = write_task(tmp_path, "regression", columns, 60, run={"partition": "iid"})
+    _, rounds, summary = simulate(run, tmp_path, *settings, "until-metric=0.3")
+    errors = [record["metrics"]["mean-absolute-error"] for record in rounds]
     assert summary["metrics"]["best"]["mean-absolute-error"] == min(errors)
-    assert (
-        errors[-1] <= 0.3 < min(errors[:-1], default=1)
-    )  # it stopped at the first value of at most 0.3
+    # It stopped at the first value of at most 0.3.
+    assert errors[-1] <= 0.3 < min(errors[:-1], default=1)
     assert summary["reached"] == len(errors)

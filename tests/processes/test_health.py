@@ -13,6 +13,17 @@ import pytest
 from ravan_flwr.launch.credentials import make_credentials
 from tests import ROOT
 
+# The check, which waits for a connection for four seconds.
+QUICK = (
+    "import sys; sys.path.insert(0, 'deploy'); import health; health.WITHOUT = 4.0; health.main()"
+)
+
+
+def check(settings, *words):
+    command = [sys.executable, *(words or ["deploy/health.py"])]
+    environment = os.environ | settings
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
@@ -24,17 +35,14 @@ from tests import ROOT
     ],
 )
 def test_an_unreachable_server_is_reported_in_one_line(setting, expected):
-    ended = subprocess.run(
-        [sys.executable, ROOT / "deploy" / "health.py"],
-        env=os.environ | setting, capture_output=True, text=True,
-    )  # fmt: skip
+    ended = check(setting)
     assert ended.returncode == 1
     assert ended.stderr.startswith(expected)
     assert ended.stderr.count("\n") == 1
 
 
 SUPERNODE = """
-import http.server, socket, ssl, sys, threading
+import http.server, socket, sys
 server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
 server.RequestHandlerClass.do_GET = lambda self: (self.send_response(200), self.end_headers())
 if sys.argv[1] == "connected":
@@ -44,11 +52,29 @@ server.serve_forever()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("state", "connected"), [("connected", True), ("gave up", False)])
-def test_a_supernode_without_a_connection_is_ended_if_the_server_answers(
-    tmp_path, state, connected
-):
+@pytest.fixture
+def supernode():
+    """Start a fake SuperNode; return the process, and the check's setting with its address."""
+    processes = []
+
+    def start(state, port):
+        command = [sys.executable, "-c", SUPERNODE, state, str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        return process, {
+            "HEALTH_URL": f"http://127.0.0.1:{process.stdout.readline().strip()}/health"
+        }
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def superlink(tmp_path):
+    """Start a fake SuperLink with TLS; return its port, and the check's settings for it."""
     make_credentials(tmp_path / "keys", ["127.0.0.1"], 1)
     secrets = tmp_path / "keys" / "superlink"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -67,64 +93,27 @@ def test_a_supernode_without_a_connection_is_ended_if_the_server_answers(
     server.socket = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
-    supernode = subprocess.Popen(
-        [sys.executable, "-c", SUPERNODE, state, str(port)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert supernode.stdout is not None
-        health_port = supernode.stdout.readline().strip()
-        check = (
-            "import sys; sys.path.insert(0, 'deploy'); import health; health.WITHOUT = 4.0; "
-            "health.main()"
-        )
-        health_settings = {
-            "HEALTH_URL": f"http://127.0.0.1:{health_port}/health",
-            "HEALTH_SUPERLINK": f"127.0.0.1:{port}",
-            "HEALTH_CA": str(secrets / "ca.crt"),
-        }
-
-        def run_check():
-            return subprocess.run(
-                [sys.executable, "-c", check], cwd=ROOT, env=os.environ | health_settings,
-                capture_output=True, text=True,
-            )  # fmt: skip
-
-        ended = run_check()
-        if connected:
-            assert (ended.returncode, ended.stderr) == (0, "")
-            assert supernode.poll() is None
-            return
-        assert "had no connection" in ended.stderr
-        assert supernode.wait(300) is not None
-    finally:
-        supernode.kill()
-        supernode.wait()
-        if supernode.stdout:
-            supernode.stdout.close()
-        server.shutdown()
-        server.server_close()
+    address, ca = f"127.0.0.1:{port}", str(secrets / "ca.crt")
+    yield port, {"HEALTH_SUPERLINK": address, "HEALTH_CA": ca}
+    server.shutdown()
+    server.server_close()
 
 
-def test_a_supernode_is_not_ended_while_the_server_does_not_answer(tmp_path):
-    supernode = subprocess.Popen(
-        [sys.executable, "-c", SUPERNODE, "gave up", "0"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert supernode.stdout is not None
-        health_port = supernode.stdout.readline().strip()
-        health_settings = {
-            "HEALTH_URL": f"http://127.0.0.1:{health_port}/health",
-            "HEALTH_SUPERLINK": "127.0.0.1:9",
-        }
-        ended = subprocess.run(
-            [sys.executable, ROOT / "deploy" / "health.py"], env=os.environ | health_settings,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert ended.stderr.startswith("https://127.0.0.1:9/health: ")
-        time.sleep(0.5)
-        assert supernode.poll() is None
-    finally:
-        supernode.kill()
-        supernode.wait()
-        if supernode.stdout:
-            supernode.stdout.close()
+@pytest.mark.slow
+def test_a_supernode_without_a_connection_is_ended_if_the_server_answers(supernode, superlink):
+    port, settings = superlink
+    process, url = supernode("connected", port)
+    ended = check(settings | url, "-c", QUICK)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert process.poll() is None
+    process, url = supernode("gave up", port)
+    assert "had no connection" in check(settings | url, "-c", QUICK).stderr
+    assert process.wait(300) is not None
+
+
+def test_a_supernode_is_not_ended_while_the_server_does_not_answer(supernode):
+    process, url = supernode("gave up", 0)
+    ended = check(url | {"HEALTH_SUPERLINK": "127.0.0.1:9"})
+    assert ended.stderr.startswith("https://127.0.0.1:9/health: ")
+    time.sleep(0.5)
+    assert process.poll() is None

@@ -9,14 +9,8 @@ import sys
 
 import pytest
 
-from ravan_flwr import simulate
 from ravan_flwr.runs.lock import locked
-from ravan_flwr.specs import Scalar
-
-SMALL: dict[str, Scalar] = {
-    "num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": False, "tracking": "none",
-    "eval-every": 1,
-}  # fmt: skip
+from tests import short_runs
 
 HOLDER = """
 import sys, time
@@ -43,9 +37,7 @@ def holder(tmp_path):
 
 
 def test_the_error_names_the_holder_and_a_crash_releases_the_lock(tmp_path, holder):
-    message = (
-        rf"resume = .* got a run that process {holder.pid} on .* is writing to, expected .*; wait"
-    )
+    message = f"resume = .* got a run that process {holder.pid} on .* is writing to"
     with pytest.raises(ValueError, match=message), locked(tmp_path):
         pass
     holder.send_signal(signal.SIGKILL)
@@ -54,17 +46,13 @@ def test_the_error_names_the_holder_and_a_crash_releases_the_lock(tmp_path, hold
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_an_error_releases_the_lock_and_leaves_no_file(tmp_path):
-    with pytest.raises(KeyError), locked(tmp_path):
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_process_cannot_lock_twice(tmp_path):
-    with locked(tmp_path):
+def test_one_process_cannot_lock_twice_and_an_error_releases_the_lock(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path):  # noqa: PT012
         with pytest.raises(ValueError, match=f"process {os.getpid()} on"), locked(tmp_path):
             pass
         assert (tmp_path / "lock").exists()
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
     with locked(tmp_path):
         pass
 
@@ -96,19 +84,19 @@ def test_a_filesystem_without_locks_gives_a_warning_only(number, tmp_path, monke
     with locked(tmp_path):
         pass
     assert f"cannot be locked ([Errno {number}] {os.strerror(number)}): make sure" in caplog.text
-    with (
-        pytest.raises(ValueError, match="would each count only the"),
-        locked(tmp_path, needed=True),
-    ):
+    refused = pytest.raises(ValueError, match="would each count only the")
+    with refused, locked(tmp_path, needed=True):
         pass
 
 
 @pytest.mark.slow
 def test_two_processes_cannot_resume_one_run(tmp_path):
-    run = simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
-    before = {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()}
-    more = SMALL | {"num-rounds": 2, "resume": str(run.run_dir)}
-    with locked(run.run_dir), pytest.raises(ValueError, match="is writing to"):
-        simulate(more, 3)
-    assert {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()} == before
-    assert simulate(more, 3).summary["rounds"] == 2
+    def contents(folder):
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    run_dir = short_runs.run(tmp_path, num_rounds=1).run_dir
+    before = contents(run_dir)
+    with locked(run_dir), pytest.raises(ValueError, match="is writing to"):
+        short_runs.run(tmp_path, resume=str(run_dir))
+    assert contents(run_dir) == before
+    assert short_runs.run(tmp_path, resume=str(run_dir)).summary["rounds"] == 2

@@ -1,14 +1,13 @@
-"""Limit a device of a deployment to a part of the CPU: stop its processes most of the time.
+"""Stop all processes of a device of a deployment.
 
-    with slowed(deployment.folder / "node-2"):
-        ...  # each of its processes runs 10 % of the time
+    with frozen(deployment.folder / "node-2"):
+        ...  # none of its processes runs
 
 In a container cgroups are often read-only; signals always work.
 """
 
 import os
 import signal
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,31 +16,6 @@ import psutil
 
 from ravan_flwr.launch.superlink import processes_of
 from testing.deployment import with_fork
-
-PERIOD = 1.0  # seconds
-
-
-@contextmanager
-def slowed(home: Path, part: float = 0.1) -> Iterator[None]:
-    """Let the device's processes, also new ones, run for `part` of each second."""
-    over, known = threading.Event(), set[int]()
-
-    def stop_and_continue() -> None:
-        while not over.is_set():
-            send(known, signal.SIGSTOP)
-            known.update(all_processes_of(home))
-            send(known, signal.SIGSTOP)
-            over.wait(PERIOD * (1 - part))
-            send(known, signal.SIGCONT)
-            over.wait(PERIOD * part)
-
-    thread = threading.Thread(target=stop_and_continue)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
