@@ -20,6 +20,11 @@ from scripts import list_keys
 from tests import ROOT
 
 
+PUBLIC_KEYS = """preset method seed num-rounds clients-per-round local-steps batch-size learning-rate
+partition rank heads init scaling scoring selection budgets classifier eval-every device precision
+output-dir resume""".split()
+
+
 def test_the_reference_lists_all_current_keys():
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert list_keys.tables() in page, "python -m scripts.list_keys --write"
@@ -31,6 +36,7 @@ def test_pyproject_has_the_keys_and_the_defaults():
     declared = content["tool"]["flwr"]["app"]["config"]
     expected = {key: spec.default for key, spec in KEYS.items()}
     assert declared == expected, "python -m scripts.list_keys --write"
+    assert set(PUBLIC_KEYS) <= set(declared)
 
 
 @pytest.fixture
