@@ -19,10 +19,9 @@ from ravan_flwr.tasks import TASKS
 from scripts import list_keys
 from tests import ROOT
 
-
-PUBLIC_KEYS = """preset method seed num-rounds clients-per-round local-steps batch-size learning-rate
-partition rank heads init scaling scoring selection budgets classifier eval-every device precision
-output-dir resume""".split()
+PUBLIC_KEYS = """preset method seed num-rounds clients-per-round local-steps batch-size
+learning-rate partition rank heads init scaling scoring selection budgets classifier eval-every
+device precision output-dir resume""".split()
 
 
 def test_the_reference_lists_all_current_keys():
