@@ -34,7 +34,7 @@ from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.kind import kind_of
+from ravan_flwr.server.releases import release_class
 from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
@@ -111,7 +111,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
             check_simulation(grid, loaded, config)
         config = dataclasses.replace(loaded.config, rank=loaded.model.method.rank)
         # These checks raise before anything is written.
-        kind_of(config).check_model(loaded.model)
+        release_class(config).check_model(loaded.model)
         if earlier is None:
             start = ResumePoint(loaded.model.initial_state())
         else:
@@ -177,7 +177,7 @@ def _run_rounds(
     user_callbacks: Callbacks,
 ) -> None:  # fmt: skip
     """Run the rounds with the strategy; write summary, result and report."""
-    metric, budget = loaded.task.metric, kind_of(config).budget
+    metric, budget = loaded.task.metric, release_class(config).budget
     privacy = None if budget is None else budget.of(config, directory, start)
     strategy = FederatedTuning(config, loaded, start, privacy=privacy)
     strategy.registry.owners.update({} if start.last_round is None else directory.read_node_keys())

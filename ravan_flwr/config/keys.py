@@ -291,11 +291,11 @@ class Config:
         return self.backbone_dtype if self.backbone_dtype in FEW_BITS else "none"
 
     @property
-    def transport(self) -> str:
-        """Return how updates travel: "masked", "buffered" or "plain"."""
+    def release(self) -> str:
+        """Return how updates become the next state: "mean", "masked", or the kind of privacy."""
         if self.secure_aggregation:
             return "masked"
-        return "buffered" if self.aggregation == "async" else "plain"
+        return "mean" if self.privacy == "none" else self.privacy
 
     @property
     def robust(self) -> str:

@@ -25,10 +25,10 @@ from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.replies import as_value_error, content_of
-from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
+from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector, Sent
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.update import as_value_error, content_of
 
 log = getLogger(__name__)
 
@@ -134,15 +134,15 @@ class DeliverAtEnd(Callback):
             if client.keeps_result
         ]
 
-        def check(reply: Message, client: RegisteredClient) -> Delivered:
+        def read(reply: Message, sent: Sent) -> Delivered:
             with as_value_error():
                 folder = read_answer(content_of(reply).config_records["kept"], parcel)
-                return {"partition-id": client.partition_id, "folder": folder}
+                return {"partition-id": sent.client.partition_id, "folder": folder}
 
-        have: list[Delivered] = []
         grace = math.inf if in_process(self.grid) else config.straggler_grace
         limits = (config.round_timeout, config.min_replies, grace)
-        collector.take(collector.replies(self.grid, messages, *limits), check, have.append)
+        replies = collector.replies(self.grid, messages, *limits)
+        have = [delivered for _, delivered in collector.valid(replies, read)]
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {
             f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result

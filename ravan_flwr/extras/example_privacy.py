@@ -14,28 +14,27 @@ client with the fewest examples within epsilon, if that client trains in every r
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 from pydantic import NonNegativeInt
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.runs.record import PrivacyRecord, RoundRecord
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.kind import Kind
+from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import CLOSE, Account, PrivacyBudget, Rate, Rounds
-from ravan_flwr.server.replies import Update, refusal_in, within
-from ravan_flwr.specs import Scalar
+from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.reply_collector import Sent
+from ravan_flwr.server.round import Round
+from ravan_flwr.server.update import Update, refusal_in, within
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.private_steps import sampling_rate
-
-if TYPE_CHECKING:
-    from ravan_flwr.server.round import Round
 
 log = getLogger(__name__)
 
@@ -171,18 +170,18 @@ class ExampleBudget(PrivacyBudget):
                 yield f"asked has {[*counted]} of partition {of}, and the records {expected}"
 
 
-class Counted(Kind):
+class Counted(Mean):
     """A round of clients within epsilon, whose updates are private already.
 
     The account counts each client before it is asked. A client may refuse to train.
     """
 
     budget = ExampleBudget
-    asks_more = False  # the account counts only the clients that were drawn
 
-    def __init__(self, round_: "Round") -> None:
-        super().__init__(round_)
-        self.account = cast(ExampleBudget, self.run.privacy)
+    def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
+        super().__init__(federation, round_, state)
+        round_.asks_more = False  # the account counts only the clients that were drawn
+        self.account = cast(ExampleBudget, federation.privacy)
         self._earlier: dict[int, int] = {}  # rounds before this one, by partition
         self._refused = 0
 
@@ -190,46 +189,40 @@ class Counted(Kind):
     def check_model(model: AdaptedModel) -> None:
         check_trained(model.network, model.parameters())
 
-    def draw(self, grid: Grid) -> list[RegisteredClient]:
+    def draw(self) -> list[RegisteredClient]:
         """Sample clients within epsilon; count the round before messages are sent."""
-        round_log = self.round.round_log
 
         def with_room(clients: Sequence[RegisteredClient]) -> list[RegisteredClient]:
             able = self.account.with_room(clients)
             partitions = {client.partition_id for client in able}
             everyone = (client.partition_id for client in clients)
-            round_log.out_of_budget = [number for number in everyone if number not in partitions]
+            self.round.log.out_of_budget = [one for one in everyone if one not in partitions]
             return able
 
-        chosen = self.run.sampler.sample(grid, round_log, with_room)
+        chosen = self.federation.sampler.sample(self.round.grid, self.round.log, with_room)
         self._earlier = self.account.spend(chosen)
         return chosen
 
-    def settings(self, client: RegisteredClient) -> dict[str, Scalar]:
-        return {
-            "noise-multiplier": self.account.multiplier,
-            "earlier-rounds": self._earlier[client.partition_id],
-        }
+    def address(self, message: Message, client: RegisteredClient) -> None:
+        config = message.content.config_records["config"]
+        config["noise-multiplier"] = self.account.multiplier
+        config["earlier-rounds"] = self._earlier[client.partition_id]
 
-    @property
-    def has_enough(self) -> bool:
-        """Return whether enough replies were used, or all asked clients have refused."""
-        all_refused = bool(self._earlier) and self._refused == len(self._earlier)
-        return super().has_enough or all_refused
-
-    def check(self, message: Message, client: RegisteredClient) -> Update:
+    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:
         if reason := refusal_in(message, self.round.number):
             self._refused += 1
-            self.account.close(client)
+            if self._refused == len(self._earlier):
+                self.round.least = 0  # no client is left that the round could wait for
+            self.account.close(sent.client)
             raise ValueError(f"it trains no further: {plain(reason)}")
-        update = super().check(message, client)
+        update = super().read(message, sent, version, staleness)
         if within(message.content.metric_records["metrics"], "recounted", 0, 1):
-            self.round.round_log.recounted.append(client.partition_id)
+            self.round.log.recounted.append(sent.client.partition_id)
         return update
 
     def close(self) -> None:
         """Log what was spent, then take the next state."""
-        spent = self.account.as_record() | {"clip-norm": self.run.config.clip_norm}
-        self.round.round_log.private = cast(PrivacyRecord, spent)
-        if self.round.round_log.clients:
+        spent = self.account.as_record() | {"clip-norm": self.config.clip_norm}
+        self.round.log.private = cast(PrivacyRecord, spent)
+        if self.round.log.clients:
             super().close()

@@ -34,9 +34,11 @@ from ravan_flwr.secure.server import (
     read_announcement,
 )
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.kind import Kind
-from ravan_flwr.server.replies import Update, read_masked, read_phase
+from ravan_flwr.server.federation import Federation
+from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.reply_collector import Sent
 from ravan_flwr.server.round import Round
+from ravan_flwr.server.update import Update, read_masked, read_phase
 from ravan_flwr.training.masked import (
     CUT_OFF,
     add_mean_changes,
@@ -54,30 +56,28 @@ SKIPPED_ROUNDS = 64  # for a client that makes rounds fail
 OFTEN = 1e-3  # fraction of clipped numbers above which a round logs a warning
 
 
-class Masked(Kind):
+class Masked(Mean):
     """A masked round: run its phases, and read the updates only as a sum."""
 
     message_type = "train.masked"
-    enough = math.inf  # the round waits for all replies
-    asks_more = False  # the masks belong to the clients that were drawn
 
-    def __init__(self, round_: Round) -> None:
-        super().__init__(round_)
+    def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
+        super().__init__(federation, round_, state)
         round_.least = 0  # with too few replies the round has no effect, and the run continues
+        round_.asks_more = False  # the masks belong to the clients that were drawn
+        round_.enough = math.inf  # the round waits for all replies
         self.record: MaskedRecord = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition
-        self._needed = self.run.config.min_replies  # valid replies that a phase needs
         self._failure = ""  # why the sum cannot be unmasked, if that is known already
 
     @staticmethod
-    def cohort(config: Config, partitions: int) -> int:
+    def smallest_cohort(config: Config, partitions: int) -> int:
         return max(config.min_replies, least_cohort(config, partitions))
 
-    @property
-    def quorum(self) -> int:
-        return self._needed
-
     # Before training: keys and shares.
+
+    def draw(self) -> list[RegisteredClient]:
+        return self.prepare(super().draw())
 
     def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
         """Return the clients of a cohort that have shared their secrets."""
@@ -102,7 +102,7 @@ class Masked(Kind):
         secure = self.secure = SecureServer(self._schedule(ready), announcements)
         threshold = secure.schedule.threshold
         self.record = {"clients": len(ready), "threshold": threshold}
-        self._needed = max(threshold, self._needed)
+        self.round.quorum = max(threshold, self.round.quorum)
         names = ("sealed", "marks", "seeds")
         self._ask("shares", ready, secure.announce(), names, secure.take_shares_sent)
         for client in ready:
@@ -118,47 +118,48 @@ class Masked(Kind):
 
     def _schedule(self, clients: Sequence[RegisteredClient]) -> Schedule:
         """Return which rows each client trains: its own choice, less rows that too few chose."""
-        config, method, state = self.run.config, self.round.method, self.run.state.tensors
+        config, method, state = self.config, self.method, self.state
         run, number = self.round.grid.run.run_id, self.round.number
-        check_cohort(config, len(clients), self.run.registry.partitions)
+        check_cohort(config, len(clients), self.federation.registry.partitions)
 
         rows: dict[int, Bits] = {}
         for client in clients:
             random = generator(config.seed, "heads", number, client.partition_id)
             rows[client.partition_id] = selected_rows(method, state, client.budget_fraction, random)
-        steps = config.learning_rate * max(map(self.run.steps, clients), default=0)
+        steps = config.learning_rate * max(map(self.federation.steps, clients), default=0)
         parts, digest = parts_of(method, state, steps), round_digest(config, self.broadcast(1.0))
         return make_schedule(run, number, config.secure_minimum, parts, rows, digest)
 
     def _skip(self, partition: int) -> None:
         """Skip a client for many rounds, which it would make fail as well."""
-        for node in self.run.registry.nodes.values():
+        for node in self.federation.registry.nodes.values():
             if node.client is not None and node.client.partition_id == partition:
                 node.skipped_until[MessageType.TRAIN] = self.round.number + SKIPPED_ROUNDS
 
     # Training.
 
-    def address(self, message: Message, client: RegisteredClient) -> Message:
+    def address(self, message: Message, client: RegisteredClient) -> None:
         """Add the data for masking: the list of clients, and their shares for this client."""
         message.content[PIECES] = to_pieces(self.secure.to_mask(client.partition_id))
-        return message
 
-    def check(self, message: Message, client: RegisteredClient) -> Update:
-        data, seconds = read_masked(message, client, self.round.number, self.run.state.derived)
-        steps = self.run.steps(client)
+    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:  # noqa: ARG002
+        client, derived = sent.client, self.federation.state.derived
+        data, seconds = read_masked(message, client, self.round.number, derived)
+        self.secure.check_masked(client.partition_id, data)
+        steps = self.federation.steps(client)
         return Update(client, {}, None, seconds, masked=data, bytes_up=len(data), steps=steps)
 
     def add(self, update: Update) -> list[list[int]]:
         secure, partition = self.secure, update.client.partition_id
         secure.take_masked(partition, update.masked)
         rows = rows_by_tensor(secure.schedule.parts, secure.rows_of(partition))
-        return sums_changes(self.round.method).heads_of(rows)
+        return sums_changes(self.method).heads_of(rows)
 
     # After training: agreement, and unmasking.
 
     def mean(self) -> Tensors:
         """Unmask the sum and return the next state; raise ValueError if this is impossible."""
-        self.round.round_log.secure = self.record
+        self.round.log.secure = self.record
         if self._failure:
             raise ValueError(self._failure)
         try:
@@ -178,7 +179,7 @@ class Masked(Kind):
         """
         if not error.deniers:
             return [error.partition]
-        nodes = self.run.registry.nodes.values()
+        nodes = self.federation.registry.nodes.values()
         disputes = {n.client.partition_id: n.disputes for n in nodes if n.client is not None}
         for first, second in self.secure.denied:
             disputes[first].add(second)
@@ -190,13 +191,15 @@ class Masked(Kind):
         return sorted(blamed)
 
     def _unmask(self) -> UnmaskedSum:
-        secure, round_log = self.secure, self.round.round_log
+        secure, round_log = self.secure, self.round.log
         partitions = [client["partition-id"] for client in round_log.clients]
-        sent, least = secure.close_masked(), self.run.config.min_replies
+        sent, least = secure.close_masked(), self.config.min_replies
         if len(partitions) < least:
             raise ValueError(round_log.too_few_replies_message(least))
-        self._needed = secure.schedule.threshold
-        alive = [m for m in self.run.registry.clients.values() if m.partition_id in partitions]
+        self.round.quorum = secure.schedule.threshold
+        alive = [
+            m for m in self.federation.registry.clients.values() if m.partition_id in partitions
+        ]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if secure.position(m.partition_id) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
@@ -215,11 +218,11 @@ class Masked(Kind):
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
                 "learning-rate", self.round.number, 100 * cut_off,
             )  # fmt: skip
-        means, method = opened.means, sums_changes(self.round.method)
+        means, method = opened.means, sums_changes(self.method)
         counts, clients = opened.counts, int(self.secure.alive.sum())
         if method.mean_over_cohort:  # also over clients that did not train a row
             means = {n: mean * (counts[n] / clients)[:, None] for n, mean in means.items()}
-        return method.counted(add_mean_changes(self.run.state.tensors, means), clients)
+        return method.counted(add_mean_changes(self.state, means), clients)
 
     # All phases.
 
@@ -237,16 +240,16 @@ class Masked(Kind):
             content = RecordDict({PIECES: pieces, "config": ConfigRecord({"round": number})})
             messages.append(Message(content, client.node_id, f"train.{kind}", group_id=str(number)))
 
-        def check(message: Message, client: RegisteredClient) -> None:
+        def read(message: Message, sent: Sent) -> None:
             answer = read_phase(message, number, names)
             if DISTRUSTS in answer:
                 if kind == "shares":  # one vote of each client
                     self._accused.update(_partitions(answer[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
-            take(client.partition_id, answer)
+            take(sent.client.partition_id, answer)
 
-        replies = self.round.send(messages)
-        self.round.collector.take(replies, check, lambda _: None)
+        for _ in self.round.collector.valid(self.round.send(messages), read):
+            pass  # taken while it is read, since a share is checked against the others
 
 
 def _partitions(data: bytes) -> set[int]:

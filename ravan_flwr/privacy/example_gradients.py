@@ -8,6 +8,9 @@ This is correct only if an example's outputs depend on that example alone, and i
 dimension of a layer's input runs over the examples in order. `check_trained` rejects layers without
 a rule and normalisations over a batch. `check_independent` compares the gradients of an example in
 a batch with those of the same example alone.
+
+Opacus computes the same for layers that it knows (a test compares the two). It refuses layers with
+buffers, such as the frozen bases B and A, and has one hook for all parameters of a layer.
 """
 
 import math

@@ -148,12 +148,16 @@ class SecureServer:
         """Return the rows that a client trains."""
         return np.asarray(self._masked[self.position(partition)])
 
-    def take_masked(self, partition: int, data: bytes) -> None:
-        """Add a client's masked numbers to the sum."""
-        position = self.position(partition)
-        expected = WIDTH * int(self.schedule.sizes[self._masked[position]].sum())
+    def check_masked(self, partition: int, data: bytes) -> None:
+        """Raise ValueError unless a client's masked numbers are as many as it trains."""
+        expected = WIDTH * int(self.schedule.sizes[self.rows_of(partition)].sum())
         if len(data) != expected:
             raise ValueError(f"got {len(data)} bytes of masked numbers, expected {expected}")
+
+    def take_masked(self, partition: int, data: bytes) -> None:
+        """Add a client's masked numbers to the sum."""
+        self.check_masked(partition, data)
+        position = self.position(partition)
         self._total.add(Vector(self.schedule, self._masked[position], from_bytes(data)))
         self.alive[position] = True
 

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ravan_flwr.messages.sparsity import apply_change
+from ravan_flwr.messages.sparsity import apply_change, start_of
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansByNorm, check_form, check_names, check_tensor
@@ -31,32 +31,50 @@ def outgoing(method: Method, state: Tensors, fraction: float) -> Tensors:
 
 def check_upload(
     method: Method, upload: Mapping[str, Tensor], classifier: Tensors, fraction: float
-) -> Tensors:
-    """Return the method's tensors in an upload of a client with that budget fraction.
+) -> None:
+    """Raise ValueError if an upload has wrong names, shapes or types for that budget fraction.
 
-    Raise ValueError if names, shapes or types are wrong. `classifier` has the classifier's state,
-    if it travels.
+    `classifier` has the classifier's state, if it travels.
     """
-    method_part = {name: tensor for name, tensor in upload.items() if name not in classifier}
-    method.check(method_part, fraction)
+    method.check({name: upload[name] for name in upload if name not in classifier}, fraction)
     for name, tensor in classifier.items():
         check_form(upload, name, tensor.shape, torch.float32)
-    return method_part
 
 
 def moved(method: Method, change: Tensors, fraction: float, state: Tensors) -> Tensors:
-    """Return the upload that a change of the state makes, for a client with that budget fraction.
-
-    Raise ValueError if names, shapes or types of the change are wrong.
-    """
-    check_upload(method, change, split_classifier(state)[1], fraction)
+    """Return the upload that a checked change of the state makes, at that budget fraction."""
     return apply_change(method, change, outgoing(method, state, fraction))
+
+
+def rebased(
+    method: Method,
+    upload: Tensors,
+    fraction: float,
+    old_state: Tensors,
+    new_state: Tensors,
+    weight: float,
+) -> Tensors:
+    """Return a checked upload that changes `new_state` by `weight` times its change of `old_state`.
+
+    So an update that began from an earlier state becomes one of the present state.
+    """
+    before, after = (
+        start_of(method, upload, outgoing(method, state, fraction))
+        for state in (old_state, new_state)
+    )
+    return {
+        name: (after[name].double() + weight * (tensor.double() - before[name].double())).float()
+        if name in before
+        else tensor
+        for name, tensor in upload.items()
+    }
 
 
 class Aggregate:
     """One round's sums: the method's, and the classifier's mean if it is trained.
 
-    `robust` replaces means by medians or trimmed means, for methods whose next state is a mean.
+    `check` and `add` take one upload: `check` may refuse it, `add` cannot fail. `robust` replaces
+    means by medians or trimmed means, for methods whose next state is a mean.
     """
 
     def __init__(
@@ -76,21 +94,32 @@ class Aggregate:
         self._step = 0.0  # the largest learning rate times steps among the clients
         self._alone: dict[str, float] = {}  # by tensor: the largest norm of one upload
 
-    def offer(
-        self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
-    ) -> None:
-        """Accumulate an upload; raise ValueError if it is not valid.
+    def check(
+        self, upload: Mapping[str, Tensor], fraction: float, step: float = 0.0
+    ) -> dict[str, float]:
+        """Return the norms of an upload of valid form; raise ValueError if it changes too much.
 
         `step` is the client's learning rate times its steps. It is used if the limit has no step
         for all clients.
         """
-        method_part = check_upload(self.method, upload, self._classifier, fraction)
+        method_part = self._method_part(upload)
         sent = self._norms.start_of(method_part, self._sent(fraction))
         start = sent | self._classifier
         self.limit.check(changes_of(upload, start, self.limit.wire), step)
         alone = self._norms.norms_alone(method_part, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
+        return alone
+
+    def add(
+        self,
+        upload: Mapping[str, Tensor],
+        norms: Mapping[str, float],
+        weight: float = 1.0,
+        step: float = 0.0,
+    ) -> None:
+        """Add an upload that was checked, with the norms that `check` returned."""
+        method_part = self._method_part(upload)
         if self._robust:
             method_part = self.method.expand_upload(method_part, self._state)
         of_method, of_classifier = self._rounds
@@ -98,7 +127,14 @@ class Aggregate:
         of_classifier.add(upload, weight)
         self.count += 1
         self._step = max(self._step, step)
-        self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
+        self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
+
+    def offer(
+        self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
+    ) -> None:
+        """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
+        check_upload(self.method, upload, self._classifier, fraction)
+        self.add(upload, self.check(upload, fraction, step), weight, step)
 
     def close(self) -> Tensors:
         """Return the next state; raise ValueError if the accepted uploads cannot have made it.
@@ -112,6 +148,9 @@ class Aggregate:
         method_norms = self._norms.norms_made(self._state, self._alone)
         self.limit.check_state(self._state | self._classifier, new, method_norms, self._step)
         return new
+
+    def _method_part(self, upload: Mapping[str, Tensor]) -> Tensors:
+        return {name: tensor for name, tensor in upload.items() if name not in self._classifier}
 
 
 class CalibrationSums:
@@ -132,13 +171,21 @@ class CalibrationSums:
         else:
             self.sums = (Means if calibration.by_steps else MeansByNorm)(self.start)
 
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add an upload; raise ValueError to refuse it."""
+    def check(self, upload: Mapping[str, Tensor]) -> None:
+        """Raise ValueError to refuse an upload."""
         check_names(upload, [*self.start])
         for name, tensor in self.start.items():
             check_tensor(upload, name, tensor.shape, torch.float32)
         self.limit.check(changes_of(upload, self.start))
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add an upload that was checked."""
         self.sums.add(upload, weight)
+
+    def offer(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Check an upload and add it; raise ValueError if it is not valid."""
+        self.check(upload)
+        self.add(upload, weight)
 
     def close(self) -> tuple[Tensors, Tensors]:
         """Return the fixed tensors, and the tensors that they change in the initial state."""

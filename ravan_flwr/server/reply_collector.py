@@ -84,7 +84,6 @@ class ReplyCollector:
         self._round_log = round_log
         self._kind = MessageType.TRAIN
         self.outstanding: dict[str, Sent] = {}  # by message id
-        self.answered: Sent  # the message whose reply is processed now
         self.deadline = RoundDeadline(0, 0)
 
     def replies(
@@ -119,26 +118,23 @@ class ReplyCollector:
         # In one process a client runs only when its reply is fetched: there are no late replies.
         self._close(failure, look_for_late=not in_process(grid))
 
-    def take(
-        self,
-        replies: Iterable[Message],
-        check: Callable[[Message, RegisteredClient], Checked],
-        accumulate: Callable[[Checked], object],
-    ) -> None:
-        """Check and accumulate replies one by one; reject a reply if either raises ValueError."""
+    def valid(
+        self, replies: Iterable[Message], read: Callable[[Message, Sent], Checked]
+    ) -> Iterator[tuple[Sent, Checked]]:
+        """Yield what `read` makes of each reply; reject a reply for which it raises ValueError."""
         for message in replies:
-            sent = self.answered = self.outstanding.pop(message.metadata.reply_to_message_id)
-            client = sent.client
-            node = self._nodes[client.node_id]
+            sent = self.outstanding.pop(message.metadata.reply_to_message_id)
+            node = self._nodes[sent.client.node_id]
             self._round_log.count(array_bytes(message), sent.size)
             try:
-                accumulate(check(message, client))
+                checked = read(message, sent)
             except ValueError as error:
-                self.reject(client, error)
-            else:  # the node has the fixed tensors now
-                self.deadline.use()
-                node.answered(self._kind)
-                node.has_fixed = self._message_builder.fixed is not None
+                self.reject(sent.client, error)
+                continue
+            self.deadline.use()
+            node.answered(self._kind)
+            node.has_fixed = self._message_builder.fixed is not None  # it has them now
+            yield sent, checked
 
     def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
         """Add a sent message to the outstanding ones."""

@@ -21,7 +21,7 @@ from ravan_flwr.runs.record import (
     Rejection,
     RoundRecord,
 )
-from ravan_flwr.server.replies import Update
+from ravan_flwr.server.update import Update
 
 log = getLogger(__name__)
 

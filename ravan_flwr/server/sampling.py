@@ -18,7 +18,6 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.kind import kind_of
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.simulated_time.clock import clock_of
@@ -40,10 +39,20 @@ def sample(
 
 
 class Sampler:
-    """Choose clients that are connected, eligible for the method, and not skipped."""
+    """Choose clients that are connected, eligible for the method, and not skipped.
 
-    def __init__(self, config: Config, method: Method, registry: ClientRegistry) -> None:
+    `smallest_cohort` returns how many clients a round needs, of the run's partitions.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        method: Method,
+        registry: ClientRegistry,
+        smallest_cohort: Callable[[Config, int], int] = lambda config, _: config.min_replies,
+    ) -> None:
         self.config, self.method, self.registry = config, method, registry
+        self._smallest_cohort = smallest_cohort
         # Of the previous round, to log only changes.
         self._not_eligible: list[int] = []
         self._not_connected = 0
@@ -126,4 +135,4 @@ class Sampler:
     @property
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
-        return kind_of(self.config).cohort(self.config, self.registry.partitions)
+        return self._smallest_cohort(self.config, self.registry.partitions)

@@ -1,8 +1,16 @@
 """Run rounds of federated tuning: sample clients, send messages, sum updates, evaluate, record.
 
 Flower's `Strategy.start` has a fixed loop, buffers all replies and has no checkpoints, so `start`
-is overridden. Replies are processed as they arrive (round.py). The method defines what differs
-between methods. A round with fewer valid replies than `min-replies` stops the run.
+is overridden. A round goes
+
+    configure_train   the release draws clients; each is sent a message
+    replies           of the transport, as they arrive, until the round may close
+    aggregate_train   each reply is read and checked whole, then added to the release's sums, of
+                      which the release makes the next state
+
+Which release and transport a run has follows from its settings (releases.py, transports.py). What
+differs between methods is in the method. A round with fewer valid replies than `min-replies` stops
+the run.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,18 +23,18 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
-from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods import METHODS
-from ravan_flwr.methods.base import CLASSIFIER, Tensors
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.buffered import InFlight
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.kind import Calibrated, kind_of
+from ravan_flwr.server.evaluation import evaluation_messages, mean_metrics
+from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.reply_collector import MessageBuilder
+from ravan_flwr.server.releases import Calibrated, Mean, release_class
+from ravan_flwr.server.reply_collector import MessageBuilder, Sent
 from ravan_flwr.server.reply_fetcher import in_process, simulating
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import Round
@@ -34,7 +42,9 @@ from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
 from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
-from ravan_flwr.simulated_time.clock import REAL, Clock, SimulatedClock, clock_of
+from ravan_flwr.server.transports import Plain, transport_class
+from ravan_flwr.server.update import Update
+from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -63,26 +73,23 @@ class FederatedTuning(Strategy):
     ) -> None:
         self.config, self.loaded, self.method = config, loaded, loaded.model.method
         self.callbacks, self.privacy = Callbacks(callbacks), privacy
+        self.records = list(start.records)
         self._resume_point = start
         self._fetched: set[int] = set()  # nodes that have the app bundle
-        self.clock: Clock = REAL
-        self._began = 0.0
-        self.trained = start.trained  # partitions that hold personal parameters, if there are some
-        self.records = list(start.records)
         if privacy is not None:
             privacy.restore(start.memory)
         partitions = start.records[-1]["partitions"] if start.records else None
         self.registry = ClientRegistry(config, loaded, partitions)
         self.state = ServerState(config, loaded.model.derived, start.state, start.memory)
         self.message_builder = MessageBuilder(self.registry.nodes, start.fixed)
-        self.in_flight = InFlight(start.memory)
-        self.sampler = Sampler(config, self.method, self.registry)
-
-    def steps(self, client: RegisteredClient) -> int:
-        """Return a client's local steps in a round; 0 if there are no trainable parameters."""
-        if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
-            return 0
-        return self.config.local_steps or self.config.steps_of(self.registry.examples(client))
+        self._release_class = release_class(config)
+        cohort = self._release_class.smallest_cohort
+        self.sampler = Sampler(config, self.method, self.registry, cohort)
+        self.federation = Federation(
+            config, loaded, self.registry, self.sampler, self.state, self.message_builder,
+            privacy, start.trained,
+        )  # fmt: skip
+        self._transport = transport_class(config)(self.federation, start.memory)
 
     def start(
         self,
@@ -102,8 +109,8 @@ class FederatedTuning(Strategy):
         if not in_process(grid):
             install_object_check()
             retry_failed_calls(grid, timeout)
-        self.clock = clock_of(grid)
-        self._began = self.clock.now - self._resume_point.time
+        clock = self.federation.clock = clock_of(grid)
+        self.federation.began = clock.now - self._resume_point.time
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
@@ -129,11 +136,11 @@ class FederatedTuning(Strategy):
             # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)
             result.arrays, result.train_metrics_clientapp[number] = arrays, train_metrics
-            last = last or 0 < self.config.until_time <= self.time
+            last = last or 0 < self.config.until_time <= self.federation.time
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
-                with self.round.round_log.timed("evaluate"):
+                with self.round.log.timed("evaluate"):
                     if evaluate_fn is None:
                         messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
                         metrics = self.aggregate_evaluate(number, self.round.send(messages))
@@ -146,9 +153,96 @@ class FederatedTuning(Strategy):
                 self.registry.gather(grid)
         return result
 
+    # One round.
+
+    def _train(
+        self, number: int, arrays: ArrayRecord, grid: Grid
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Run a round as soon as enough clients are connected."""
+        self.open_round(number, grid)
+        self.sampler.wait(grid, self.round.log)
+        with self.round.log.timed("train"):
+            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
+            replies = self.transport.replies(self.round, self.release, messages)
+            return self.aggregate_train(number, replies)
+
+    def open_round(self, number: int, grid: Grid) -> None:
+        """Begin a round, with empty sums. Round 0 is the calibration."""
+        release = self._release_class if number else Calibrated
+        self.round = Round(self.federation, number, grid)
+        self.release: Mean = release(self.federation, self.round, self.state.tensors)
+        self.transport = self._transport if number else Plain(self.federation)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients that train; return a message with the broadcast for each."""
+        return self.transport.open(self.round, self.release)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Sum the valid updates, head by head if there are heads; return state and mean loss.
+
+        Raise RuntimeError if too few replies are valid. If the next state is refused, the old one
+        stays, and the record has the reason.
+        """
+        round_, release = self.round, self.release
+        for sent, update in round_.collector.valid(replies, self._read):
+            heads = release.add(update)
+            self._log_use(update, heads, sent)
+        if len(round_.log.clients) < round_.least:
+            raise RuntimeError(round_.log.too_few_replies_message(round_.least))
+        try:
+            release.close()
+        except ValueError as error:
+            if not server_round:
+                raise  # without the calibration's fixed tensors the run cannot start
+            round_.log.refused = str(error)
+            log.warning(
+                "round %d has no effect, the state stays as it was: %s; the record lists clients",
+                server_round, error,
+            )  # fmt: skip
+        loss = round_.log.train_loss
+        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), metrics
+
+    def _read(self, message: Message, sent: Sent) -> Update:
+        """Return the update in a reply; raise ValueError with the reason to reject it."""
+        version, staleness = self.transport.version(self.round, sent)
+        return self.release.read(message, sent, version, staleness)
+
+    def _log_use(self, update: Update, heads: list[list[int]], sent: Sent) -> None:
+        """Log a used update; also if its client had lost its personal parameters."""
+        federation, partition = self.federation, update.client.partition_id
+        span = federation.since(sent.time), federation.time
+        device = federation.clock.device_of(partition)
+        self.round.log.use(update, heads, sent.size, span, device)
+        if update.anew and partition in federation.trained:
+            self.round.log.began_anew.append(partition)
+            log.warning(
+                "partition %d has lost its personal parameters, as a restarted node does", partition
+            )
+        federation.trained.add(partition)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Return a message for each client that asks it to evaluate the state."""
+        return evaluation_messages(self.federation, self.round)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean over the clients' validation splits; None if no reply is valid."""
+        means = mean_metrics(self.federation, self.round, replies)
+        return None if means is None else MetricRecord(dict(means))
+
+    # Around the rounds.
+
     def summary(self) -> None:
         """Log the method, its number of trained parameters, and the clients of a round."""
-        steps = sorted(map(self.steps, self.registry.clients.values())) or [0]
+        steps = sorted(map(self.federation.steps, self.registry.clients.values())) or [0]
         low, high = steps[0], steps[-1]
         eligible = sum(
             self.method.can_train(m.budget_fraction) for m in self.registry.clients.values()
@@ -182,55 +276,13 @@ class FederatedTuning(Strategy):
                 self.config.secure_minimum,
             )
 
-    def _train(
-        self, number: int, arrays: ArrayRecord, grid: Grid
-    ) -> tuple[ArrayRecord, MetricRecord]:
-        """Run a round as soon as enough clients are connected."""
-        self.round = self.open_round(number)
-        self.sampler.wait(grid, self.round.round_log)
-        with self.round.round_log.timed("train"):
-            messages = self.configure_train(number, arrays, ConfigRecord(), grid)
-            return self.aggregate_train(number, self.round.replies(messages))
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Choose the clients that train; return a message with the broadcast for each."""
-        return self.round.messages(grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord, MetricRecord]:
-        """Accumulate the updates, head by head if there are heads; return state and mean loss.
-
-        Raise RuntimeError if too few replies are valid.
-        """
-        self.round.take(replies)
-        self.round.close()
-        loss = self.round.round_log.train_loss
-        metrics = MetricRecord({} if loss is None else {"train-loss": loss})
-        return to_record(self.state.tensors), metrics
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Return a message for each client that asks it to evaluate the state."""
-        return self.round.evaluation_messages(grid)
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Return the mean over the clients' validation splits; None if no reply is valid."""
-        means = self.round.evaluated(replies)
-        return None if means is None else MetricRecord(dict(means))
-
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""
         if not simulating(self.round.grid):
             nodes = self.registry.clients.keys()
-            self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
+            self.round.log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
-        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
+        record = self.round.log.record(cast(Metrics, dict(metrics or {})), self.federation.time)
         if reached(self.config, self.loaded.task.metric, [record]):
             record["reached"] = self.config.until_metric
         self.records.append(record)
@@ -243,26 +295,14 @@ class FederatedTuning(Strategy):
             reason = f"epsilon: no room for round {number}; the run ends here"
         return reason
 
-    def open_round(self, number: int) -> Round:
-        """Open a round; round 0 is the calibration."""
-        return Round(number, self, kind_of(self.config) if number else Calibrated)
-
-    def since(self, time: float) -> float:
-        """Return the seconds from the run's start to that time of the clock."""
-        return time - self._began
-
-    @property
-    def time(self) -> float:
-        """Return the seconds that the run has taken so far."""
-        return self.since(self.clock.now)
-
     @property
     def memory(self) -> Tensors:
         """Return what a resumed run needs in addition to the state."""
+        clock = self.federation.clock
         return (
             self.state.memory
-            | self.clock.memory
-            | self.in_flight.memory(self.clock)
-            | (self.registry.memory if isinstance(self.clock, SimulatedClock) else {})
+            | clock.memory
+            | self._transport.memory
+            | (self.registry.memory if isinstance(clock, SimulatedClock) else {})
             | (self.privacy.memory if self.privacy else {})
         )

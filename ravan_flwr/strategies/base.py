@@ -32,7 +32,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.tensors import check_form, flatten
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.replies import above_zero, as_value_error
+from ravan_flwr.server.update import above_zero, as_value_error
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 log = getLogger("flwr")  # where FedAvg logs the same replies

@@ -18,7 +18,7 @@ from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
-from ravan_flwr.server.replies import read_trained
+from ravan_flwr.server.update import read_trained
 from tests.hand_made import DERIVED, Nodes, registered_client, strategy_of
 from tests.methods import build, calibration_sums
 from tests.short_runs import same_bits
@@ -168,15 +168,13 @@ class Server:
 
     def close(self, *what):
         """Return the state after a round of these replies, and the round log."""
-        self.round = self.strategy.open_round(1)
         self.strategy.state.tensors = self.state
+        self.strategy.open_round(1, self.nodes)
+        self.round = self.strategy.round
         clients = self.nodes.registered.values()
         replies = [self.reply(node, one) for node, one in zip(clients, what, strict=False)]
-        kind = self.round.kind
-        self.round.collector.take(replies, kind.check, kind.accumulate)
-        assert kind.has_enough
-        kind.close()
-        return self.strategy.state.tensors, self.round.round_log
+        self.strategy.aggregate_train(1, replies)
+        return self.strategy.state.tensors, self.round.log
 
 
 BATCH = 25
@@ -246,7 +244,7 @@ def test_a_nearly_valid_calibration_upload_is_refused_and_leaves_the_sums_unchan
         ({name: numbers * torch.nan}, "not finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            sums.add(bad, 1.0)
+            sums.offer(bad, 1.0)
     for each in (sums, plain):
         each.add({name: numbers}, 1.0)
     assert all(same_bits(*pair) for pair in zip(sums.close(), plain.close(), strict=True))
@@ -266,7 +264,7 @@ def test_no_hostile_reply_affects_the_calibration(method, changes, replies):
         message = Message(RecordDict(), node.node_id, "train")
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         with pytest.raises(ValueError):  # noqa: PT011 (any that has a reason)
-            sums.add(read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0)
+            sums.offer(read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0)
 
 
 def test_the_memory_of_large_replies_is_released():

@@ -22,7 +22,8 @@ from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.noised import checked
+from ravan_flwr.server.noised import check_finite
+from ravan_flwr.training.masked import expand_to_state
 from tests.methods import aggregate, build, some_state, train_client
 
 PRIVATE = [
@@ -45,8 +46,8 @@ def uploads_of(method, adapters, state, fractions=SHARES):
 
 def sums_of(method, state, uploads, norm):
     sums = ClippedSum(state, norm)
-    for upload, fraction in uploads:
-        sums.add(checked(method, state, upload, fraction))
+    for upload, _ in uploads:
+        sums.add(expand_to_state(method, state, upload))
     return sums
 
 
@@ -128,7 +129,7 @@ def test_a_change_that_is_not_finite_is_refused():
     upload = train_client(method, adapters, state, 1.0, 1)
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match="not finite"):
-            checked(method, state, upload | {"H": torch.full_like(upload["H"], value)}, 1.0)
+            check_finite(upload | {"H": torch.full_like(upload["H"], value)})
 
 
 # Noise.

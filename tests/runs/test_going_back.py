@@ -280,7 +280,7 @@ def test_a_removed_run_directory_ends_the_run_at_once(tmp_path, monkeypatch, pha
         return {"accuracy": 0.5, "loss": 1.0}
 
     functions = {
-        "training": "ravan_flwr.server.kind.Kind.close",
+        "training": "ravan_flwr.server.releases.Mean.close",
         "evaluating": "ravan_flwr.training.model_and_data.ModelAndData.evaluate",
     }
     monkeypatch.setattr(functions[phase], remove)
@@ -296,7 +296,7 @@ def test_a_run_that_flower_has_ended_reports_it(tmp_path, monkeypatch):
     def ended(_):
         raise RunNotRunningException
 
-    monkeypatch.setattr("ravan_flwr.server.kind.Kind.close", ended)
+    monkeypatch.setattr("ravan_flwr.server.releases.Mean.close", ended)
     with pytest.raises(RuntimeError, match="Flower has ended this run: .* a jump of its clock"):
         simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
     (path,) = tmp_path.glob("*/failure.json")

@@ -418,8 +418,8 @@ def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
 
     class MoreRounds(Hostile):
         def change_schedule(self, schedule):
-            config = replace(self.run.config, num_rounds=1)
-            return changed(schedule, given=masked.round_digest(config, self.run.state.tensors))
+            config = replace(self.config, num_rounds=1)
+            return changed(schedule, given=masked.round_digest(config, self.state))
 
     def reply(message, context, honest=worker_process.reply_of):
         context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})
@@ -469,8 +469,8 @@ def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
 def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
     class Huge(Hostile):
         def prepare(self, cohort):
-            tensors = self.run.state.tensors
-            self.run.state.tensors = tensors | {"H": torch.full_like(tensors["H"], 3e38)}
+            tensors = self.state
+            self.state = tensors | {"H": torch.full_like(tensors["H"], 3e38)}
             self.before = tensors
             return super().prepare(cohort)
 
@@ -494,8 +494,8 @@ def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
         """A server that sends the same state twice, the second time without one client."""
 
         def prepare(self, cohort):
-            tensors = self.run.state.tensors
-            self.run.state.tensors = {k: torch.zeros_like(v) for k, v in tensors.items()}
+            tensors = self.state
+            self.state = {k: torch.zeros_like(v) for k, v in tensors.items()}
             first = self.round.number == 1
             return super().prepare([m for m in cohort if first or m.partition_id != 3])
 
@@ -663,7 +663,7 @@ def test_of_two_disputing_clients_the_one_with_more_disputes_is_skipped(rounds, 
     nodes = {10 + m.partition_id: Node(10 + m.partition_id, client=cast(Any, m)) for m in clients}
     for denied in rounds:
         round_: Any = object.__new__(masked_round.Masked)
-        round_.run = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))
+        round_.federation = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))
         round_.secure = SimpleNamespace(denied=denied)
         deniers = sorted(denier for dealer, denier in denied if dealer == min(denied)[0])
         found = round_._blamed(DealerError(min(denied)[0], "too few", deniers))

@@ -91,18 +91,18 @@ def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path,
         "buffer-size": 3, "concurrency": 5,
     }  # fmt: skip
     uninterrupted = simulate(settings, num_clients=8)
-    check, calls = Buffered.check, itertools.count(1)
+    version, calls = Buffered.version, itertools.count(1)
 
-    def kill_at_sixth_update(self, message, registered_client):
+    def kill_at_sixth_update(self, round_, sent):
         if next(calls) == 3 + 3:
             raise KeyboardInterrupt
-        return check(self, message, registered_client)
+        return version(self, round_, sent)
 
-    monkeypatch.setattr(Buffered, "check", kill_at_sixth_update)
+    monkeypatch.setattr(Buffered, "version", kill_at_sixth_update)
     folder = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
         simulate(settings | {"output-dir": str(folder)}, num_clients=8)
-    monkeypatch.setattr(Buffered, "check", check)
+    monkeypatch.setattr(Buffered, "version", version)
     (killed,) = folder.iterdir()
     assert len((killed / "rounds.jsonl").read_text().splitlines()) == 1
     resumed = simulate({"resume": str(killed)})

@@ -1,4 +1,4 @@
-"""Kinds of rounds are registered by name; a new one needs an object and a row."""
+"""Releases and transports are registered by name; a new one needs a class and a row."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravan_flwr.server import kind
+from ravan_flwr.server import releases, transports
 from scripts.draw_layers import PACKAGE, imported
 from tests.hand_made import Nodes, fake_clock, run
 
@@ -29,18 +29,22 @@ def test_the_server_app_imports_no_optional_module(python):
     assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
 
 
-@pytest.mark.parametrize("place", kind.KINDS.values())
-def test_each_row_names_an_existing_object(place):
-    assert issubclass(resolve_name(place), kind.Kind)
+ROWS = [(place, releases.Mean) for place in releases.RELEASES.values()]
+ROWS += [(place, transports.Plain) for place in transports.TRANSPORTS.values()]
 
 
-def test_the_kind_of_the_documentation_works(monkeypatch):
+@pytest.mark.parametrize(("place", "base"), ROWS)
+def test_each_row_names_an_existing_class(place, base):
+    assert issubclass(resolve_name(place), base)
+
+
+def test_the_release_of_the_documentation_works(monkeypatch):
     """Two of four clients send the negative of the other changes: the round has no effect."""
     *_, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    monkeypatch.setattr(kind, "Agreed", names["Agreed"], raising=False)
-    monkeypatch.setitem(kind.KINDS, ("plain", "none"), "ravan_flwr.server.kind:Agreed")
+    monkeypatch.setattr(releases, "Agreed", names["Agreed"], raising=False)
+    monkeypatch.setitem(releases.RELEASES, "mean", "ravan_flwr.server.releases:Agreed")
 
     class Shifted(Nodes):
         """Clients whose B is 0.1, or -0.1 for the opposed half."""

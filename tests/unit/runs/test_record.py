@@ -13,8 +13,8 @@ from ravan_flwr.runs.record import (
     check,
 )
 from ravan_flwr.runs.tracking import numbers_of
-from ravan_flwr.server.replies import Update
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.update import Update
 from tests.hand_made import registered_client
 
 OPTIONAL = {

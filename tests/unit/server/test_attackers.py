@@ -20,7 +20,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.messages.arrays import STYPE, array_bytes, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server.replies import read_trained
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.superlink import (
     ALWAYS_ROOM,
@@ -29,6 +28,7 @@ from ravan_flwr.server.superlink import (
     fetch,
     install_object_check,
 )
+from ravan_flwr.server.update import read_trained
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.timed_grid import TimedGrid
 from ravan_flwr.methods import METHODS
-from ravan_flwr.server.buffered import rebased, weight_of_staleness
+from ravan_flwr.server.aggregation import rebased
+from ravan_flwr.server.releases import weight_of_staleness
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import Device
 from tests.hand_made import Nodes, fake_clock, run  # noqa: F401 (a fixture)
@@ -104,7 +105,7 @@ def test_three_clients_by_hand():
     used = [(r["time"], c["partition-id"], c.get("staleness", 0)) for r in notes.records
             for c in r["clients"]]  # fmt: skip
     assert used == [(1.0, 0, 0), (2.0, 0, 0), (2.5, 1, 2), (3.0, 0, 1), (4.0, 2, 4)]
-    assert sorted(strategy.in_flight.versions) == [4, 5]
+    assert sorted(strategy.transport.versions) == [4, 5]
 
 
 @pytest.mark.parametrize("seconds", [[3.0, 1.0, 2.0], [2.0, 3.0, 1.0]])
@@ -122,7 +123,7 @@ def test_an_update_that_is_too_stale_is_rejected():
     rejected = rejections(notes)
     assert len(rejected) >= 1
     assert "expected at most max-staleness = 3" in rejected[0]["reason"]
-    assert min(strategy.in_flight.versions) >= 12 - 3
+    assert min(strategy.transport.versions) >= 12 - 3
 
 
 def test_a_false_version_rejects_its_own_reply():

@@ -368,7 +368,7 @@ def strategy_with(nodes, partition_sizes=None, **settings):
 
 
 def weight(strategy, one):
-    return strategy.open_round(1).kind.weight(one)
+    return strategy.federation.weight(one)
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])

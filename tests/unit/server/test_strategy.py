@@ -16,9 +16,9 @@ from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.registered_client import MOST_PARTITIONS, check_derived
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import update_norm_check
-from ravan_flwr.server.replies import most_validation_size
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
+from ravan_flwr.server.update import most_validation_size
 from tests.hand_made import DERIVED, Nodes, Unresponsive, fake_clock, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -50,6 +50,7 @@ class Update:
     bytes_up: int = 0
     staleness: int = 0  # versions by which the state has moved since it was sent
     steps: int = 0  # local steps, from the client's examples and the settings
+    norms: Mapping[str, float] = field(default_factory=dict)  # by tensor, where they bound a state
 
 
 def read_trained(
