@@ -99,7 +99,11 @@ def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, s
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
     assert (directory / "report" / "index.html").is_file()
 
-    here = {"local-steps": 2, "report": False, "output-dir": str(tmp_path / "here")}
+    here: dict[str, Scalar] = {
+        "local-steps": 2,
+        "report": False,
+        "output-dir": str(tmp_path / "here"),
+    }
     expected = simulate(settings | here, NODES).summary
     keys = ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank")
     assert_same(summary, expected, keys)

@@ -20,6 +20,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import NotAvailableError, hub_errors
 from ravan_flwr.data.model_folder import model_folder, weight_files
+from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -177,7 +178,13 @@ def test_a_model_that_cannot_be_downloaded_is_an_error(
 @pytest.mark.slow
 def test_a_downloaded_model_needs_no_connection(run, hub, tmp_path):
     data, home = save_data("glue-llama", tmp_path / "data", "rte"), tmp_path / "home"
-    command = [Path(sys.executable).with_name("hf"), "download", "org/bert", "--revision", COMMIT]
+    command = [
+        str(Path(sys.executable).with_name("hf")),
+        "download",
+        "org/bert",
+        "--revision",
+        COMMIT,
+    ]
     subprocess.run(command, env=environment(hub, home, offline=False), check=True)
     num_requests = len(hub.requests)
     for reached in (None, hub):  # with a connection, too, files in the cache are not requested
@@ -272,8 +279,8 @@ def test_no_code_in_a_models_folder_runs(bert, tmp_path):
         content = json.loads(path.read_text()) if path.exists() else {"image_processor_type": "E"}
         content.pop("tokenizer_class", None)
         path.write_text(json.dumps(content | {"auto_map": classes}))
-    settings = {"preset": "glue-llama", "glue-task": "rte", "model": str(bert), "max-length": 16}
-    config = read_config(settings)
+    settings: dict[str, Scalar] = {"preset": "glue-llama", "glue-task": "rte", "max-length": 16}
+    config = read_config(settings | {"model": str(bert)})
     task = get_task("text")(config.data, 16, lambda: bert)
     for load in (lambda: build_network(config.model, task, 0), lambda: load_tokenizer(bert)):
         with suppress(ValueError):

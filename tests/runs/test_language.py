@@ -101,7 +101,11 @@ def _file(path, rows):
 
 def test_rows_that_cannot_be_answered_have_a_reason(conversation_run, tmp_path):
     run, *_ = conversation_run
-    invalid = [], [{"role": "assistant", "content": "x"}], [{"role": "user", "content": None}]
+    invalid: tuple[Any, ...] = (
+        [],
+        [{"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": None}],
+    )
     rows = [as_messages("a", "b"), *({"messages": messages} for messages in invalid), {"x": 1}]
     answered = predict(run.run_dir, _file(tmp_path / "q.jsonl", rows), tmp_path / "a.csv")
     assert answered.unreadable == 4
@@ -202,7 +206,8 @@ def record_batches(task, method):
 def test_packing_and_micro_batches_give_the_same_upload(options, tmp_path):
     """A step has the same examples; the upload differs only by rounding."""
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
-    for changes in ({}, options):
+    each: tuple[dict[str, Any], ...] = ({}, options)
+    for changes in each:
         loaded = loaded_of(settings, **changes)
         config = loaded.config
         token_sums, shapes = record_batches(loaded.task, "packed" if config.packing else "collate")

@@ -5,6 +5,7 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import model_folder
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training import network
 from ravan_flwr.training.plan import describe
 from testing import ROOT
@@ -40,7 +41,7 @@ def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monk
 
 @pytest.mark.slow
 def test_a_plan_counts_the_calibration_round(tmp_path):
-    settings = {"init": "data-aware", "num-rounds": 1}
+    settings: dict[str, Scalar] = {"init": "data-aware", "num-rounds": 1}
     plan = describe(read_config(settings))
     records = records_of(run(tmp_path, 2, settings, local_steps=1))
     (first, *_), (second, *_) = (record["clients"] for record in records)

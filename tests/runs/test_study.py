@@ -29,8 +29,8 @@ TABLES = [
 
 
 def write(tmp_path, *tables, seeds=(0, 1), settings=SETTINGS, **fields):
-    tables = [*tables] or TABLES
-    return written.written(tmp_path, seeds=[*seeds], settings=settings, tables=tables, **fields)
+    fields |= {"settings": settings, "tables": [*tables] or TABLES}
+    return written.written(tmp_path, seeds=[*seeds], **fields)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_the_server_app_imports_no_optional_module(python):
     assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
 
 
-ROWS = [(place, releases.Mean) for place in releases.RELEASES.values()]
+ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in releases.RELEASES.values()]
 ROWS += [(place, transports.Plain) for place in transports.TRANSPORTS.values()]
 
 

@@ -4,6 +4,7 @@ import collections
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -104,8 +105,8 @@ def test_a_model_of_an_architecture_outside_the_table_is_accepted(
     new, texts, tmp_path, monkeypatch
 ):
     """FNet has no attention, but linear layers."""
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 300}
-    monkeypatch.setitem(MODELS, "other", (FNetModel, FNetConfig(**shape)))
+    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    monkeypatch.setitem(MODELS, "other", (FNetModel, FNetConfig(**shape, vocab_size=300)))
     output, config = new("docs", texts, save_model("other", tmp_path / "other"))
     assert "all 5 linear layers but the head are adapted" in output
     assert config.model.targets == ()

@@ -21,6 +21,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import round_log
 from ravan_flwr.server.client_registry import Node
+from ravan_flwr.server.releases import release_class
 from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
@@ -506,5 +507,6 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     round_log: Any = SimpleNamespace()
     gather(grid)
     config = read_config({"clients-per-round": 10} | settings)
-    Sampler(config, method, registry).wait(grid, round_log)
+    cohort = release_class(config).smallest_cohort
+    Sampler(config, method, registry, cohort).wait(grid, round_log)
     assert len(clients) == expected

@@ -23,8 +23,8 @@ EACH = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True}
 def study_of(tmp_path, *tables, number=3, **choose):
     """Return a study with this number of seeds and these choices of a learning rate."""
     choose = {"learning-rate": GRID, "seeds": [100, 101, 102]} | choose
-    tables = [*tables] or [T]
-    return written.study_of(tmp_path, seeds=list(range(number)), choose=choose, tables=tables)
+    seeds = list(range(number))
+    return written.study_of(tmp_path, seeds=seeds, choose=choose, tables=[*tables] or [T])
 
 
 def peak_at(best):

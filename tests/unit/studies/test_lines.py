@@ -78,8 +78,8 @@ def test_intervals_and_differences_equal_scipys(tmp_path, random_values):
     )
     text = markdown(study, results)
     assert "|  | accuracy, % | to ravan | learning rate |" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("| flexlora |")]
-    mean, difference = line.split("|")[2:4]
+    (row,) = [row for row in text.splitlines() if row.startswith("| flexlora |")]
+    mean, difference = row.split("|")[2:4]
     assert mean.strip().startswith("**")
     assert difference.strip().startswith("+")
 

@@ -1,5 +1,7 @@
 """The charts of a study show every row, with intervals over the seeds."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -101,7 +103,8 @@ def test_a_row_without_training_does_not_hide_other_curves(tmp_path):
 
     def curve(run, _):
         points = sent[str(dict(run.settings)["method"])]
-        curve = {"round": [1, 2], "bytes": points, "client-seconds": points, "accuracy": [0.4, 0.5]}
+        curve: dict[str, Any] = {"round": [1, 2], "bytes": points, "client-seconds": points}
+        curve["accuracy"] = [0.4, 0.5]
         return {"curve": {name: values[: len(points)] for name, values in curve.items()}}
 
     drawn = axes_of(*done(tmp_path, curve, rows))

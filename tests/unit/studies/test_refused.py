@@ -1,6 +1,7 @@
 """A mistake in a study's file is found before anything is run."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,7 @@ def of_tables():
 
 def of_tables_that_choose():
     """Return mistakes in what a table chooses."""
+    choose: dict[str, Any]
     for choose in (
         {}, {"clip-norm": ["auto", 1.0]}, {"clip-norm": [True]}, {"validation-share": [0.1]},
         {"clip-norm": []}, {"clip-norm": 1.0}, {"heads": [1, 2]}, {"nothing": [1.0]},
