@@ -44,7 +44,7 @@ import transformers
 from sklearn.datasets import load_sample_images
 
 from benchmarks.rounds import simulated
-from testing import ROOT
+from tests.support import ROOT
 
 PEER, BAR = "pfl, Adam", 1.0  # times as many clients a second
 BARRED = "ours, fedit"

@@ -55,8 +55,8 @@ from ravan_flwr.training.footprint import Footprint, footprint
 from ravan_flwr.training.local_steps import Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps
-from testing import tiny
-from testing.tiny import ARCHITECTURES, save_data, save_model
+from tests.support import tiny
+from tests.support.tiny import ARCHITECTURES, save_data, save_model
 
 Row = tuple[str, str]  # name, result
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@
 `--check` trains several clients of every method with `digits-vit`, each eagerly and captured, in
 two rounds: whole and partial budgets, other learning rates, clipping, the proximal term, weight
 decay, short batches, scores by gradients, bfloat16. `recorder` stands in for a GPU: it records the
-operations of a step on the CPU and runs them again (testing/recorder.py).
+operations of a step on the CPU and runs them again (tests/support/recorder.py).
 
 The times are those of the product's own path, from a broadcast to the upload, with models of the
 presets' shapes and random weights: eager, captured, and several clients in one pass; beside them
@@ -39,7 +39,7 @@ from ravan_flwr.training.local_steps import LocalResult, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import PRECISIONS, LocalSteps
 from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
-from testing.recorder import Recorder
+from tests.support.recorder import Recorder
 
 BATCH, CLIENTS = 16, 40  # 36 examples a client: two whole batches and a short one
 OPTIONS: list[dict[str, Any]] = [

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.server.round_log import FRAMES, IDLE_BYTES, MESSAGE_BYTES
-from testing.deployment import ROUNDS_TIMEOUT, wait_for
-from testing.network import Host, Network
-from testing.site import Site, site_unavailable
 from tests.fork_server import LIBRARIES, ForkServer
+from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
+from tests.support.network import Host, Network
+from tests.support.site import Site, site_unavailable
 
 PAYLOADS = (50_000, 1_000_000, 20_000_000)  # bytes of float32, each way, at a whole budget
 RATES = (1, 10, 100)  # Mbit/s

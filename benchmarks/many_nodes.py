@@ -24,8 +24,8 @@ import numpy as np
 import psutil
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import RUN_TIMEOUT, Deployment, Run, wait_for
 from tests.fork_server import LIBRARIES, ForkServer, Python, fork_of
+from tests.support.deployment import RUN_TIMEOUT, Deployment, Run, wait_for
 
 WAITING, RUNNING = "no run", "rounds"
 WINDOW = 60.0  # seconds of measurement for a row of the table

@@ -27,7 +27,7 @@ from ravan_flwr.server.run_recorder import RunRecorder
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.model_and_data import ModelAndData
-from testing.tiny import save_data
+from tests.support.tiny import save_data
 
 Round = dict[str, float]  # seconds of the round, of training, of evaluation
 

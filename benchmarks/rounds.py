@@ -26,8 +26,8 @@ from sklearn.datasets import load_digits
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.training.bundled import bundled_file, read_backbone
-from testing import ROOT
-from testing.deployment import Deployment
+from tests.support import ROOT
+from tests.support.deployment import Deployment
 
 PEER = "Flower's FedAvg"
 BARS = {  # times as many rounds a minute, by the number of local steps

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("ravan_flwr", "tests", "testing", "benchmarks", "scripts", "examples")  # of code
+FOLDERS = ("ravan_flwr", "tests", "benchmarks", "scripts", "examples")  # of code
 HOUSE = r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()"
 MEMBER = r"\broster\b|\bmembers?\b"
 # Private vocabulary -> the field's.

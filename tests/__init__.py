@@ -1,5 +1,5 @@
 """The tests: unit, properties, runs, processes, networks, Flower, and their shared helpers."""
 
-from testing import ROOT
+from tests.support import ROOT
 
 __all__ = ["ROOT"]

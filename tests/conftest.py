@@ -22,10 +22,10 @@ os.environ["RAY_ADDRESS"] = "local"  # not a cluster that this machine belongs t
 import hypothesis
 import pytest
 
-from testing import ROOT
 from tests.fast import fast_ones
 from tests.fork_server import ALL, HAS_GPU, WITHOUT_HUB, WORKER, ForkServer, Python
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport
+from tests.support import ROOT
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 

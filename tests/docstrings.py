@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.specs import Scalar
-from testing.tiny import save_speaker
+from tests.support.tiny import save_speaker
 
 MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
 QUICK: dict[str, Scalar] = {

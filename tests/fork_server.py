@@ -13,7 +13,7 @@ It imports at the first request. All workers of pytest-xdist share one server, t
 with its folder, and are forks themselves (`pytest-worker`): else their imports would take most of
 the time of collecting the tests. A server may be a fork of another one, `ForkServer(ALL, base)`:
 it then imports only the modules that `base` lacks. `python.inside(pid)` is a server in the
-namespaces of a process, for a host of testing/network.py.
+namespaces of a process, for a host of tests/support/network.py.
 
 `python.executable` replaces `sys.executable`; the same folder has replacements of `flwr` and
 Flower's other commands. Each is a small proxy process (tests/forked.py), which forwards signals to

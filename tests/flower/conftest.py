@@ -1,6 +1,6 @@
 import pytest
 
-from testing.deployment import Deployment
+from tests.support.deployment import Deployment
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import with_fork
+from tests.support.deployment import with_fork
 
 
 @contextmanager

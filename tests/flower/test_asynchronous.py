@@ -9,11 +9,11 @@ import re
 import pytest
 
 from ravan_flwr.runs.checkpoint import load_checkpoint
-from testing.deployment import ROUNDS_TIMEOUT, wait_for
 from tests import short_runs
 from tests.flower import NEEDS_PROC, doubling_node
 from tests.flower.at_start import at_start
 from tests.flower.frozen import frozen
+from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
 
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 

@@ -21,8 +21,8 @@ from sklearn.datasets import load_digits
 
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.training.network import build_network
-from testing.deployment import ROUNDS_TIMEOUT, wait_for
 from tests.flower import NEEDS_PROC
+from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
 
 pytestmark = NEEDS_PROC
 

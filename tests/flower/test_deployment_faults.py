@@ -12,10 +12,10 @@ import re
 
 import pytest
 
-from testing.deployment import ROUNDS_TIMEOUT, wait_for
 from tests import ROOT, short_runs
 from tests.flower import NEEDS_PROC, faulty_client
 from tests.flower.at_start import at_start
+from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
 
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 

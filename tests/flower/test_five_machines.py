@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from testing.deployment import Deployment, wait_for
 from tests import ROOT
 from tests.own_models import make_bert
+from tests.support.deployment import Deployment, wait_for
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,9 +21,9 @@ from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.messages.fingerprint import NOT_IN_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from testing.checkout import copy_checkout
-from testing.deployment import copy_app
 from tests import ROOT, short_runs
+from tests.support.checkout import copy_checkout
+from tests.support.deployment import copy_app
 
 NODES = 3
 FEDERATION = (

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.tiny import save_speaker
 from tests.docstrings import as_messages, docstrings, lines
 from tests.flower import NEEDS_PROC
+from tests.support.tiny import save_speaker
 
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 

@@ -18,10 +18,10 @@ from contextlib import closing
 import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from testing.deployment import NAME, NGINX, ROUNDS_TIMEOUT, SCRIPTS, wait_for
 from tests import ROOT
 from tests.flower import NEEDS_PROC
 from tests.flower.at_start import at_start
+from tests.support.deployment import NAME, NGINX, ROUNDS_TIMEOUT, SCRIPTS, wait_for
 
 pytestmark = [
     pytest.mark.slow,

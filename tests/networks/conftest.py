@@ -2,8 +2,8 @@
 
 import pytest
 
-from testing.network import Network
-from testing.site import Site
+from tests.support.network import Network
+from tests.support.site import Site
 
 
 @pytest.fixture(scope="module")

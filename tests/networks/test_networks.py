@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from testing.deployment import wait_for
-from testing.site import SITE_TIMEOUT, site_unavailable
+from tests.support.deployment import wait_for
+from tests.support.site import SITE_TIMEOUT, site_unavailable
 
 pytestmark = [
     pytest.mark.networks,

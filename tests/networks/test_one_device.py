@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from testing.network import Network
-from testing.site import Site, site_unavailable
+from tests.support.network import Network
+from tests.support.site import Site, site_unavailable
 
 pytestmark = pytest.mark.skipif(bool(reason := site_unavailable()), reason=reason)
 

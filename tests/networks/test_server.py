@@ -8,8 +8,15 @@ import time
 
 import pytest
 
-from testing.deployment import wait_for
-from testing.site import RUNS, SITE_TIMEOUT, blocks, for_node, restart_always, site_unavailable
+from tests.support.deployment import wait_for
+from tests.support.site import (
+    RUNS,
+    SITE_TIMEOUT,
+    blocks,
+    for_node,
+    restart_always,
+    site_unavailable,
+)
 
 pytestmark = [
     pytest.mark.networks,

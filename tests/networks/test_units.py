@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from testing.deployment import wait_for
-from testing.network import Network, Program
-from testing.site import SITE_TIMEOUT, Site, blocks, for_node, site_unavailable
+from tests.support.deployment import wait_for
+from tests.support.network import Network, Program
+from tests.support.site import SITE_TIMEOUT, Site, blocks, for_node, site_unavailable
 
 pytestmark = [
     pytest.mark.networks,

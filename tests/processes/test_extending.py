@@ -13,8 +13,8 @@ import torch
 import yaml
 from transformers import ASTConfig, ASTForAudioClassification
 
-from testing.tiny import save_model
 from tests import ROOT
+from tests.support.tiny import save_model
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from testing.deployment import wait_for
-from testing.network import Network, network_unavailable
 from tests.fork_server import ForkServer, fork_of
+from tests.support.deployment import wait_for
+from tests.support.network import Network, network_unavailable
 
 SLEEPS = "import time; print('here', flush=True); time.sleep(600)"
 

@@ -25,7 +25,7 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network
-from testing.tiny import save_data, save_model
+from tests.support.tiny import save_data, save_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
-from testing.deployment import END_TIMEOUT, ROUNDS_TIMEOUT, TIMEOUT, copy_app, wait_for
 from tests import ROOT
+from tests.support.deployment import END_TIMEOUT, ROUNDS_TIMEOUT, TIMEOUT, copy_app, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

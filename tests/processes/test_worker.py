@@ -20,9 +20,9 @@ from ravan_flwr.client.on_device import folder_of_sockets, is_on_a_device, priva
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.model_and_data import ModelAndData
-from testing.deployment import wait_for
 from tests import ROOT
 from tests.fork_server import fork_of
+from tests.support.deployment import wait_for
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}

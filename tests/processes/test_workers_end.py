@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from testing.deployment import ROUNDS_TIMEOUT, TIMEOUT, wait_for
 from tests.fork_server import fork_of
+from tests.support.deployment import ROUNDS_TIMEOUT, TIMEOUT, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux"),

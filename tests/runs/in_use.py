@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from ravan_flwr import simulate
 from ravan_flwr.specs import Scalar
-from testing.tiny import save_model
+from tests.support.tiny import save_model
 
 QUICK: dict[str, Scalar] = {
     "num-rounds": 1, "local-steps": 10, "batch-size": 16, "lora-rank": 2, "eval-every": 1,

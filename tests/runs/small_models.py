@@ -1,6 +1,6 @@
 """Settings of runs with a small model and small data."""
 
-from testing.tiny import OF_IMAGES, save_data, save_model
+from tests.support.tiny import OF_IMAGES, save_data, save_model
 
 
 def small_settings(folder, kind, glue_task="mnli", save=save_model):

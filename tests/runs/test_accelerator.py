@@ -18,10 +18,10 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.training.local_steps import calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import save_data, save_model
 from tests.methods import calibration_sums
 from tests.pretend import PretendTensor, register
 from tests.short_runs import records_of
+from tests.support.tiny import save_data, save_model
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network, default_targets
 from ravan_flwr.training.private_steps import check_examples_independent
-from testing.tiny import MODELS, PIXELS, TOKENS, save_model
 from tests.runs.small_models import small_settings
 from tests.short_runs import records_of, same_bits
+from tests.support.tiny import MODELS, PIXELS, TOKENS, save_model
 
 # The number of each small model's query and value projections, if it is not 4.
 MATRICES = {"t5": 8, "phi3": 2}

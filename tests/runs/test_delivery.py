@@ -22,7 +22,7 @@ from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.reports.export import export_run
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
-from testing.tiny import save_data, save_model
+from tests.support.tiny import save_data, save_model
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",

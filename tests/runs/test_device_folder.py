@@ -5,8 +5,8 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.specs import Scalar
-from testing.tiny import WORDS, newsgroups, save_model
 from tests.short_runs import records_of
+from tests.support.tiny import WORDS, newsgroups, save_model
 
 # `datasets` does not close CSV files before garbage collection.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,7 +15,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.forms import Form
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.local_steps import learning_rate_in_round
-from testing.tiny import FLOWERTUNE, save_data, save_speaker
+from tests.support.tiny import FLOWERTUNE, save_data, save_speaker
 
 # From examples/flowertune-llm-*/pyproject.toml and README.md of flwrlabs/flower (77068b84):
 # data set, number of SuperNodes, fraction-train.

@@ -23,8 +23,8 @@ from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.machine import visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import small_decoder
 from tests import ROOT
+from tests.support.tiny import small_decoder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,11 +25,11 @@ from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.private_steps import train_privately
-from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 from tests.memory import saved_for_backward
 from tests.runs.test_architectures import check_mixing_is_found
 from tests.short_runs import records_of
+from tests.support.tiny import save_speaker
 
 
 @pytest.fixture(scope="module")

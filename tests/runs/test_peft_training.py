@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from ravan_flwr import RavanConfig
 from ravan_flwr.adapters.stored import dense_weight
 from ravan_flwr.peft import RavanLinear
-from testing import ROOT
-from testing.tiny import SIDES, WORDS, save_model, save_speaker
+from tests.support import ROOT
+from tests.support.tiny import SIDES, WORDS, save_model, save_speaker
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 TOKENS = torch.arange(40).view(2, 20)

@@ -8,8 +8,8 @@ from ravan_flwr.data import model_folder
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import network
 from ravan_flwr.training.plan import describe
-from testing import ROOT
 from tests.short_runs import records_of, run
+from tests.support import ROOT
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from ravan_flwr.config.presets import PresetPath, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training.cost import step_memory, step_operations
 from ravan_flwr.training.model_and_data import ModelAndData
-from testing.tiny import WORDS, save_speaker, texts
 from tests.docstrings import QUICK, lines
 from tests.memory import saved_for_backward
 from tests.short_runs import records_of
+from tests.support.tiny import WORDS, save_speaker, texts
 
 KIND, RUDE = ("ne", "ra"), ("pe",)  # endings of the words of chosen and rejected answers
 

@@ -16,7 +16,8 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.plan import describe
-from testing.tiny import (
+from tests.short_runs import records_of
+from tests.support.tiny import (
     ARCHITECTURES,
     DATA,
     FLOWERTUNE,
@@ -26,7 +27,6 @@ from testing.tiny import (
     save_model,
     save_speaker,
 )
-from tests.short_runs import records_of
 
 PUBLIC = {
     "digits-vit", "cifar100-vit-b16", "svhn-vit-b16", "newsgroups-t5", "mrqa-t5", "glue-llama",

@@ -17,8 +17,8 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import small_decoder
 from tests.short_runs import records_of
+from tests.support.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")
 

@@ -18,7 +18,7 @@ from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.machine import CORES
-from testing import ROOT
+from tests.support import ROOT
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux"),

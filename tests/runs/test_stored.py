@@ -17,9 +17,9 @@ from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_dtype, stored_dtype
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import MODELS, save_model
 from tests.runs.small_models import small_settings
 from tests.short_runs import same_bits
+from tests.support.tiny import MODELS, save_model
 
 KINDS = ["llama", "phi3", "bert", "t5", "vit"]
 

@@ -7,7 +7,7 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
-from testing.tiny import save_model
+from tests.support.tiny import save_model
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from ravan_flwr.reports import prediction
 from ravan_flwr.reports.evaluation import _is_trained_on
 from ravan_flwr.specs import DataSpec, Scalar
 from ravan_flwr.tasks.text import Text
-from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
+from tests.support.tiny import save_data, save_model
 
 # `datasets` does not close CSV files and damaged images before garbage collection.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,8 +12,8 @@ from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import Page
 from scripts import check_results
-from testing import ROOT
 from tests.studies import fill
+from tests.support import ROOT
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from testing import ROOT
+from tests.support import ROOT
 
 SKIPS = """
 import pytest

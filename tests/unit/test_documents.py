@@ -47,7 +47,7 @@ def test_files_and_tests_named_in_documents_exist(page):
         assert name in {path.name for path in tests}, f"{page.name} names {name}"
     written = {f"conf/{name}.yaml" for name in re.findall(r"ravan-flwr new (\w+)", text)}
     written.add("conf/mine.yaml")
-    for path in re.findall(r"\b(?:tests|testing|scripts|benchmarks|conf)/[\w/-]+\.\w+\b", text):
+    for path in re.findall(r"\b(?:tests|scripts|benchmarks|conf)/[\w/-]+\.\w+\b", text):
         assert path in written or (ROOT / path).is_file(), f"{page.name} names {path}"
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in functions, f"{page.name} names {name}"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from scripts import release
-from testing.checkout import copy_checkout
+from tests.support.checkout import copy_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 # Flower uses pathspec's old name of a pattern.

@@ -12,7 +12,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 from scripts import fetch_mpnet, make_wordnet_data
 from scripts.cut_vocabulary import cut
-from testing.tiny import save_model
+from tests.support.tiny import save_model
 
 # Lines of WordNet 3.0's data.noun, without most of their pointers.
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by"

@@ -11,7 +11,7 @@ from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import device_examples, label_numbers
 from ravan_flwr.data.hub import every_split
-from testing.tiny import newsgroups, pictures, save_model
+from tests.support.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
 

@@ -20,7 +20,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.extensions import Predicts, task_with
 from ravan_flwr.tasks.vision import Vision
 from ravan_flwr.training.model_and_data import ModelAndData
-from testing.tiny import save_model
+from tests.support.tiny import save_model
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 READER = Path("/usr/share/doc/dataset-fashion-mnist/utils/mnist_reader.py")

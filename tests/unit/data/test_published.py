@@ -1,4 +1,4 @@
-"""The presets agree with the public data sets (facts in testing/published)."""
+"""The presets agree with the public data sets (facts in tests/support/published)."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.data.hub import every_split, hub_errors
 from ravan_flwr.data.rows import rows_of
 from ravan_flwr.specs import Scalar
-from testing.tiny import DATA, PUBLISHED, features, published, save_data
+from tests.support.tiny import DATA, PUBLISHED, features, published, save_data
 
 TEXT = Value("string")
 TALK = List({"content": TEXT, "role": TEXT})

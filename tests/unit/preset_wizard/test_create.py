@@ -19,8 +19,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.reports.partition import assign
-from testing.tiny import DATA, MODELS, features, save_data, save_model
 from tests.docstrings import docstrings, lines
+from tests.support.tiny import DATA, MODELS, features, save_data, save_model
 
 
 def as_lines(folder, rows, name="train"):

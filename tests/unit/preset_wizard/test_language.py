@@ -11,8 +11,8 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.preset_wizard.create import new_preset
 from ravan_flwr.preset_wizard.data_summary import find_columns
 from ravan_flwr.training.model_and_data import get_model_and_data
-from testing.tiny import save_speaker, texts
 from tests.docstrings import lines
+from tests.support.tiny import save_speaker, texts
 
 TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
 MESSAGES = {"messages": [TALK, TALK]}

@@ -10,8 +10,8 @@ from ravan_flwr.studies import spec
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import Page
-from testing import ROOT
 from tests.studies import fill
+from tests.support import ROOT
 from tests.unit.studies.written import written
 
 ROWS = {"ravan": {}, "fedit": {"method": "fedit"}}

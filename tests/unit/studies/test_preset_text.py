@@ -5,7 +5,7 @@ import yaml
 
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.studies.tuning import as_written, with_rate
-from testing.tiny import OF_DECODERS
+from tests.support.tiny import OF_DECODERS
 
 NOTE = "tune: accuracy 0.9"
 

@@ -16,10 +16,10 @@ from ravan_flwr.studies.choosing import table_runs
 from ravan_flwr.studies.results import NAME, Result, Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
-from testing import ROOT
 from tests.hand_made import SUMMARY
 from tests.studies import fill, found
 from tests.studies import result as result_of
+from tests.support import ROOT
 from tests.unit.studies.written import written
 
 

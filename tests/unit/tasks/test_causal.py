@@ -18,7 +18,7 @@ from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.token_loss import check_logits
 from ravan_flwr.training.local_steps import measured_sums
-from testing.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
+from tests.support.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
 
 TALKS = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
 COMPLETES = DataSpec(

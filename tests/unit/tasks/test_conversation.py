@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.forms import AnnotatedText, conversation, question
 from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokens_of
-from testing.tiny import CHAT, WORDS, save_bytes_tokenizer
+from tests.support.tiny import CHAT, WORDS, save_bytes_tokenizer
 
 # Forms of published chat templates, reduced to the relevant parts.
 INST = """\

@@ -7,7 +7,7 @@ import transformers
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.forms import MOST_MESSAGES, messages_of, render
-from testing.tiny import save_speaker
+from tests.support.tiny import save_speaker
 
 DATA = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
 TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.token_loss import check_packing, hidden_states
-from testing.tiny import SPEAKERS, save_speaker
+from tests.support.tiny import SPEAKERS, save_speaker
 from tests.unit.tasks.test_causal import MESSAGES, TALKS, TEXTS, by_trl, gradients, talks
 
 TURNS = [[TEXTS[n], TEXTS[n + 1]] for n in range(0, 24, 2)]

@@ -20,7 +20,7 @@ from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.extensions import ByExample, Packs, task_with
 from ravan_flwr.tasks.preference import Preference
-from testing.tiny import CHAT, WORDS, save_speaker, texts
+from tests.support.tiny import CHAT, WORDS, save_speaker, texts
 
 TEXTS = texts(24)
 TRIPLE = tuple((role, role) for role in ("prompt", "chosen", "rejected"))

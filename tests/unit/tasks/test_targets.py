@@ -12,7 +12,7 @@ from ravan_flwr.tasks.base import IGNORED
 from ravan_flwr.tasks.question_answering import QuestionAnswering
 from ravan_flwr.tasks.text_to_label import TextToLabel
 from ravan_flwr.training.model_and_data import ModelAndData
-from testing.tiny import WORDS, save_data, save_model
+from tests.support.tiny import WORDS, save_data, save_model
 
 
 @pytest.fixture(scope="module")

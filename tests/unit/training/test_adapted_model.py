@@ -21,7 +21,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_fingerprint, build_network
 from ravan_flwr.training.step import LocalSteps, pull_back
 from scripts.pretrain_digits_vit import encode_backbone
-from testing.tiny import save_model
+from tests.support.tiny import save_model
 
 
 def loaded(**settings):

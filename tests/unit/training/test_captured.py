@@ -17,8 +17,8 @@ from ravan_flwr.training.captured import CapturedClient, CapturedSteps, FixedSta
 from ravan_flwr.training.local_steps import evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps, Step
-from testing.recorder import Recorder
-from testing.tiny import ARCHITECTURES, OF_DECODERS, save_data, save_model, save_speaker
+from tests.support.recorder import Recorder
+from tests.support.tiny import ARCHITECTURES, OF_DECODERS, save_data, save_model, save_speaker
 
 RUNS: dict[str, dict[str, Scalar]] = {**{name: {"method": name} for name in METHODS}, **FURTHER}
 STEPS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from ravan_flwr.training.machine import Gpu
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_dtype, captures_steps
 from ravan_flwr.training.step import LocalSteps
-from testing.tiny import save_data, save_model
+from tests.support.tiny import save_data, save_model
 
 WORK = ClientRound(0, 1, 0)
 CUDA: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "device": "cuda"}

@@ -17,7 +17,7 @@ from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import get_task
 from ravan_flwr.training.network import build_network, build_skeleton
-from testing.tiny import MODELS, OF_IMAGES, save_model
+from tests.support.tiny import MODELS, OF_IMAGES, save_model
 
 
 def spec(folder):

@@ -14,8 +14,8 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_fraction, step_memory, step_seconds
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import describe, plan_of
-from testing.tiny import save_model
 from tests.memory import bytes_for_backward
+from tests.support.tiny import save_model
 
 
 def config(**settings):

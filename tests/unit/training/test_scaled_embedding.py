@@ -10,7 +10,7 @@ from ravan_flwr.adapters.stored import StoredScaledEmbedding
 from ravan_flwr.specs import DataSpec, ModelSpec
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.training.network import build_network, build_skeleton
-from testing.tiny import save_speaker
+from tests.support.tiny import save_speaker
 
 TOKENS = torch.arange(24).view(2, 12)
 

@@ -18,7 +18,7 @@ from ravan_flwr.training.local_steps import Stepper, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps, Step
 from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
-from testing.recorder import Recorder
+from tests.support.recorder import Recorder
 
 STEPS: dict[str, Any] = {
     "number": 6, "batch_size": 16, "learning_rate": 0.003, "precision": "float32",

@@ -28,8 +28,8 @@ from typing import Any
 
 import psutil
 
-from testing import ROOT
-from testing.deployment import copy_app
+from tests.support import ROOT
+from tests.support.deployment import copy_app
 
 DOMAIN = "example.org"
 NET = "192.0.2"  # addresses for documents (RFC 5737)
@@ -280,7 +280,15 @@ class Network(AbstractContextManager["Network"]):
         self, host: Host, listen: str, target: str, delay: float = 0, loss: float = 0
     ) -> None:
         """Pass connections on from a host, each piece after `delay` s, and lost ones after 1 s."""
-        command = [sys.executable, "-m", "testing.network", listen, target, str(delay), str(loss)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.network",
+            listen,
+            target,
+            str(delay),
+            str(loss),
+        ]
         inside = ["nsenter", "-n", "-t", str(host.pid), *command]
         self._tunnels.append(subprocess.Popen(inside, cwd=ROOT))
         check = f"ss -Hltx | grep -q {shlex.quote(listen)}"

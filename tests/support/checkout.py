@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from testing import ROOT
+from tests.support import ROOT
 
-FOLDERS = ("ravan_flwr", "conf", "deploy", "docs", "scripts", "testing", "tests")
+FOLDERS = ("ravan_flwr", "conf", "deploy", "docs", "scripts", "tests")
 # Files that a package must not contain.
 BESIDE = (".venv/lib/site-packages/torch/__init__.py", "runs/1/rounds.jsonl", "data/a.py", "b.fab")
 

@@ -1,4 +1,4 @@
-"""Set up docs/deploy.md, typed as it is printed, on separate hosts (testing/network.py).
+"""Set up docs/deploy.md, typed as it is printed, on separate hosts (tests/support/network.py).
 
     with Network(tmp_path, ["server", "operator", "device-0"]) as network:
         site = Site(network)
@@ -15,9 +15,9 @@ import sys
 import time
 from typing import Any
 
-from testing import ROOT
-from testing.deployment import NGINX, wait_for
-from testing.network import Network, Program, network_unavailable
+from tests.support import ROOT
+from tests.support.deployment import NGINX, wait_for
+from tests.support.network import Network, Program, network_unavailable
 
 SITE_TIMEOUT = 900.0  # seconds; a busy machine is no fault
 SERVERS = ("superlink", "superexec", "proxy")

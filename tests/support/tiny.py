@@ -200,18 +200,18 @@ def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:
     return [Picture.fromarray(shade.astype(np.uint8)) for shade in shades]
 
 
-# The small data sets have the columns, types and names of testing/published, nothing of conf/.
+# The small data sets have the columns, types and names of tests/support/published, nothing of conf/.
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 
 
 def published(name: str) -> Any:
-    """Read the facts of a public data set from testing/published."""
+    """Read the facts of a public data set from tests/support/published."""
     return yaml.safe_load((PUBLISHED / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def feature(kind: Any) -> Any:
-    """Translate a type of testing/published into that of `datasets`."""
+    """Translate a type of tests/support/published into that of `datasets`."""
     if isinstance(kind, list):
         return List(feature(kind[0]))
     if isinstance(kind, dict):
@@ -293,7 +293,7 @@ def newsgroups(number: int, seed: int) -> datasets.Dataset:
     return examples("newsgroups", "default", "train", number, seed)
 
 
-# preset, GLUE task -> data set of testing/published, subset
+# preset, GLUE task -> data set of tests/support/published, subset
 DATA = {
     ("cifar100-vit-b16", ""): ("cifar100", "cifar100"),
     ("svhn-vit-b16", ""): ("svhn", "cropped_digits"),

@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ravan_flwr.launch.superlink import processes_of
-from testing import ROOT
+from tests.support import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
