@@ -200,7 +200,7 @@ def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:
     return [Picture.fromarray(shade.astype(np.uint8)) for shade in shades]
 
 
-# The small data sets have the columns, types and names of tests/support/published, nothing of conf/.
+# The small data sets have the columns, types and names of published/, nothing of conf/.
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 
