@@ -1,4 +1,4 @@
-"""Small runs on real examples: handwritten digits, and docstrings of the standard library."""
+"""Small runs on real examples, digits and docstrings of the standard library, and their results."""
 
 import importlib
 import inspect
@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import peft
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -15,12 +17,15 @@ from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from ravan_flwr import simulate
+from ravan_flwr.cli import main
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.network import build_network
+from tests.short_runs import SHORT
 from tests.support.tiny import save_model
 
-QUICK: dict[str, Scalar] = {
+QUICK: dict[str, Scalar] = SHORT | {
     "num-rounds": 1, "local-steps": 10, "batch-size": 16, "lora-rank": 2, "eval-every": 1,
-    "partition": "iid", "report": False, "tracking": "none",
+    "partition": "iid",
 }  # fmt: skip
 MODULES = (
     "ast", "csv", "inspect", "json", "os", "random", "re", "shutil", "statistics", "tarfile",
@@ -118,3 +123,36 @@ def run_of_texts(folder: Path, **changes: Scalar):
         "local-steps": 40,
     }  # fmt: skip
     return simulate(QUICK | settings | changes, 2)
+
+
+def error_of(capsys, *words):
+    """Return what a command prints that ends with status 2."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, words)])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def logits_of(network, examples):
+    with torch.inference_mode():
+        return network.eval()(pixel_values=examples["pixel_values"]).logits
+
+
+def examples_and_logits(loaded):
+    """Return examples and the logits that a run's model gives them."""
+    (encoded,) = loaded.test_sets.values()
+    examples = encoded.take(encoded.rows[:32])
+    return examples, logits_of(loaded.model.network, examples)
+
+
+def check_logits(folder, loaded, expected, tolerance=1e-4, **more):
+    """Check that a folder, loaded as its README describes, gives the logits of the run's model."""
+    examples, logits = expected
+    if (folder / "config.json").is_file():
+        network = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    else:  # an adapter, onto the run's backbone with another classifier
+        backbone = build_network(loaded.config.model, loaded.task, seed=99).network
+        network = peft.PeftModel.from_pretrained(backbone, folder, **more)
+    actual = logits_of(network, examples)
+    torch.testing.assert_close(actual, logits, rtol=tolerance, atol=tolerance)
+    return network

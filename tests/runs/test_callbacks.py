@@ -1,7 +1,6 @@
 """Callbacks: which hooks are called, when, and with what arguments."""
 
 import json
-from typing import Any, cast
 
 import pytest
 import torch
@@ -9,12 +8,12 @@ import torch
 from ravan_flwr import Callback, simulate
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.checkpoint import load_checkpoint
-from ravan_flwr.specs import Scalar
+from tests.short_runs import SHORT, same_bits
 
-SHORT: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 1, "clients-per-round": 2, "report": False, "tracking": "none",
-    "processes": 1,
-}  # fmt: skip
+
+def run(folder, callbacks, **settings):
+    quick = SHORT | {"local-steps": 1, "clients-per-round": 2, "output-dir": str(folder)}
+    return simulate(quick | settings, 3, callbacks=callbacks)
 
 
 class Recorder(Callback):
@@ -38,7 +37,7 @@ class Recorder(Callback):
         last = (self.directory / "rounds.jsonl").read_text().splitlines()[-1]
         assert json.loads(last) == record
         saved = load_checkpoint(self.directory / "checkpoints").state
-        assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
+        assert same_bits(saved, state)
         self.states[record["round"]] = dict(state)
 
     def on_run_end(self):
@@ -60,24 +59,18 @@ class Minimal:
 @pytest.mark.slow
 def test_callbacks_are_called_after_the_files_are_written(tmp_path):
     recorder, minimal = Recorder(tmp_path), Minimal()
-    run = simulate({**SHORT, "output-dir": str(tmp_path)}, 4, callbacks=[recorder, minimal])
+    simulation = run(tmp_path, [recorder, minimal])
     assert recorder.calls == ["begin", 1, 2, "end"]
     assert minimal.rounds == [(1, ["H", "classifier"]), (2, ["H", "classifier"])]
     assert not torch.equal(recorder.states[1]["H"], recorder.states[2]["H"])
-    assert run.summary["rounds"] == 2
+    assert simulation.summary["rounds"] == 2
 
 
 @pytest.mark.slow
 def test_a_calibration_is_round_0_for_a_callback(tmp_path):
     recorder = Recorder(tmp_path)
-    config: dict[str, Scalar] = {
-        **SHORT,
-        "init": "data-aware",
-        "output-dir": str(tmp_path),
-        "num-rounds": 1,
-    }
-    simulate(config, 3, callbacks=[recorder])
-    assert recorder.calls == ["begin", 0, 1, "end"]
+    run(tmp_path, [recorder], init="data-aware")
+    assert recorder.calls == ["begin", 0, 1, 2, "end"]
 
 
 def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
@@ -89,33 +82,25 @@ def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
             raise AssertionError("the run has failed")
 
     with pytest.raises(RuntimeError, match="no room for my copy"):
-        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Full()])
+        run(tmp_path, [Full()])
     (directory,) = tmp_path.iterdir()
     assert len((directory / "rounds.jsonl").read_text().splitlines()) == 1
     assert "no room for my copy" in (directory / "failure.json").read_text()
     assert not (directory / "summary.json").exists()
 
 
-def test_a_callback_without_a_list_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"got an object, expected a list .* callbacks=\[\.\.\.\]"):
-        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=cast(Any, Callback()))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_class_is_refused_before_anything_is_written(tmp_path):
-    class Mine(Callback):
-        pass
-
-    with pytest.raises(ValueError, match=r"callbacks\[0\] = .*: expected an object .* pass an in"):
-        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Mine])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("wrong", [3, print, object()])
-def test_an_object_without_a_hook_is_refused_before_anything_is_written(wrong, tmp_path):
-    message = r"callbacks\[1\] = .*: expected an object with one of on_run_begin, "
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (Callback(), r"got an object, expected a list .* callbacks=\[\.\.\.\]"),
+        ([Callback], r"callbacks\[0\] = .*: expected an object .* pass an in"),
+        *(([Callback(), wrong], r"callbacks\[1\] = .*: expected an object with one of on_run_begin")
+          for wrong in (3, print, object())),
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_objects_with_a_hook_is_refused_at_once(callbacks, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Callback(), wrong])
+        run(tmp_path, callbacks)
     assert not list(tmp_path.iterdir())
 
 

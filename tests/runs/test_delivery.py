@@ -7,12 +7,8 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-import peft
 import pytest
-import torch
-from transformers import AutoModelForImageClassification
 
-from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
@@ -21,13 +17,10 @@ from ravan_flwr.reports import device_result
 from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.reports.export import export_run
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.network import build_network
+from tests import short_runs
+from tests.runs.in_use import check_logits, examples_and_logits
 from tests.support.tiny import save_data, save_model
 
-SHORT: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
-    "budgets": "uniform", "deliver": True,
-}  # fmt: skip
 OF_WEIGHTS = {"full", "fedex-lora", "flora"}
 NO_RESULT_PATH = "its node config has no result-path"
 
@@ -46,9 +39,9 @@ class Devices:
         config = {"result-path": str(self.result_folders[number])} | settings
         self.configs[number] = {k.replace("_", "-"): v for k, v in config.items()}
 
-    def run(self, num_clients=3, **settings):
-        config = SHORT | {"output-dir": str(self.folder / "runs")}
-        return simulate(config | {k.replace("_", "-"): v for k, v in settings.items()}, num_clients)
+    def run(self, clients=3, **settings):
+        given = {"budgets": "uniform", "deliver": True}
+        return short_runs.run(self.folder / "runs", clients, given, **settings)
 
     def copy_of(self, run):
         """Copy a finished run into this folder of runs."""
@@ -59,12 +52,15 @@ class Devices:
     def result(self, number, run):
         return self.result_folders[number] / run.run_dir.name
 
+    def results(self, number):
+        """Return the names of a device's results."""
+        return {path.name for path in self.result_folders[number].iterdir()}
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """Return a run of one round whose result was not delivered."""
-    folder = tmp_path_factory.mktemp("ended")
-    return simulate(SHORT | {"num-rounds": 1, "deliver": False, "output-dir": str(folder)}, 3)
+    return short_runs.run(tmp_path_factory.mktemp("ended"), budgets="uniform", num_rounds=1)
 
 
 @pytest.fixture
@@ -88,28 +84,32 @@ def devices(tmp_path, monkeypatch):
     return registered
 
 
-def logits_of(network, examples):
-    with torch.inference_mode():
-        return network.eval()(pixel_values=examples["pixel_values"]).logits
-
-
-def check_logits(run, folders, client=None):
-    """Check that each folder, loaded as its README describes, gives the server's logits."""
+def check_results(run, folders, client=None):
+    """Check that each folder gives the logits of the server's model."""
     with result_of(run.run_dir, client) as loaded:
-        (encoded,) = loaded.test_sets.values()
-        examples = encoded.take(encoded.rows[:32])
-        expected = logits_of(loaded.model.network, examples)
+        expected = examples_and_logits(loaded)
     for folder in folders:
-        if folder.name == "merged":
-            actual = AutoModelForImageClassification.from_pretrained(folder)
-        else:
-            backbone = build_network(loaded.config.model, loaded.task, seed=99).network
-            actual = peft.PeftModel.from_pretrained(backbone, folder)
-        torch.testing.assert_close(logits_of(actual, examples), expected, rtol=1e-4, atol=1e-4)
+        check_logits(folder, loaded, expected)
 
 
 def files_of(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def delivered(run):
+    """Return the partitions that have the run's adapter."""
+    assert all(delivery["folder"] == "adapter" for delivery in run.summary["delivered"])
+    return [delivery["partition-id"] for delivery in run.summary["delivered"]]
+
+
+def reason_of(run):
+    """Return why no device has the result."""
+    assert run.summary["delivered"] == []
+    return run.summary["not-delivered"][0]["reason"]
+
+
+def killed(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow(kept=1)
@@ -130,14 +130,12 @@ def test_every_device_gets_the_servers_result(method, devices):
     folders = [devices.result(0, run) / folder_name, devices.result(1, run) / "merged"]
     if METHODS[method].personalised:  # each client has its own result, and the server none
         for number, folder in enumerate(folders):
-            check_logits(run, [folder], number)
+            check_results(run, [folder], number)
         assert not (run.run_dir / folder_name).exists()
     else:
-        check_logits(run, folders)
+        check_results(run, folders)
         assert files_of(folders[0]) == files_of(run.run_dir / folder_name)  # the card as well
-    for number in (0, 1):
-        names = {path.name for path in devices.result_folders[number].iterdir()}
-        assert names == {run.run_dir.name}
+    assert devices.results(0) == devices.results(1) == {run.run_dir.name}
 
 
 @pytest.mark.slow
@@ -156,46 +154,34 @@ def test_a_device_gets_the_same_files_as_an_export_with_the_tokenizer(devices, t
     for number, (form, folder) in enumerate((("peft", "adapter"), ("merged", "merged"))):
         export_run(run.run_dir, form, tmp_path / folder)
         assert files_of(devices.result(number, run) / folder) == files_of(tmp_path / folder)
-    files = {path.as_posix() for path in files_of(tmp_path / "merged")}
-    assert "tokenizer.json" in files
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow
 def test_a_small_device_gets_all_heads(devices):
     devices.add(0, budget=0.25)
-    run = devices.run(num_clients=1, clients_per_round=1)
-    (line, *_) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    assert json.loads(line)["clients"][0]["heads"] == 1
-    check_logits(run, [devices.result(0, run) / "adapter"])
+    run = devices.run(clients=1, clients_per_round=1)
+    assert short_runs.records_of(run)[0]["clients"][0]["heads"] == 1
+    check_results(run, [devices.result(0, run) / "adapter"])
 
 
 @pytest.mark.slow
 def test_a_device_that_never_trained_gets_the_bases(devices):
     """Data-aware bases are sent once; a device that never trained gets them with the result."""
     devices.add(2)
-    run = devices.run(init="data-aware:2", clients_per_round=1)
-    assert run.summary["delivered"] == [{"partition-id": 2, "folder": "adapter"}]
-    check_logits(run, [devices.result(2, run) / "adapter"])
+    settings = {"init": "data-aware:2", "clients_per_round": 1}
+    run = devices.run(**settings)
+    assert delivered(run) == [2]
+    check_results(run, [devices.result(2, run) / "adapter"])
     devices.add(1)
-    resumed = devices.run(init="data-aware:2", clients_per_round=1, resume=str(run.run_dir))
-    assert [delivery["partition-id"] for delivery in resumed.summary["delivered"]] == [1, 2]
-    check_logits(run, [devices.result(1, run) / "adapter"])
-
-
-@pytest.mark.slow
-def test_clients_without_a_result_path_are_listed_as_not_delivered(devices, caplog):
-    run = devices.run()
-    assert run.summary["delivered"] == []
-    assert [delivery["reason"] for delivery in run.summary["not-delivered"]] == [NO_RESULT_PATH] * 3
-    assert not {"delivered", "not-delivered"} & devices.run(deliver=False).summary.keys()
+    assert delivered(devices.run(resume=str(run.run_dir), **settings)) == [1, 2]
+    check_results(run, [devices.result(1, run) / "adapter"])
 
 
 def test_a_form_that_the_method_lacks_is_not_delivered(devices):
     devices.add(0, result_form="adapter")
-    run = devices.run(method="full", num_rounds=1)
-    assert run.summary["not-delivered"][0]["reason"].startswith(
-        "its result-form is 'adapter', but method 'full' changes pretrained weights"
-    )
+    reason = reason_of(devices.run(method="full", num_rounds=1))
+    assert reason.startswith("its result-form is 'adapter', but method 'full'")
     assert not devices.result_folders[0].exists()
 
 
@@ -205,38 +191,30 @@ def test_a_form_that_the_method_lacks_is_not_delivered(devices):
 @pytest.mark.slow
 def test_delivering_a_finished_run_again_changes_only_its_summary_and_log(devices):
     run = devices.run(deliver=False)
+    assert not {"delivered", "not-delivered"} & run.summary.keys()
     before = files_of(run.run_dir)
     with pytest.raises(ValueError, match="seed: then 0, now 1"):
         devices.run(seed=1, resume=str(run.run_dir))
     devices.add(1)
-    first = devices.run(resume=str(run.run_dir), num_rounds=1)
+    assert delivered(devices.run(resume=str(run.run_dir), num_rounds=1)) == [1]
     assert "nothing is trained" not in (run.run_dir / "log.txt").read_text()
-    assert first.summary["delivered"] == [{"partition-id": 1, "folder": "adapter"}]
     folder = devices.result(1, run)
     inodes = {path: path.stat().st_ino for path in folder.rglob("*")}
     devices.add(0)
     second = devices.run(resume=str(run.run_dir))
-    assert [delivery["partition-id"] for delivery in second.summary["delivered"]] == [0, 1]
+    assert delivered(second) == [0, 1]
     assert {path: path.stat().st_ino for path in folder.rglob("*")} == inodes  # not written again
     after = files_of(run.run_dir)
     changed = {path.as_posix() for path in after if before.get(path) != after[path]}
     assert changed == {"summary.json", "log.txt"}
-    summary = {k: v for k, v in second.summary.items() if "delivered" not in k}
-    assert summary == run.summary
+    assert {k: v for k, v in second.summary.items() if "delivered" not in k} == run.summary
     # Resuming it without `deliver` keeps the list of deliveries.
-    assert (
-        devices.run(deliver=False, resume=str(run.run_dir)).summary["delivered"]
-        == (second.summary["delivered"])
-    )
+    assert delivered(devices.run(deliver=False, resume=str(run.run_dir))) == [0, 1]
 
 
 @pytest.mark.slow
 def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, monkeypatch):
     devices.add(0)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr("ravan_flwr.extras.delivery.DeliverAtEnd.deliver", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -244,7 +222,7 @@ def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, m
     (directory,) = (devices.folder / "runs").iterdir()
     assert "delivered" not in json.loads((directory / "summary.json").read_text())
     assert (directory / "adapter" / "adapter_config.json").exists()
-    assert devices.run(resume=str(directory)).summary["delivered"] != []
+    assert delivered(devices.run(resume=str(directory))) == [0]
 
 
 @pytest.mark.slow
@@ -254,72 +232,57 @@ def test_more_rounds_replace_what_the_same_run_delivered(devices):
     former = files_of(devices.result(0, run))
     other = devices.run(seed=1)
     more = devices.run(num_rounds=3, resume=str(run.run_dir))
-    assert more.summary["delivered"] == [{"partition-id": 0, "folder": "adapter"}]
+    assert delivered(more) == [0]
     assert files_of(devices.result(0, run)) != former
-    check_logits(more, [devices.result(0, run) / "adapter"])
-    names = {path.name for path in devices.result_folders[0].iterdir()}
-    assert names == {run.run_dir.name, other.run_dir.name}
-    check_logits(other, [devices.result(0, other) / "adapter"])
-
-
-@pytest.mark.slow
-def test_damaged_files_on_a_device_are_replaced(devices):
-    devices.add(0)
-    run = devices.run()
-    folder = devices.result(0, run)
-    undamaged = files_of(folder)
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
-    (folder / "adapter" / "README.md").unlink()
-    devices.run(resume=str(run.run_dir))
-    assert files_of(folder) == undamaged
+    check_results(more, [devices.result(0, run) / "adapter"])
+    assert devices.results(0) == {run.run_dir.name, other.run_dir.name}
+    check_results(other, [devices.result(0, other) / "adapter"])
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "another run", "damaged mark"])
 def test_files_of_other_origin_are_never_changed(kind, ended, devices, tmp_path):
     devices.add(0)
     run = devices.copy_of(ended)
-    folder = devices.result(0, run)
+    folder, elsewhere = devices.result(0, run), tmp_path / "elsewhere"
     folder.parent.mkdir()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "precious").write_text("data")
-    (elsewhere / device_result.MARK).write_text(json.dumps({"run-id": "f" * 16}))
+    mark = json.dumps({"run-id": "f" * 16})
+    for made in (elsewhere, folder):
+        made.mkdir()
+        (made / "precious").write_text("data")
+    (elsewhere / device_result.MARK).write_text(mark)
+    if kind in ("file", "link"):
+        shutil.rmtree(folder)
     if kind == "file":
         folder.write_text("precious")
     elif kind == "link":
         folder.symlink_to(elsewhere)
-    else:
-        folder.mkdir()
-        (folder / "precious").write_text("data")
-    if kind == "another run":
-        (folder / device_result.MARK).write_text(json.dumps({"run-id": "f" * 16}))
-    if kind == "damaged mark":
-        (folder / device_result.MARK).write_text("[" * 100_000)
+    elif kind != "folder":
+        text = mark if kind == "another run" else "[" * 100_000
+        (folder / device_result.MARK).write_text(text)
     before = files_of(tmp_path / "device 0"), files_of(elsewhere)
-    resumed = devices.run(num_rounds=1, resume=str(run.run_dir))
-    assert resumed.summary["delivered"] == []
-    assert (
-        "already, which this run did not write, and which stays as it is; move it away"
-        in (resumed.summary["not-delivered"][0]["reason"])
-    )
+    reason = reason_of(devices.run(num_rounds=1, resume=str(run.run_dir)))
+    assert "already, which this run did not write, and which stays as it is" in reason
     assert (files_of(tmp_path / "device 0"), files_of(elsewhere)) == before
     assert folder.is_symlink() == (kind == "link")
 
 
 @pytest.mark.slow
-def test_files_added_to_a_result_are_never_removed(devices):
+def test_damaged_files_are_replaced_and_added_ones_never_removed(devices):
     devices.add(0)
     run = devices.run()
     folder = devices.result(0, run)
+    before = files_of(folder)
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    (folder / "adapter" / "README.md").unlink()
+    devices.run(resume=str(run.run_dir))
+    assert files_of(folder) == before
     (folder / "adapter" / "model.onnx").write_text("made of it")
     before = files_of(folder)
-    assert devices.run(resume=str(run.run_dir)).summary["delivered"] != []
+    assert delivered(devices.run(resume=str(run.run_dir))) == [0]
     assert files_of(folder) == before
-    more = devices.run(resume=str(run.run_dir), num_rounds=3)
-    assert more.summary["delivered"] == []
-    reason = more.summary["not-delivered"][0]["reason"]
+    reason = reason_of(devices.run(resume=str(run.run_dir), num_rounds=3))
     assert "'adapter/model.onnx' in" in reason
-    assert "which this run did not write, and which stays as it is; move it away" in reason
+    assert "which this run did not write, and which stays as it is" in reason
     assert files_of(folder) == before
 
 
@@ -330,9 +293,8 @@ def test_a_result_with_an_invalid_mark_is_not_replaced(files, devices):
     run = devices.run()
     mark = devices.result(0, run) / device_result.MARK
     mark.write_text(json.dumps(json.loads(mark.read_text()) | {"files": files}))
-    resumed = devices.run(resume=str(run.run_dir))
-    assert resumed.summary["delivered"] == []
-    assert "which this run did not write" in resumed.summary["not-delivered"][0]["reason"]
+    reason = reason_of(devices.run(resume=str(run.run_dir)))
+    assert "which this run did not write" in reason
 
 
 # Faults of the device.
@@ -364,7 +326,7 @@ def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, mon
 
     monkeypatch.setattr(answers, "_keep", on_a_full_disk)
     more = devices.run(num_rounds=3, resume=str(run.run_dir))
-    assert more.summary["delivered"] == [{"partition-id": 1, "folder": "adapter"}]
+    assert delivered(more) == [1]
     assert more.summary["rounds"] == 3
     (first, _) = more.summary["not-delivered"]
     assert first["client"] == "partition 0"
@@ -372,8 +334,7 @@ def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, mon
     assert str(devices.folder) not in json.dumps(more.summary)  # no path reaches the server
     # The former result is unchanged, without other files beside it.
     assert files_of(devices.result_folders[0]) == former
-    assert [path.name for path in devices.result_folders[0].iterdir()] == [run.run_dir.name]
-    monkeypatch.undo()
+    assert devices.results(0) == {run.run_dir.name}
 
 
 @pytest.mark.slow(kept=1)
@@ -382,8 +343,8 @@ def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, mon
     [
         ("a file is in the way", "its result-path cannot be written to: File exists"),
         ("its parent is missing", "its result-path cannot be written to: No such file or"),
-        ("read-only", "its result-path cannot be written to: Read-only file system"),
-        ("no memory", "RuntimeError: out of memory"),
+        (OSError(30, "Read-only", "/x"), "its result-path cannot be written to: Read-only"),
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
     ],
 )
 def test_an_unusable_result_path_is_reported(fault, reason, devices, monkeypatch):
@@ -394,16 +355,15 @@ def test_an_unusable_result_path_is_reported(fault, reason, devices, monkeypatch
     elif fault == "its parent is missing":
         folder.parent.rmdir()
     else:
-        error = OSError(30, "Read-only file system", str(folder))
-        error_or_memory = error if fault == "read-only" else RuntimeError("out of memory")
 
         def refuse(*_):
-            raise error_or_memory
+            if isinstance(fault, OSError):
+                fault.filename = str(folder)
+            raise fault
 
         monkeypatch.setattr(device_result, "write_result", refuse)
     run = devices.run(num_rounds=1)
-    assert run.summary["delivered"] == []
-    assert run.summary["not-delivered"][0]["reason"].startswith(reason)
+    assert reason_of(run).startswith(reason)
     assert str(devices.folder) not in json.dumps(run.summary)
 
 
@@ -413,26 +373,21 @@ def test_a_killed_process_leaves_the_former_result(moment, devices, monkeypatch)
     devices.add(0)
     run = devices.run()
     former = files_of(devices.result(0, run))
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(device_result, moment, killed)
-        patch.setattr(
-            device_result, "_remove", lambda _: None
-        )  # a killed process does not clean up
+        # A killed process does not clean up.
+        patch.setattr(device_result, "_remove", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             devices.run(num_rounds=3, resume=str(run.run_dir))
     assert files_of(devices.result(0, run)) == former
-    assert len(list(devices.result_folders[0].iterdir())) == 2
+    assert len(devices.results(0)) == 2
     resumed = devices.run(num_rounds=3, resume=str(run.run_dir))
-    assert resumed.summary["delivered"] == [{"partition-id": 0, "folder": "adapter"}]
-    assert [path.name for path in devices.result_folders[0].iterdir()] == [run.run_dir.name]
-    check_logits(resumed, [devices.result(0, run) / "adapter"])
+    assert delivered(resumed) == [0]
+    assert devices.results(0) == {run.run_dir.name}
+    check_results(resumed, [devices.result(0, run) / "adapter"])
 
 
-def test_a_failed_rename_restores_the_former_result(devices, monkeypatch, tmp_path):
+def test_a_failed_rename_restores_the_former_result(tmp_path):
     target, missing = tmp_path / "run", tmp_path / "missing"
     target.mkdir()
     (target / "file").write_text("x")
@@ -444,36 +399,22 @@ def test_a_failed_rename_restores_the_former_result(devices, monkeypatch, tmp_pa
 
 # Faults of the sender.
 
+# Every damage to a message's fields and tensors: unit/messages/test_parcel.py.
 CHANGES = {
     "a name that leads elsewhere": (
         lambda config, _: config.update({"run": "../../elsewhere"}), "the run's name is '../../els",
-    ),
-    "an absolute name": (lambda config, _: config.update({"run": "/elsewhere"}), "the run's name"),
-    "no checksum": (lambda config, _: config.pop("checksum"), "checksum is None, expected"),
-    "another checksum": (
-        lambda config, _: config.update({"checksum": "0" * 16}), "it was damaged",
     ),
     "a summary that lacks all": (lambda config, _: config.update({"summary": "{}"}), "KeyError: "),
     "a summary of another kind": (
         lambda config, _: config.update({"summary": '{"metrics": [1]}'}), "TypeError: ",
     ),
-    "bytes that differ": (lambda _, array: _flip(array, 40), "it was damaged"),
-    "not a number": (lambda _, array: _flip(array, 3, 0x7F), "not finite"),
+    "bytes that differ": (
+        lambda _, array: setattr(array, "data", b"\1" + array.data[1:]), "it was damaged",
+    ),
     "bytes that are missing": (
         lambda _, array: setattr(array, "data", array.data[:-4]), "bytes, expected",
     ),
-    "another shape": (
-        lambda _, array: setattr(array, "shape", array.shape[::-1]), "it was damaged",
-    ),
 }  # fmt: skip
-
-
-def _flip(array, where, by=1):
-    data = bytearray(array.data)
-    data[where] ^= by
-    if by != 1:
-        data[where - 3 : where + 1] = b"\xff\xff\xff\x7f"
-    array.data = bytes(data)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -484,20 +425,14 @@ def test_a_damaged_result_is_not_stored(change, ended, devices):
 
     def damage_message(message):
         if message.metadata.dst_node_id == 1:
-            content = message.content
-            damage(content["config"], content["arrays"]["H"])
+            damage(message.content["config"], message.content["arrays"]["H"])
 
     run = devices.copy_of(ended)
     devices.change = damage_message
-    resumed = devices.run(num_rounds=1, num_clients=2, resume=str(run.run_dir))
-    assert resumed.summary["delivered"][-1:] == other_deliveries(change)
+    resumed = devices.run(num_rounds=1, clients=2, resume=str(run.run_dir))
+    # Nodes of one process share the same array.
+    assert delivered(resumed) == ([] if change.startswith("bytes") else [1])
     reasons = {reply["client"]: reply["reason"] for reply in resumed.summary["not-delivered"]}
     assert reason in reasons["partition 0"]
-    assert not devices.result_folders[0].exists() or not list(devices.result_folders[0].iterdir())
+    assert not devices.result_folders[0].exists() or not devices.results(0)
     assert not (devices.folder / "elsewhere").exists()
-
-
-def other_deliveries(change):
-    # Nodes of one process share the same array.
-    shared = change.startswith(("bytes", "not a", "another sh"))
-    return [] if shared else [{"partition-id": 1, "folder": "adapter"}]

@@ -1,38 +1,26 @@
 """Runs with personal parameters, and the references `local` and `centralised`."""
 
-import json
+import functools
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr import result_of, simulate
-from ravan_flwr.cli import main
+from ravan_flwr import result_of
 from ravan_flwr.client.client_request import PERSONAL_RECORD, find_personal, store_personal
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.runs.checkpoint import load_personal_states, save_personal_states
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training.model_and_data import ModelAndData
+from tests import short_runs
+from tests.runs.in_use import error_of
+from tests.short_runs import records_of, same_bits
 
-SMALL: dict[str, Scalar] = {
-    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
-    "clients-per-round": 2,
-}  # fmt: skip
+run = functools.partial(short_runs.run, settings={"num-rounds": 3, "clients-per-round": 2})
 PERSONAL = ("fedsa-lora", "local")
-
-
-def run(folder, num_clients=3, **settings):
-    config = SMALL | {k.replace("_", "-"): v for k, v in settings.items()}
-    return simulate(config | {"output-dir": str(folder)}, num_clients)
-
-
-def records_of(simulation):
-    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def parts_of(simulation, number=3):
@@ -41,36 +29,27 @@ def parts_of(simulation, number=3):
 
 def same_parts(first, second):
     return first.keys() == second.keys() and all(
-        torch.equal(first[client][key], second[client][key])
-        for client in first
-        for key in first[client].keys() | second[client].keys()
+        same_bits(first[client], second[client]) for client in first
     )
-
-
-class WatchedGrid(InProcessGrid):
-    """Records the tensors of every message, and deletes a client's state in one round."""
-
-    sent: ClassVar[list[set[str]]] = []
-    lose_in_round = 0  # the round before whose training client 1 loses its state
-
-    def _deliver(self, message):
-        records = message.content.array_records.values()
-        self.sent.append({name for record in records for name in record})
-        number = message.content.config_records.get("config", {}).get("round")
-        request = message.metadata.dst_node_id, message.metadata.message_type, number
-        if request == (1, "train", self.lose_in_round):
-            del self._contexts[1].state[PERSONAL_RECORD]
-        reply = super()._deliver(message)
-        self.sent.append(
-            {name for record in reply.content.array_records.values() for name in record}
-        )
-        return reply
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    class Grid(WatchedGrid):
+    """Record the tensors of every message, and delete a client's state in one round."""
+
+    class Grid(InProcessGrid):
         sent: ClassVar[list[set[str]]] = []
+        lose_in_round = 0  # the round before whose training client 1 loses its state
+
+        def _deliver(self, message):
+            number = message.content.config_records.get("config", {}).get("round")
+            request = message.metadata.dst_node_id, message.metadata.message_type, number
+            if request == (1, "train", self.lose_in_round):
+                del self._contexts[1].state[PERSONAL_RECORD]
+            reply = super()._deliver(message)
+            for content in (message.content, reply.content):
+                self.sent.append({n for record in content.array_records.values() for n in record})
+            return reply
 
     monkeypatch.setattr(in_process, "InProcessGrid", Grid)
     return Grid
@@ -83,16 +62,13 @@ def test_personal_parameters_are_never_sent(method, travels, classifier, watched
     simulation = run(tmp_path, method=method, classifier=classifier)
     assert set().union(*watched.sent) == travels
     personal_names = {"B", "A"} - travels | ({"classifier"} if classifier == "trained" else set())
-    assert {frozenset(personal) for personal in parts_of(simulation).values()} == {
-        frozenset(personal_names)
-    }
+    parts = {frozenset(part) for part in parts_of(simulation).values()}
+    assert parts == {frozenset(personal_names)}
     assert simulation.summary["began-anew"] == 0
     # Only A is uploaded, of eight matrices of 96 x 96 at rank 4.
     a_client = 4 * 8 * 4 * 96 * len(travels)
     num_requests = sum(len(record["clients"]) for record in records_of(simulation))
-    assert num_requests == (
-        9 if method == "local" else 6
-    )  # each client in each round, or two of three
+    assert num_requests == (9 if method == "local" else 6)  # each client, or two of three
     assert simulation.summary["bytes-up"] == num_requests * a_client
 
 
@@ -123,9 +99,15 @@ def test_personal_parameters_are_stored_as_long_as_their_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_missing_personal_parameters_are_initialised_and_counted(tmp_path, caplog):
+def test_damaged_personal_parameters_are_refused_and_missing_ones_initialised(tmp_path):
     stopped = run(tmp_path, method="local", num_rounds=2)
-    (stopped.run_dir / "checkpoints" / "clients-000002.safetensors").unlink()
+    path = stopped.run_dir / "checkpoints" / "clients-000002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match=r"clients-000002.safetensors is damaged .*checksum is"):
+        run(tmp_path, method="local", resume=str(stopped.run_dir))
+    path.unlink()
     resumed = run(tmp_path, method="local", resume=str(stopped.run_dir))
     assert records_of(resumed)[-1]["began-anew"] == [0, 1, 2]
     assert resumed.summary["began-anew"] == 3
@@ -154,22 +136,10 @@ def test_a_run_resumed_on_devices_reports_lost_personal_parameters(
     assert all(f"partition {number} has lost its personal parameters" in output for number in lost)
 
 
-@pytest.mark.slow
-def test_damaged_personal_parameters_are_refused(tmp_path):
-    stopped = run(tmp_path, method="local", num_rounds=2)
-    path = stopped.run_dir / "checkpoints" / "clients-000002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"clients-000002.safetensors is damaged .*checksum is"):
-        run(tmp_path, method="local", resume=str(stopped.run_dir))
-
-
 def test_personal_parameters_without_a_partition_are_refused(tmp_path):
     states: Any = {"x": {"own": torch.ones(1)}}
     save_personal_states(tmp_path, 1, states)
-    message = "clients-000001.safetensors is damaged .*'x/own'.*, expected the clients' personal"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="clients-000001.safetensors is damaged .*'x/own'"):
         load_personal_states(tmp_path, 1)
 
 
@@ -220,8 +190,8 @@ def test_local_clients_are_independent(tmp_path):
 
 @pytest.mark.slow
 def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
-    settings: dict[str, Scalar] = {"validation-share": 0.25, "partition": "dirichlet"}
-    loaded = ModelAndData(read_config(settings | {"method": "centralised"}))
+    settings = {"validation-share": 0.25, "partition": "dirichlet", "method": "centralised"}
+    loaded = ModelAndData(read_config(settings))
     parts = [loaded.partition(number, 3) for number in range(3)]
     pooled = loaded.pooled(3)
     assert sorted(pooled.rows) == sorted(row for stopped in parts for row in stopped.train.rows)
@@ -237,68 +207,45 @@ def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
 
 @pytest.mark.slow
 def test_per_client_statistics_are_of_the_clients_metrics(tmp_path):
-    simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit")
+    simulation = run(
+        tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit", report=True
+    )
     for record in records_of(simulation):
         assert record["per-client"].keys() == record["metrics"].keys()
     statistics = simulation.summary["per-client"]["accuracy"]
     assert statistics["clients"] == 3
-    assert (
-        statistics["min"]
-        <= statistics["lower-quartile"]
-        <= statistics["median"]
-        <= statistics["max"]
-    )
-    assert "per-client" not in run(tmp_path, method="fedit", num_rounds=1).summary
-
-
-@pytest.mark.slow(kept=1)
-@pytest.mark.parametrize("words", [["export", "--as", "merged"], ["predict"], ["evaluate"]])
-def test_commands_need_a_client_of_a_personalised_run(words, tmp_path, capsys):
-    simulation = run(tmp_path, method="fedsa-lora", num_rounds=1, num_clients=4)
-    data = tmp_path / "data.csv"
-    data.write_text("image,label\n")
-    command, *more = words
-    arguments = {
-        "export": [str(simulation.run_dir), *more, str(tmp_path / "out")],
-        "predict": [
-            str(simulation.run_dir), "--data", str(data), "--output", str(tmp_path / "o.csv"),
-        ],
-        "evaluate": [str(simulation.run_dir), "--data", str(data)],
-    }[command]  # fmt: skip
-    trained = {client["partition-id"] for client in records_of(simulation)[0]["clients"]}
-    idle = min({0, 1, 2, 3} - trained)
-    for client, output in (
-        ([], "has a model for each client, and none of the server's: got no client"),
-        (["--client", str(idle)], "it has not trained; expected one of"),
-        (["--client", "-1"], "it has not trained; expected one of"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main([command, *arguments, *client])
-        assert end.value.code == 2
-        assert output in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_an_error_explains_that_personal_parameters_are_on_devices(tmp_path):
-    simulation = run(tmp_path, method="fedsa-lora", num_rounds=1)
-    for path in (simulation.run_dir / "checkpoints").glob("clients-*"):
-        path.unlink()
-    with (
-        pytest.raises(ValueError, match="on the devices, and deliver=true makes"),
-        result_of(simulation.run_dir, 0),
-    ):
-        pass
-    other = run(tmp_path, method="fedit", num_rounds=1)
-    with (
-        pytest.raises(ValueError, match="client = 0: method 'fedit' has one model for all"),
-        result_of(other.run_dir, 0),
-    ):
-        pass
-
-
-@pytest.mark.slow
-def test_the_report_shows_per_client_statistics(tmp_path):
-    simulation = run(tmp_path, method="fedsa-lora", report=True)
+    values = [statistics[name] for name in ("min", "lower-quartile", "median", "max")]
+    assert values == sorted(values)
     assert (simulation.run_dir / "report" / "clients.png").is_file()
     page = (simulation.run_dir / "report" / "index.html").read_text()
     assert "How the clients differ" in page
+    assert "per-client" not in run(tmp_path, method="fedit", num_rounds=1).summary
+
+
+@pytest.mark.slow
+def test_commands_need_a_client_of_a_personalised_run(tmp_path, capsys):
+    simulation = run(tmp_path, method="fedsa-lora", num_rounds=1, clients=4)
+    run_dir, data = simulation.run_dir, tmp_path / "data.csv"
+    data.write_text("image,label\n")
+    trained = {client["partition-id"] for client in records_of(simulation)[0]["clients"]}
+    idle = min({0, 1, 2, 3} - trained)
+    for words in (
+        ["export", run_dir, "--as", "merged", tmp_path / "out"],
+        ["predict", run_dir, "--data", data, "--output", tmp_path / "o.csv"],
+        ["evaluate", run_dir, "--data", data],
+    ):
+        for client, output in (
+            ([], "has a model for each client, and none of the server's: got no client"),
+            (["--client", idle], "it has not trained; expected one of"),
+            (["--client", "-1"], "it has not trained; expected one of"),
+        ):
+            assert output in error_of(capsys, *words, *client)
+    for path in (simulation.run_dir / "checkpoints").glob("clients-*"):
+        path.unlink()
+    other = run(tmp_path, method="fedit", num_rounds=1)
+    for folder, message in (
+        (run_dir, "on the devices, and deliver=true makes"),
+        (other.run_dir, "client = 0: method 'fedit' has one model for all"),
+    ):
+        with pytest.raises(ValueError, match=message), result_of(folder, 0):
+            pass

@@ -1,86 +1,103 @@
-"""Runs with example-level privacy, in process, on real digits."""
+"""Private runs in process, on real digits: their reports, files, plans and continuation."""
 
+import functools
 import json
 import re
 
 import pytest
 
-from ravan_flwr import simulate
+from ravan_flwr.adapters import by_example
 from ravan_flwr.privacy.account import epsilon_of
-from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
+from tests import short_runs
+from tests.short_runs import SHORT, records_of
 
-PRIVATE: dict[str, Scalar] = {
+CLIENT = SHORT | {
+    "local-steps": 1, "num-rounds": 3, "eval-every": 3, "clients-per-round": 2,
+    "budgets": "uniform", "privacy": "client", "epsilon": 8.0,
+}  # fmt: skip
+PRIVATE = SHORT | {
     "privacy": "example", "epsilon": 8.0, "partition": "iid", "local-steps": 10, "batch-size": 64,
     "clients-per-round": 2, "num-rounds": 3, "eval-every": 3, "lora-rank": 1, "processes": 1,
-    "learning-rate": 1e-2, "classifier": "trained", "tracking": "none",
+    "learning-rate": 1e-2, "classifier": "trained",
 }  # fmt: skip
 CLIENTS = 4
+run = functools.partial(short_runs.run, clients=CLIENTS)
 
 
-def rounds_of(run):
-    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
+@pytest.mark.slow(kept=1)
 @pytest.mark.usefixtures("without_charts")
-def test_a_run_with_private_examples_learns_and_counts_epsilon_after_resuming(tmp_path, capsys):
-    settings = PRIVATE | {"output-dir": str(tmp_path)}
-    run = simulate(settings, CLIENTS)
+@pytest.mark.parametrize("settings", [CLIENT, PRIVATE], ids=lambda one: one["privacy"])
+def test_a_private_run_reports_epsilon_and_counts_it_after_resuming(settings, tmp_path, capsys):
+    private = run(tmp_path, settings=settings, report=True)
+    summary, run_dir = private.summary, private.run_dir
     out = capsys.readouterr().out
     assert out.count("epsilon ") >= 4  # the planned value, and a line for each round
     assert "loss 0" not in out
-    assert run.summary["metrics"]["final"]["accuracy"] > 0.5  # chance is 0.1
-    account = json.loads((run.run_dir / "privacy.json").read_text())
-    z, participations = account["noise-multiplier"], account["asked"]
-    assert sum(rounds for _, rounds in participations.values()) == 6
-    largest = max(
-        epsilon_of(z, rate, 1e-5, 10 * rounds) for rate, rounds in participations.values()
-    )
-    assert run.summary["epsilon"] == pytest.approx(largest)
-    assert run.summary["epsilon"] <= 8.0
-    assert (run.summary["unit"], run.summary["delta"]) == ("example", 1e-5)
-    for record in rounds_of(run):
+    page = (run_dir / "report" / "index.html").read_text()
+    assert "Training loss by round" not in page
+    for text in (page, (run_dir / "adapter" / "README.md").read_text()):
+        assert f"epsilon {summary['epsilon']:.3f}" in text
+        assert ("for each example of a client" in text) == (settings is PRIVATE)
+    for record in records_of(private):
         assert "train-loss" not in record
         assert not any("train-loss" in client for client in record["clients"])
-    for path in (run.run_dir / "adapter" / "README.md", run.run_dir / "report" / "index.html"):
-        assert f"epsilon {run.summary['epsilon']:.3f}" in path.read_text()
-        assert "for each example of a client" in path.read_text()
+    assert summary["delta"] == 1e-5
+    account = json.loads((run_dir / "privacy.json").read_text())
+    z = account["noise-multiplier"]
+    if settings is CLIENT:
+        assert account["releases"] == 3
+        expected = epsilon_of(z, 0.5, 1e-5, 3)
+        assert summary["epsilon"] == account["epsilon"] == expected
+    else:
+        assert summary["metrics"]["final"]["accuracy"] > 0.5  # chance is 0.1
+        assert summary["unit"] == "example"
+        participations = account["asked"].values()
+        assert sum(rounds for _, rounds in participations) == 6
+        expected = max(epsilon_of(z, rate, 1e-5, 10 * rounds) for rate, rounds in participations)
+    assert summary["epsilon"] == pytest.approx(expected)
+    assert summary["epsilon"] <= 8.0
     # Resuming at an earlier round restores no privacy budget; the run ends when all is spent.
-    resumed = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 99}, CLIENTS)
-    output = capsys.readouterr().out
-    assert re.search(r"epsilon: no room for round \d+; the run ends here", output)
-    assert 7.0 < resumed.summary["epsilon"] <= 8.0
-    assert resumed.summary["noise-multiplier"] == z
-    after = json.loads((run.run_dir / "privacy.json").read_text())["asked"]
-    assert all(rounds == 3 for _, rounds in after.values())  # the noise was calibrated for three
-    records = rounds_of(resumed)
-    assert any(record.get("recounted") for record in records)
-    assert any(record.get("out-of-budget") for record in records)
-    (run.run_dir / "privacy.json").unlink()
+    resumed = run(tmp_path, settings=settings, resume=f"{run_dir}@2", num_rounds=99)
+    assert re.search(r"epsilon: no room for round \d+; the run ends here", capsys.readouterr().out)
+    if settings is CLIENT:
+        assert (resumed.summary["rounds"], resumed.summary["epsilon"]) == (2, summary["epsilon"])
+    else:
+        assert 7.0 < resumed.summary["epsilon"] <= 8.0
+        assert resumed.summary["noise-multiplier"] == z
+        after = json.loads((run_dir / "privacy.json").read_text())["asked"]
+        assert all(rounds == 3 for _, rounds in after.values())  # as the noise was calibrated
+        records = records_of(resumed)
+        assert any(record.get("recounted") for record in records)
+        assert any(record.get("out-of-budget") for record in records)
+    (run_dir / "privacy.json").unlink()
     with pytest.raises(ValueError, match=r"privacy\.json: it is missing"):
-        simulate(settings | {"resume": str(run.run_dir), "num-rounds": 99}, CLIENTS)
+        run(tmp_path, settings=settings, resume=str(run_dir), num_rounds=99)
+
+
+@pytest.mark.slow
+def test_a_plan_states_epsilon():
+    plan = plan_of(CLIENT, 4)
+    assert re.search(r"epsilon (7\.99\d|8\.000) after 3 rounds, delta 1e-05", plan)
+    with_noise = plan_of(CLIENT | {"epsilon": 4.0, "noise-multiplier": 1.5, "num-rounds": 50}, 4)
+    fitting = int(re.search(r"epsilon = 4 is spent after (\d+) rounds", with_noise)[1])  # type: ignore[index]
+    assert epsilon_of(1.5, 0.5, 1e-5, fitting) <= 4.0 < epsilon_of(1.5, 0.5, 1e-5, fitting + 1)
+    assert "privacy" not in plan_of(CLIENT | {"privacy": "none", "epsilon": "auto"}, 4)
 
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 def test_a_plan_states_epsilon_of_examples():
-    plan = plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS)
-    plan = " ".join(plan.split())
+    plan = " ".join(plan_of(PRIVATE | {"num-rounds": 20}, CLIENTS).split())
     assert "epsilon 8.000 after 20 rounds, delta 1e-05" in plan
-    assert "of each example of the client with the fewest (359), in a step with proba" in plan
+    assert "client with the fewest (359)" in plan
     assert "with probability 0.1783" in plan
     assert plan_of(PRIVATE | {"method": "none", "classifier": "frozen"}, CLIENTS)
-    with_noise = plan_of(
-        PRIVATE | {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}, CLIENTS
-    )
-    num_rounds = int(re.search(r"epsilon = 4 is spent after (\d+)", with_noise)[1])  # type: ignore[index]
+    settings = {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}
+    with_noise = plan_of(PRIVATE | settings, CLIENTS)
+    steps = 10 * int(re.search(r"epsilon = 4 is spent after (\d+)", with_noise)[1])  # type: ignore[index]
     rate = 64 / 359
-    assert (
-        epsilon_of(1.0, rate, 1e-5, 10 * num_rounds)
-        <= 4.0
-        < epsilon_of(1.0, rate, 1e-5, 10 * num_rounds + 10)
-    )
+    assert epsilon_of(1.0, rate, 1e-5, steps) <= 4.0 < epsilon_of(1.0, rate, 1e-5, steps + 10)
 
 
 @pytest.mark.usefixtures("untimed")
@@ -103,12 +120,11 @@ def test_a_plan_counts_a_gradient_of_each_example():
 
 
 def test_a_trained_layer_without_a_rule_is_refused_before_the_run(tmp_path, monkeypatch):
-    from ravan_flwr.adapters import by_example
-
     rules = {kind: rule for kind, rule in by_example.RULES.items() if kind.__name__ != "Linear"}
     monkeypatch.setattr(by_example, "RULES", rules)
-    with pytest.raises(ValueError, match="a trained layer is a Linear, classifier, without a"):
-        simulate(PRIVATE | {"output-dir": str(tmp_path)}, CLIENTS)
+    message = "a trained layer is a Linear, classifier, without a"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, settings=PRIVATE)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="a trained layer is a Linear, classifier, without a"):
+    with pytest.raises(ValueError, match=message):
         plan_of(PRIVATE, CLIENTS)

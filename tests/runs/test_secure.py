@@ -1,8 +1,7 @@
 """Secure rounds as messages between server and clients, in process: sums, faults, hostile nodes."""
 
-import json
+import functools
 import re
-import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -14,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
-from safetensors.torch import load_file
 
-from ravan_flwr import simulate
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import masked as masked_round
@@ -38,13 +35,15 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
+from tests import short_runs
+from tests.short_runs import SHORT, records_of, same_bits, state_of
 from tests.unit.secure.rounds import step_of
 
-QUICK: dict[str, Scalar] = {
-    "lora-rank": 2, "local-steps": 1, "batch-size": 8, "num-rounds": 1, "eval-every": 1,
-    "report": False, "tracking": "none", "clients-per-round": 6, "processes": 1,
-    "secure-aggregation": True,
+QUICK: dict[str, Scalar] = SHORT | {
+    "lora-rank": 2, "local-steps": 1, "num-rounds": 1, "eval-every": 1, "clients-per-round": 6,
+    "processes": 1, "secure-aggregation": True,
 }  # fmt: skip
+run = functools.partial(short_runs.run, clients=6, settings=QUICK)
 PHASES = ["keys", "shares", "masked", "agree", "unmask"]
 
 
@@ -52,14 +51,6 @@ def changed(schedule, **changes):
     """Return a schedule with other values of some fields."""
     fields = {name: getattr(schedule, name) for name in Schedule.model_fields}
     return Schedule(**(fields | changes))
-
-
-def records_of(run):
-    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
-
-
-def state_of(run, number):
-    return load_file(run.run_dir / "checkpoints" / f"round-{number:06}.safetensors")
 
 
 @pytest.fixture
@@ -79,13 +70,20 @@ def uploads(monkeypatch):
 
 
 def misbehave(monkeypatch, behave):
-    """Let `behave(partition, round, phase, message, honest)` make the clients' replies."""
+    """Let `behave(partition, round, phase, message, honest)` make the clients' replies.
 
-    def reply(message, context, honest=worker_process.reply_of):
+    `honest` takes changes of the client's settings: of its run's, or its own.
+    """
+
+    def reply(message, context, reply_of=worker_process.reply_of):
+        def honest(**changes):
+            settings = {name: dict(getattr(context, name)) | changes[name] for name in changes}
+            return reply_of(message, replace(context, **settings))
+
         kind = message.metadata.message_type.partition(".")[2]
         number = message.content["config"]["round"] if kind else 0
         partition = int(context.node_config["partition-id"])
-        return behave(partition, number, kind, message, lambda: honest(message, context))
+        return behave(partition, number, kind, message, honest)
 
     monkeypatch.setattr(in_process_grid, "reply_of", reply)
 
@@ -143,8 +141,8 @@ def check_against_plain(uploads, state, used, head_mean="trained"):
     ],
 )
 def test_the_next_state_equals_the_plain_mean_up_to_rounding(tmp_path, uploads, settings):
-    run = simulate(QUICK | settings | {"output-dir": str(tmp_path), "num-rounds": 2}, 8)
-    for record in records_of(run):
+    simulation = run(tmp_path, clients=8, num_rounds=2, **settings)
+    for record in records_of(simulation):
         assert "refused" not in record
         assert record["rejected"] == []
         assert record["secure"]["cut-off"] == 0
@@ -153,21 +151,17 @@ def test_the_next_state_equals_the_plain_mean_up_to_rounding(tmp_path, uploads, 
         number = record["round"]
         assert len(record["clients"]) == len(uploads[number]) == 6
         head_mean = settings.get("head-mean", "trained")
-        check_against_plain(uploads[number], state_of(run, number), range(6), head_mean)
+        check_against_plain(uploads[number], state_of(simulation, number), range(6), head_mean)
 
 
 @pytest.mark.slow
 def test_with_full_budgets_a_secure_run_equals_a_plain_run_up_to_rounding(tmp_path):
     """Clients, heads and batches are the same: only the rounding differs."""
-    states = []
-    for secure in (True, False):
-        folder = str(tmp_path / str(secure))
-        run = simulate(QUICK | {"secure-aggregation": secure, "output-dir": folder}, 6)
-        states.append(state_of(run, 1))
+    masked_run, plain_run = (run(tmp_path, secure_aggregation=secure) for secure in (True, False))
     for name in ("H", CLASSIFIER):
-        plain = states[1][name]
-        torch.testing.assert_close(states[0][name], plain, rtol=0, atol=1e-5)
-        assert not torch.equal(plain, torch.zeros_like(plain))
+        plain = state_of(plain_run, 1)[name]
+        torch.testing.assert_close(state_of(masked_run, 1)[name], plain, rtol=0, atol=1e-5)
+        assert plain.any()
 
 
 @pytest.mark.parametrize(
@@ -175,21 +169,19 @@ def test_with_full_budgets_a_secure_run_equals_a_plain_run_up_to_rounding(tmp_pa
 )
 def test_a_failed_client_alone_is_rejected(tmp_path, monkeypatch, uploads, phase, head_mean):
     misbehave(monkeypatch, fail_in((1, 1, phase), (4, 1, phase)))
-    settings = QUICK | {"budgets": "uniform", "head-mean": head_mean}
-    run = simulate(settings | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
+    simulation = run(tmp_path, budgets="uniform", head_mean=head_mean)
+    (record,) = records_of(simulation)
     assert "refused" not in record
-    assert [rejection["client"] for rejection in record["rejected"]] == [
-        "partition 1",
-        "partition 4",
-    ]
+    rejected = [rejection["client"] for rejection in record["rejected"]]
+    assert rejected == ["partition 1", "partition 4"]
     assert "on fire" in record["rejected"][0]["reason"]
     sent = phase in ("agree", "unmask")
     remaining = [0, 1, 2, 3, 4, 5] if sent else [0, 2, 3, 5]
     assert [client["partition-id"] for client in record["clients"]] == remaining
     assert record["secure"]["dropped"] == ([] if sent else [1, 4] if phase == "masked" else [])
     # A client that fails in `masked` records no upload, so all recorded uploads are used.
-    check_against_plain(uploads[1], state_of(run, 1), range(len(remaining)), head_mean)
+    used = range(len(remaining))
+    check_against_plain(uploads[1], state_of(simulation, 1), used, head_mean)
 
 
 @pytest.mark.slow(kept=1)
@@ -198,54 +190,38 @@ def test_a_round_with_too_many_failures_has_no_effect_on_the_state_or_later_roun
     tmp_path, monkeypatch, phase
 ):
     misbehave(monkeypatch, fail_in(*((p, 1, phase) for p in (0, 2, 5))))
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
-    first, second = records_of(run)
+    simulation = run(tmp_path, num_rounds=2)
+    first, second = records_of(simulation)
     assert re.search(r"3 of 6 clients|got 3 shares", first["refused"])
     assert "refused" not in second
-    assert not state_of(run, 1)["H"].any()
-    assert state_of(run, 2)["H"].any()
-    assert run.summary["without-effect"] == [1]
+    assert not state_of(simulation, 1)["H"].any()
+    assert state_of(simulation, 2)["H"].any()
+    assert simulation.summary["without-effect"] == [1]
 
 
-def test_a_round_below_the_minimum_of_clients_is_refused(tmp_path, monkeypatch):
-    misbehave(monkeypatch, fail_in(*((p, 1, "keys") for p in range(4))))
-    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
-    assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
+def test_the_server_refuses_a_round_with_too_few_clients(tmp_path, monkeypatch):
+    """The clients would refuse it, so the server refuses it before they train."""
+    misbehave(monkeypatch, fail_in(*((p, 1, "keys") for p in (0, 2))))
+    (record,) = records_of(run(tmp_path, clients=5, clients_per_round=5))
+    assert "got a round of 3 clients, expected 4 to 5" in record["refused"]
 
 
 def test_the_server_does_not_wait_if_too_few_clients_are_eligible(tmp_path, monkeypatch):
     """Two of eight are eligible, and in process no other clients can register."""
-    settings = QUICK | {"budgets": "uniform", "method": "full", "round-timeout": 120.0}
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    run = simulate(settings | {"output-dir": str(tmp_path)}, 8)
+    settings = {"budgets": "uniform", "method": "full", "round_timeout": 120.0}
+    (record,) = records_of(run(tmp_path, clients=8, **settings))
     assert sum(slept) < 60
-    (record,) = records_of(run)
     assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
 @pytest.mark.slow
 def test_a_secure_run_resumes_to_the_same_bits(tmp_path):
-    settings = QUICK | {"budgets": "uniform", "num-rounds": 2}
-    uninterrupted = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
-    first = simulate(settings | {"num-rounds": 1, "output-dir": str(tmp_path / "parts")}, 6)
-    resumed = simulate(settings | {"resume": str(first.run_dir)}, 6)
-    for name, tensor in state_of(uninterrupted, 2).items():
-        assert torch.equal(state_of(resumed, 2)[name], tensor)
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_same_bits(tmp_path, monkeypatch, python):
-    # Workers cannot be forks of a process in which a test has used an accelerator.
-    monkeypatch.setattr(sys, "executable", python.executable)
-    settings = QUICK | {"budgets": "uniform"}
-    runs = [
-        simulate(settings | {"processes": n, "output-dir": str(tmp_path / str(n))}, 6)
-        for n in (1, 2)
-    ]
-    for name, tensor in state_of(runs[0], 1).items():
-        assert torch.equal(state_of(runs[1], 1)[name], tensor)
+    uninterrupted = run(tmp_path, budgets="uniform", num_rounds=2)
+    first = run(tmp_path, budgets="uniform")
+    resumed = run(tmp_path, budgets="uniform", num_rounds=2, resume=str(first.run_dir))
+    assert same_bits(state_of(uninterrupted, 2), state_of(resumed, 2))
 
 
 # Hostile nodes.
@@ -283,13 +259,13 @@ def test_a_client_with_a_hostile_reply_alone_is_rejected(tmp_path, monkeypatch, 
         return reply
 
     misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
+    simulation = run(tmp_path)
+    (record,) = records_of(simulation)
     assert "refused" not in record
     (rejected,) = record["rejected"]
     assert rejected["client"] == "partition 3"
     assert rejected["reason"].isprintable()
-    assert state_of(run, 1)["H"].any()
+    assert state_of(simulation, 1)["H"].any()
 
 
 def test_a_client_with_another_state_sends_no_masked_numbers(tmp_path, monkeypatch):
@@ -302,8 +278,7 @@ def test_a_client_with_another_state_sends_no_masked_numbers(tmp_path, monkeypat
         return honest()
 
     misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
+    (record,) = records_of(run(tmp_path))
     assert "1 of 6 clients have sent their numbers" in record["refused"]
     assert [client["partition-id"] for client in record["clients"]] == [3]
     for rejected in record["rejected"]:
@@ -313,34 +288,15 @@ def test_a_client_with_another_state_sends_no_masked_numbers(tmp_path, monkeypat
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("changes", [{"learning-rate": 1e-9}, {"seed": 1}, {"num-rounds": 9}])
 def test_a_client_with_other_settings_sends_no_masked_numbers(tmp_path, monkeypatch, changes):
-    def reply(message, context, honest=worker_process.reply_of):
-        if message.metadata.message_type == "train.masked" and message.metadata.dst_node_id == 4:
-            context = replace(context, run_config=dict(context.run_config) | changes)
-        return honest(message, context)
+    def behave(partition, _, kind, message, honest):
+        return honest(run_config=changes if (partition, kind) == (3, "masked") else {})
 
-    monkeypatch.setattr(in_process_grid, "reply_of", reply)
-    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
+    misbehave(monkeypatch, behave)
+    (record,) = records_of(run(tmp_path))
     assert "refused" not in record
     (rejected,) = record["rejected"]
     assert rejected["client"] == "partition 3"
     assert "not those of the schedule" in rejected["reason"]
-
-
-def test_clients_refuse_a_minimum_below_the_runs(tmp_path, monkeypatch):
-    class Lower(masked_round.Masked):
-        """A server that makes schedules with a lower minimum than the settings."""
-
-        def _schedule(self, clients):
-            return changed(super()._schedule(clients), minimum=4)
-
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Lower)
-    run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
-    assert "0 of 6 clients have sent their numbers" in record["refused"]
-    assert len(record["rejected"]) == 6
-    for rejected in record["rejected"]:
-        assert "sums of 4 clients, expected the run's own secure-minimum = 5" in rejected["reason"]
 
 
 class Hostile(masked_round.Masked):
@@ -360,54 +316,51 @@ class Hostile(masked_round.Masked):
         return schedule
 
 
-class Signs(Hostile):
-    """Bounds so low that only signs are left: a sum of equal signs reveals each of them."""
-
-    def change_schedule(self, schedule):
-        tiny = [part._replace(bound=1e-30) for part in schedule.parts]
-        return changed(schedule, parts=tuple(tiny))
+def signs(schedule):
+    """Set bounds so low that only signs are left: a sum of equal signs reveals each of them."""
+    return changed(schedule, parts=tuple(part._replace(bound=1e-30) for part in schedule.parts))
 
 
-class OneBound(Hostile):
-    """A bound for one tensor only, slightly below the allowed one."""
-
-    def change_schedule(self, schedule):
-        first, *others = schedule.parts
-        return changed(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
+def one_bound(schedule):
+    """Set a bound for one tensor only, slightly below the allowed one."""
+    first, *others = schedule.parts
+    return changed(schedule, parts=(first._replace(bound=0.99 * first.bound), *others))
 
 
-class OtherHeads(Hostile):
-    """Each client has the right number of heads, but the server chooses which."""
-
-    def change_schedule(self, schedule):
-        trained = schedule.trained.copy()
-        (rows,) = (rows for part, rows in schedule.spans() if part.name == "H")
-        trained[:, rows] = trained[:, rows][:, ::-1]
-        return changed(schedule, packed=tuple(pack(row).hex() for row in trained))
+def other_heads(schedule):
+    """Give each client the right number of heads, but choose which."""
+    trained = schedule.trained.copy()
+    (rows,) = (rows for part, rows in schedule.spans() if part.name == "H")
+    trained[:, rows] = trained[:, rows][:, ::-1]
+    return changed(schedule, packed=tuple(pack(row).hex() for row in trained))
 
 
-class FewClients(Hostile):
-    """A third of the run's clients."""
-
-    clients = 4
+def lower_minimum(schedule):
+    return changed(schedule, minimum=4)
 
 
 @pytest.mark.parametrize(
-    ("server", "message"),
+    ("change", "clients", "message"),
     [
-        (Signs, "a bound of 1e-30 for /cut-off, expected 1 at least|of 1e-30 for H, expected"),
-        (OneBound, r"a bound of \S+ for H, expected \S+ at least"),
-        (OtherHeads, "other heads than the seed and its budget give this client"),
-        (FewClients, "got a round of 4 clients, expected 8 to 12"),
+        (signs, 12, "a bound of 1e-30 for /cut-off, expected 1 at least|of 1e-30 for H, expected"),
+        (one_bound, 12, r"a bound of \S+ for H, expected \S+ at least"),
+        (other_heads, 12, "other heads than the seed and its budget give this client"),
+        (lower_minimum, 12, "sums of 4 clients, expected the run's own secure-minimum = 5"),
+        (lambda schedule: schedule, 4, "got a round of 4 clients, expected 8 to 12"),
     ],
 )
-def test_clients_check_the_schedule(tmp_path, monkeypatch, server, message):
+def test_clients_check_the_schedule(tmp_path, monkeypatch, change, clients, message):
     """Else a sum could reveal signs, or be over clients that the server chose to isolate one."""
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", server)
-    settings: dict[str, Scalar] = {"clients-per-round": 12, "secure-minimum": 3}
-    settings |= {"budgets": "uniform", "output-dir": str(tmp_path)}
-    (record,) = records_of(simulate(QUICK | settings, 12))
+    monkeypatch.setattr(Hostile, "change_schedule", lambda _, schedule: change(schedule))
+    monkeypatch.setattr(Hostile, "clients", clients)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Hostile)
+    settings = {"clients_per_round": 12, "budgets": "uniform"}
+    settings["secure_minimum"] = 5 if change is lower_minimum else 3
+    (record,) = records_of(run(tmp_path, clients=12, **settings))
     assert "clients have sent their numbers, expected at least" in record["refused"]
+    if change is not other_heads:  # which clients with a full budget cannot notice
+        assert record["refused"].startswith(f"0 of {clients} ")
+        assert len(record["rejected"]) == clients
     for rejected in record["rejected"]:
         assert re.search(message, rejected["reason"])
 
@@ -421,24 +374,12 @@ def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
             config = replace(self.config, num_rounds=1)
             return changed(schedule, given=masked.round_digest(config, self.state))
 
-    def reply(message, context, honest=worker_process.reply_of):
-        context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})
-        return honest(message, context)
-
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", MoreRounds)
-    monkeypatch.setattr(in_process_grid, "reply_of", reply)
-    run = simulate(QUICK | {"num-rounds": 2, "output-dir": str(tmp_path)}, 6)
-    first, second = records_of(run)
+    misbehave(monkeypatch, lambda *given: given[-1](run_config={"num-rounds": 1}))
+    first, second = records_of(run(tmp_path, num_rounds=2))
     assert "refused" not in first
     assert "clients have sent their numbers" in second["refused"]
     assert "got round 2, expected 1 to 1 (num-rounds)" in second["rejected"][0]["reason"]
-
-
-def test_the_server_refuses_a_round_with_too_few_clients(tmp_path, monkeypatch):
-    """The clients would refuse it, so the server refuses it before they train."""
-    misbehave(monkeypatch, fail_in(*((p, 1, "keys") for p in (0, 2))))
-    run = simulate(QUICK | {"clients-per-round": 5, "output-dir": str(tmp_path)}, 5)
-    assert "got a round of 3 clients, expected 4 to 5" in records_of(run)[0]["refused"]
 
 
 @pytest.mark.slow
@@ -453,7 +394,7 @@ def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
         return result
 
     monkeypatch.setattr(masked_training, "train_locally", trained)
-    (record,) = records_of(run := simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
+    (record,) = records_of(simulation := run(tmp_path))
     assert record["rejected"] == []
     assert [client["partition-id"] for client in record["clients"]] == list(range(6))
     sent, _, schedule = uploads[1][0]
@@ -461,7 +402,7 @@ def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
     changes[3][0, 0] = 0.0  # unchanged
     bound = next(part.bound for part in schedule.parts if part.name == "H")
     mean = torch.stack(changes).clamp(-bound, bound).mean(0)
-    error = (state_of(run, 1)["H"] - sent["H"] - mean).abs().max()
+    error = (state_of(simulation, 1)["H"] - sent["H"] - mean).abs().max()
     assert float(error) <= step_of(bound) + 1e-7
     assert record["secure"]["cut-off"] > 0
 
@@ -479,7 +420,7 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
             return mean | self.before  # so that the state can be evaluated
 
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Huge)
-    (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
+    (record,) = records_of(run(tmp_path))
     assert record["rejected"] == []
     assert len(record["clients"]) == 6
 
@@ -502,9 +443,8 @@ def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
     monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Repeating)
     similarity = {}
     for size in (8, 1000):  # a few examples, or all of a client
-        settings: dict[str, Scalar] = {"batch-size": size, "num-rounds": 2}
-        run = simulate(QUICK | settings | {"output-dir": str(tmp_path / str(size))}, 6)
-        first, second = (state_of(run, number)[CLASSIFIER].double() for number in (1, 2))
+        simulation = run(tmp_path, batch_size=size, num_rounds=2)
+        first, second = (state_of(simulation, number)[CLASSIFIER].double() for number in (1, 2))
         change = uploads[1][3][1][CLASSIFIER].double()
         similarity[size] = float(torch.cosine_similarity(6 * first - 5 * second, change, dim=0))
         uploads.clear()
@@ -527,27 +467,74 @@ def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
         return answer
 
     monkeypatch.setattr(in_process_grid, "reply_of", reply)
-    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
+    (record,) = records_of(run(tmp_path))
     assert "refused" not in record
     assert "its keys of the round are another client's" in record["rejected"][0]["reason"]
 
 
-@pytest.mark.slow
-def test_random_masked_numbers_refuse_only_their_round(tmp_path, monkeypatch):
-    def behave(partition, number, kind, message, honest):
-        reply = honest()
-        if (partition, number, kind) == (3, 1, "masked"):
-            data = next(iter(reply.content["arrays"].values())).data
-            random = np.random.default_rng(0).bytes(len(data))
-            reply.content["arrays"] = to_pieces({"masked": random})
-        return reply
+def deals_zeros(partition, number, kind, message, honest, holders=range(6)):
+    """Replace the shares that client 3 has sealed for some clients by zeros."""
+    reply = honest()
+    if (partition, kind) == (3, "shares"):
+        sent = {name: a.data for name, a in reply.content["arrays"].items()}
+        each = len(sent["sealed"]) // 6
+        sealed = bytearray(sent["sealed"])
+        for holder in holders:
+            sealed[each * holder : each * (holder + 1)] = bytes(each)
+        reply.content["arrays"] = to_pieces(sent | {"sealed": bytes(sealed)})
+    return reply
 
+
+def spoils_a_third_and_drops_out(partition, number, kind, message, honest):
+    """At most a third report that they have no share, since that many may collude."""
+    if (partition, kind) == (3, "masked"):
+        return Message(Error(2, "gone"), reply_to=message)
+    return deals_zeros(partition, number, kind, message, honest, holders=(0, 1))
+
+
+def denies_all(partition, number, kind, message, honest):
+    """Two drop out, so that one further missing client is below the threshold."""
+    if partition in (4, 5) and (number, kind) == (1, "masked"):
+        return Message(Error(2, "gone"), reply_to=message)
+    reply = honest()
+    if (partition, number, kind) == (2, 1, "unmask"):
+        shares = next(iter(reply.content["arrays"].values())).data
+        reply.content["arrays"] = to_pieces({"shares": shamir.NO_SHARE * (len(shares) // 33)})
+    return reply
+
+
+def sends_random_numbers(partition, number, kind, message, honest):
+    reply = honest()
+    if (partition, number, kind) == (3, 1, "masked"):
+        data = next(iter(reply.content["arrays"].values())).data
+        random = np.random.default_rng(0).bytes(len(data))
+        reply.content["arrays"] = to_pieces({"masked": random})
+    return reply
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("behave", "rounds", "refusal", "skipped"),
+    [
+        (deals_zeros, 2, "partition 3 has shared something else than its secrets; skipped", [3]),
+        (
+            spoils_a_third_and_drops_out,
+            5,
+            "got 3 shares, expected at least 4.*no share: 0, 1; skipped from now on: partition 3",
+            [3],
+        ),
+        (denies_all, 2, "3 shares", [2]),
+        (sends_random_numbers, 2, "a client sent what is not masked as agreed", []),
+    ],
+)
+def test_a_faulty_client_costs_one_round(tmp_path, monkeypatch, behave, rounds, refusal, skipped):
+    """One that can be named is skipped from then on."""
     misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
-    first, second = records_of(run)
-    assert "a client sent what is not masked as agreed" in first["refused"]
-    assert "refused" not in second
+    first, *others = records_of(run(tmp_path, num_rounds=rounds))
+    assert re.search(refusal, first["refused"])
+    for record in others:
+        assert "refused" not in record
+        assert record["skipped"] == skipped
 
 
 @pytest.mark.slow
@@ -563,86 +550,13 @@ def test_a_client_with_an_unknown_key_is_skipped(tmp_path, monkeypatch):
         grid._contexts[3].node_config["secure-keys"] = str(tmp_path / "own")
 
     monkeypatch.setattr(InProcessGrid, "give_keys", give_keys)
-    run = simulate(QUICK | {"output-dir": str(tmp_path / "run"), "num-rounds": 3}, 6)
-    records = records_of(run)
+    records = records_of(run(tmp_path / "run", num_rounds=3))
     assert "clients have shared their secrets" in records[0]["refused"]
     assert len(records[0]["rejected"]) == 5
     assert "does not know the keys of others" in records[0]["rejected"][0]["reason"]
     effective = [r for r in records if "refused" not in r]
     assert effective
     assert all(2 not in [c["partition-id"] for c in r["clients"]] for r in effective)
-
-
-@pytest.mark.slow
-def test_a_client_with_invalid_shares_is_skipped_after_one_round(tmp_path, monkeypatch):
-    def behave(partition, _, kind, message, honest):
-        reply = honest()
-        if (partition, kind) == (3, "shares"):
-            sent = {name: a.data for name, a in reply.content["arrays"].items()}
-            reply.content["arrays"] = to_pieces(sent | {"sealed": bytes(len(sent["sealed"]))})
-        return reply
-
-    misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
-    first, second = records_of(run)
-    assert "partition 3 has shared something else than its secrets; skipped" in first["refused"]
-    assert "refused" not in second
-    assert second["skipped"] == [3]
-
-
-def spoil_shares(reply, holders, groups=1):
-    """Replace the sealed shares of some clients by zeros."""
-    sent = {name: a.data for name, a in reply.content["arrays"].items()}
-    each = len(sent["sealed"]) // 6
-    sealed = bytearray(sent["sealed"])
-    for holder in holders:
-        sealed[each * holder : each * (holder + 1)] = bytes(each)
-    reply.content["arrays"] = to_pieces(sent | {"sealed": bytes(sealed)})
-    return reply
-
-
-@pytest.mark.slow
-def test_a_dropout_that_spoiled_a_third_of_its_shares_is_skipped_after_one_round(
-    tmp_path, monkeypatch
-):
-    """At most a third report that they have no share, since that many may collude."""
-
-    def behave(partition, _, kind, message, honest):
-        if (partition, kind) == (3, "shares"):
-            return spoil_shares(honest(), (0, 1))
-        if (partition, kind) == (3, "masked"):
-            return Message(Error(2, "gone"), reply_to=message)
-        return honest()
-
-    misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 5}, 6)
-    first, *others = records_of(run)
-    assert "got 3 shares, expected at least 4" in first["refused"]
-    assert "report no share: 0, 1; skipped from now on: partition 3" in first["refused"]
-    for record in others:
-        assert "refused" not in record
-        assert record["skipped"] == [3]
-
-
-@pytest.mark.slow
-def test_a_client_that_denies_all_shares_is_skipped_and_not_the_dealers(tmp_path, monkeypatch):
-    """Two drop out, so that one further missing client is below the threshold."""
-
-    def behave(partition, number, kind, message, honest):
-        if partition in (4, 5) and (number, kind) == (1, "masked"):
-            return Message(Error(2, "gone"), reply_to=message)
-        reply = honest()
-        if (partition, number, kind) == (2, 1, "unmask"):
-            shares = next(iter(reply.content["arrays"].values())).data
-            reply.content["arrays"] = to_pieces({"shares": shamir.NO_SHARE * (len(shares) // 33)})
-        return reply
-
-    misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
-    first, second = records_of(run)
-    assert "3 shares" in first["refused"]
-    assert second["skipped"] == [2]
-    assert "refused" not in second
 
 
 @pytest.mark.parametrize(
@@ -679,8 +593,7 @@ def test_accusations_of_one_client_exclude_only_itself(tmp_path, monkeypatch):
         return reply
 
     misbehave(monkeypatch, behave)
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
-    for record in records_of(run):
+    for record in records_of(run(tmp_path, num_rounds=2)):
         assert "refused" not in record
         assert [c["partition-id"] for c in record["clients"]] == [0, 1, 2, 3, 4]
 
@@ -704,36 +617,27 @@ def bytes_in(plan):
 @pytest.mark.slow
 def test_a_plan_counts_the_bytes(tmp_path):
     """For a round without failures; run ids and bounds differ by a few digits."""
-    (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6))
-    plan = plan_of(QUICK, 6)
-    up, down = bytes_in(plan)
+    (record,) = records_of(run(tmp_path))
+    up, down = bytes_in(plan_of(QUICK, 6))
     assert record["bytes-up"] == up
     assert 0 <= down - record["bytes-down"] < 6 * 100
-    mixed = QUICK | {"budgets": "uniform"}
-    (record,) = records_of(simulate(mixed | {"output-dir": str(tmp_path / "mixed")}, 6))
-    assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
+    (record,) = records_of(run(tmp_path, budgets="uniform"))
+    assert record["bytes-up"] <= bytes_in(plan_of(QUICK | {"budgets": "uniform"}, 6))[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
+    run_dir = run(tmp_path, report=True, tracking="tensorboard").run_dir
     masked = "the server sees sums over at least 4 clients, head by head"
-    assert f"secure-aggregation: {masked}" in (run.run_dir / "log.txt").read_text()
-    (card,) = run.run_dir.glob("*/README.md")
-    for page in (card, run.run_dir / "report" / "index.html"):
-        assert f"masked: {masked}" in page.read_text()
-    assert view_of(RecordedRun.read(run.run_dir))["facts"]["uploads"] == f"masked: {masked}"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_charts")
-def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)
-    assert list((run.run_dir / "tensorboard").iterdir())
-    run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
-    page = (run.run_dir / "report" / "index.html").read_text()
+    assert f"secure-aggregation: {masked}" in (run_dir / "log.txt").read_text()
+    (card,) = run_dir.glob("*/README.md")
+    page = (run_dir / "report" / "index.html").read_text()
+    assert f"masked: {masked}" in card.read_text()
+    assert f"masked: {masked}" in page
     assert "Training loss by round" not in page
+    assert view_of(RecordedRun.read(run_dir))["facts"]["uploads"] == f"masked: {masked}"
+    assert list((run_dir / "tensorboard").iterdir())
 
 
 def test_flowers_simulation_is_refused_as_its_nodes_have_no_keys():
@@ -744,28 +648,15 @@ def test_flowers_simulation_is_refused_as_its_nodes_have_no_keys():
         check_simulation(grid, loaded, config)
 
 
-def set_node_configs(monkeypatch, config_by_partition):
-    """Update the node configs of devices, by partition."""
-
-    def reply(message, context, honest=worker_process.reply_of):
-        config = config_by_partition.get(int(context.node_config["partition-id"]), {})
-        original_config = dict(context.node_config)
-        context.node_config.update(config)
-        try:
-            return honest(message, context)
-        finally:
-            context.node_config.clear()
-            context.node_config.update(original_config)
-
-    monkeypatch.setattr(in_process_grid, "reply_of", reply)
-
-
 def test_a_device_that_requires_privacy_refuses_other_runs(tmp_path, monkeypatch, caplog):
     """Only the device itself is rejected, and the log has the reason."""
-    set_node_configs(monkeypatch, {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}})
-    settings = QUICK | {"secure-aggregation": False, "output-dir": str(tmp_path)}
-    run = simulate(settings, 6)
-    (record,) = records_of(run)
+    required = {5: {"require-secure-aggregation": True}, 4: {"max-epsilon": 8}}
+
+    def behave(partition, number, kind, message, honest):
+        return honest(node_config=required.get(partition, {}))
+
+    misbehave(monkeypatch, behave)
+    (record,) = records_of(run(tmp_path, secure_aggregation=False))
     assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2, 3]
     assert "require-secure-aggregation = true: got a run with" in caplog.text
     assert "max-epsilon = 8: got a run with privacy = 'none'" in caplog.text

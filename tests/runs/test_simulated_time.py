@@ -1,7 +1,7 @@
 """Runs in simulated time: the ends of rounds, and resuming to the same bits."""
 
+import functools
 import itertools
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,33 +15,30 @@ from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.buffered import Buffered
 from ravan_flwr.training.plan import plan_of
+from tests import short_runs
 from tests.hand_made import settings_from
+from tests.short_runs import SHORT, records_of, same_bits
 
-SHORT: dict[str, Any] = {
-    "num-rounds": 3, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
-    "eval-every": 10, "processes": 1,
+TIMED: dict[str, Any] = {
+    "num-rounds": 3, "local-steps": 1, "batch-size": 4, "eval-every": 10, "processes": 1,
+    "devices": "edge-gpus",
 }  # fmt: skip
+run = functools.partial(short_runs.run, clients=8, settings=TIMED)
 
 
-def records(run):
-    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
-
-
-def last_state(run):
-    return load_file(sorted(run.run_dir.glob("checkpoints/round-*.safetensors"))[-1])
+def last_state(simulation):
+    return load_file(sorted(simulation.run_dir.glob("checkpoints/round-*.safetensors"))[-1])
 
 
 @pytest.mark.slow
 def test_a_round_ends_with_its_slowest_client(tmp_path):
-    (tmp_path / "devices.yaml").write_text(
+    devices = tmp_path / "devices.yaml"
+    devices.write_text(
         "- {name: fast, clients: 3, teraflops: 1, downlink: 80, uplink: 8}\n"
         "- {name: slow, teraflops: 1, downlink: 0.8, uplink: 0.08}\n"
     )
-    settings = SHORT | {
-        "devices": str(tmp_path / "devices.yaml"), "clients-per-round": 4,
-        "output-dir": str(tmp_path), "until-time": 1.0,
-    }  # fmt: skip
-    rounds = records(simulate(settings, num_clients=4))
+    settings = {"devices": str(devices), "clients_per_round": 4, "until_time": 1.0}
+    rounds = records_of(run(tmp_path, clients=4, **settings))
     first = {client["partition-id"]: client for client in rounds[0]["clients"]}
     assert {c["device"] for c in first.values()} == {"fast", "slow"}
     slow = first[3]
@@ -69,28 +66,21 @@ def test_a_run_in_simulated_time_resumes_to_the_same_bits(tmp_path, monkeypatch,
         "- {name: fast, clients: 7, teraflops: 1, downlink: 80, uplink: 80}\n"
         "- {name: slow, teraflops: 1, downlink: 0.08, uplink: 0.08}\n"
     )
-    settings = SHORT | {"devices": "edge-gpus", "output-dir": str(tmp_path)} | aggregation
-    uninterrupted, rounds = simulate(settings, num_clients=8), settings["num-rounds"]
-    stopped = simulate(settings | {"num-rounds": rounds - 2}, num_clients=8)
-    resumed = simulate(
-        settings | {"resume": str(stopped.run_dir), "num-rounds": rounds}, num_clients=8
-    )
+    rounds = aggregation.get("num-rounds", 3)
+    uninterrupted = run(tmp_path, **aggregation)
+    stopped = run(tmp_path, **aggregation | {"num-rounds": rounds - 2})
+    resumed = run(tmp_path, **aggregation, resume=str(stopped.run_dir))
     assert resumed.run_dir == stopped.run_dir
-    expected, actual = records(uninterrupted), records(resumed)
+    expected, actual = records_of(uninterrupted), records_of(resumed)
     assert [r["time"] for r in expected] == [r["time"] for r in actual]
-    states = last_state(uninterrupted), last_state(resumed)
-    assert states[0].keys() == states[1].keys()
-    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+    assert same_bits(last_state(uninterrupted), last_state(resumed))
 
 
 @pytest.mark.slow
 def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path, monkeypatch):
     """The run is killed with two of three updates: they are computed again, and count once."""
-    settings = SHORT | {
-        "devices": "edge-gpus", "output-dir": str(tmp_path), "aggregation": "async",
-        "buffer-size": 3, "concurrency": 5,
-    }  # fmt: skip
-    uninterrupted = simulate(settings, num_clients=8)
+    settings = {"aggregation": "async", "buffer_size": 3, "concurrency": 5}
+    uninterrupted = run(tmp_path, **settings)
     version, calls = Buffered.version, itertools.count(1)
 
     def kill_at_sixth_update(self, round_, sent):
@@ -98,70 +88,55 @@ def test_a_run_killed_with_a_part_of_a_buffer_resumes_to_the_same_bits(tmp_path,
             raise KeyboardInterrupt
         return version(self, round_, sent)
 
-    monkeypatch.setattr(Buffered, "version", kill_at_sixth_update)
-    folder = tmp_path / "killed"
-    with pytest.raises(KeyboardInterrupt):
-        simulate(settings | {"output-dir": str(folder)}, num_clients=8)
-    monkeypatch.setattr(Buffered, "version", version)
-    (killed,) = folder.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "version", kill_at_sixth_update)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "killed", **settings)
+    (killed,) = (tmp_path / "killed").iterdir()
     assert len((killed / "rounds.jsonl").read_text().splitlines()) == 1
     resumed = simulate({"resume": str(killed)})
 
-    def spans_of(run):
+    def spans_of(simulation):
         return [
             (r["time"], [(c["partition-id"], c["span"], c.get("staleness")) for c in r["clients"]])
-            for r in records(run)
+            for r in records_of(simulation)
         ]
 
     assert spans_of(resumed) == spans_of(uninterrupted)
-    states = last_state(uninterrupted), last_state(resumed)
-    assert states[0].keys() == states[1].keys()
-    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+    assert same_bits(last_state(uninterrupted), last_state(resumed))
 
 
 @pytest.mark.slow
 def test_budgets_by_speed_give_slow_devices_smaller_fractions(tmp_path):
-    run = simulate(
-        SHORT | {
-            "devices": "edge-gpus", "budgets": "by-speed", "num-rounds": 1,
-            "clients-per-round": 8, "output-dir": str(tmp_path),
-        },
-        num_clients=8,
-    )  # fmt: skip
-    fractions = {c["partition-id"]: c["budget-fraction"] for c in records(run)[0]["clients"]}
-    assert 0.25 <= min(fractions.values()) < max(fractions.values()) == 1.0
+    (record,) = records_of(run(tmp_path, budgets="by-speed", num_rounds=1, clients_per_round=8))
+    fractions = [client["budget-fraction"] for client in record["clients"]]
+    assert 0.25 <= min(fractions) < max(fractions) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "clients"),
     [
-        (TaskType.SERVER_APP, "got SuperNodes of a deployment, whose clients take real time"),
-        (TaskType.SIMULATION, "got Flower's simulation, whose clients take real time"),
+        (TaskType.SERVER_APP, "got SuperNodes of a deployment"),
+        (TaskType.SIMULATION, "got Flower's simulation"),
     ],
 )
-def test_simulated_devices_are_refused_for_real_clients(kind, message):
+def test_simulated_devices_are_refused_for_real_clients(kind, clients):
     grid: Any = SimpleNamespace(run=SimpleNamespace(primary_task_type=kind))
     context = Context(1, 0, {}, RecordDict(), settings_from({"devices": "phones"}))
-    with pytest.raises(
-        ValueError, match=f"devices = 'phones': {message}, expected a run in process"
-    ):
+    with pytest.raises(ValueError, match=f"devices = 'phones': {clients}"):
         server_app.run(grid, context)
 
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.slow
 def test_report_and_plan_show_simulated_time(tmp_path):
-    settings = SHORT | {"devices": "edge-gpus", "eval-every": 1, "output-dir": str(tmp_path)}
-    runs = [
-        simulate(settings | {"num-rounds": 2} | changes, num_clients=8)
-        for changes in ({}, {"aggregation": "async"})
-    ]
+    settings = {"num_rounds": 2, "eval_every": 1}
+    runs = [run(tmp_path, aggregation=kind, **settings) for kind in ("sync", "async")]
     write_report([run.run_dir for run in runs], tmp_path / "report")
     assert "Accuracy by time of the devices" in (tmp_path / "report" / "index.html").read_text()
     for name in ("devices", "idle"):
         assert (tmp_path / "report" / f"run2-{name}.png").is_file()
-    recorded = RecordedRun.read(runs[0].run_dir)
-    seconds = [record["time"] for record in records(runs[0])]
-    assert recorded.curve("accuracy")["time"] == seconds
-    assert "s on the slowest" in plan_of(settings, 8)
-    assert "s on the slowest" not in plan_of(settings | {"devices": "auto"}, 8)
+    seconds = [record["time"] for record in records_of(runs[0])]
+    assert RecordedRun.read(runs[0].run_dir).curve("accuracy")["time"] == seconds
+    assert "s on the slowest" in plan_of(SHORT | TIMED, 8)
+    assert "s on the slowest" not in plan_of(SHORT | TIMED | {"devices": "auto"}, 8)

@@ -1,67 +1,60 @@
-"""Runs with sparse messages: their bytes, and other settings with them."""
+"""Runs with sparse or rounded messages: their bytes, and other settings with them."""
 
-import json
-from typing import Any
+import functools
 
 import pytest
-import torch
 
-from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.training.cost import Skeleton
+from tests import short_runs
+from tests.short_runs import SHORT, records_of, same_bits, state_of
 
-SHORT: dict[str, Any] = {
-    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "processes": 1,
-    "classifier": "trained", "tracking": "none", "report": False,
-}  # fmt: skip
-
-
-def run(tmp_path, clients=2, **settings):
-    settings_by_key = {key.replace("_", "-"): value for key, value in settings.items()}
-    return simulate(SHORT | settings_by_key | {"output-dir": str(tmp_path)}, clients)
+TRAINED = {"clients-per-round": 2, "processes": 1, "classifier": "trained"}
+SPARSE = {"sparsity": "1/4:1/16"}
+run = functools.partial(short_runs.run, clients=2, settings=TRAINED)
 
 
 def rounds(simulation):
-    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["round"]]
+    return [record for record in records_of(simulation) if record["round"]]
 
 
-def state_of(simulation, number=2):
-    return load_checkpoint(simulation.run_dir / "checkpoints", number).state
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.sparse_down and m.sparse_up])
-def test_a_runs_bytes_are_those_of_the_plan(name, tmp_path):
-    simulation = run(tmp_path, method=name, sparsity="1/4:1/16")
-    settings = {**SHORT, "method": name}
-    sparse_costs = Skeleton(read_config(settings | {"sparsity": "1/4:1/16"}))
-    records = rounds(simulation)
+@pytest.mark.slow(kept=6)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *((name, SPARSE) for name, m in METHODS.items() if m.sparse_down and m.sparse_up),
+        *((name, {"wire": "int8"}) for name in METHODS),
+        *(("ravan", {"wire": wire}) for wire in ("float16", "bfloat16")),
+    ],
+)
+def test_a_runs_bytes_are_those_of_the_plan(name, setting, tmp_path):
+    records = rounds(run(tmp_path, method=name, **setting))
+    settings = SHORT | TRAINED | {"method": name}
+    costs, plain = (Skeleton(read_config(settings | more)) for more in (setting, {}))
     for record in records:
         sends_nothing = name == "feddpa" and record["round"] == 2  # a round without uploads
-        up = 0 if sends_nothing else sparse_costs.bytes_up(1.0)
+        up = 0 if sends_nothing else costs.bytes_up(1.0)
         clients = record["clients"]
         assert [c["bytes-up"] for c in clients] == [up] * (1 if METHODS[name].pools else 2)
         assert record["rejected"] == []
         assert "refused" not in record
-    down = [c["bytes-down"] for c in records[-1]["clients"]]
-    assert all(number <= sparse_costs.bytes_down(1.0) for number in down)
-    dense_costs = Skeleton(read_config(settings))
-    if name != "local":  # a sixteenth of the numbers, with positions: below an eighth
-        assert sparse_costs.bytes_up(1.0) < dense_costs.bytes_up(1.0) / 8
-        assert sparse_costs.bytes_down(1.0) < dense_costs.bytes_down(1.0)
+        if name != "fed-sb" or record["round"] > 1:  # whose first message has the bases as well
+            assert all(c["bytes-down"] <= costs.bytes_down(1.0) for c in clients)
+    if setting == SPARSE and name != "local":
+        # A sixteenth of the numbers, with positions: below an eighth.
+        assert costs.bytes_up(1.0) < plain.bytes_up(1.0) / 8
+        assert costs.bytes_down(1.0) < plain.bytes_down(1.0)
+    if setting != SPARSE:
+        ratio = {"int8": 1 / 4, "float16": 1 / 2, "bfloat16": 1 / 2}[setting["wire"]]
+        assert costs.bytes_up(1.0) == pytest.approx(ratio * plain.bytes_up(1.0), rel=0.04)
 
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("name", ["ravan", "fedit", "flora", "fedsa-lora"])
 def test_density_one_gives_the_bits_of_a_run_without_sparsity(name, tmp_path):
     first, second = run(tmp_path, method=name), run(tmp_path, method=name, sparsity="1.0:1")
-    assert same(state_of(first), state_of(second))
+    assert same_bits(state_of(first, 2), state_of(second, 2))
     assert [r["bytes-up"] for r in rounds(first)] == [r["bytes-up"] for r in rounds(second)]
 
 
@@ -70,7 +63,7 @@ def test_a_density_close_to_one_gives_nearly_the_same_state(sparsity, tmp_path):
     # The smallest number of each row is dropped. Two steps of Adam change a number by up to 0.006.
     state = state_of(run(tmp_path, num_rounds=1), 1)
     second = state_of(run(tmp_path, num_rounds=1, sparsity=sparsity), 1)
-    assert not same(state, second)
+    assert not same_bits(state, second)
     assert max(float((second[name] - state[name]).abs().max()) for name in state) < 0.003
     assert max(float(state[name].abs().max()) for name in state) > 0.003
 
@@ -90,24 +83,22 @@ def test_a_density_close_to_one_gives_nearly_the_same_state(sparsity, tmp_path):
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_sparsity_with_other_settings_resumes_to_the_same_bits(settings, tmp_path):
-    settings = {"sparsity": "1/4:1/4", **settings}
-    uninterrupted = run(tmp_path, 4, **settings)
-    assert not any("refused" in record for record in rounds(uninterrupted))
-    assert not any(record["rejected"] for record in rounds(uninterrupted))
+    settings = {"sparsity": "1/4:1/4", "clients": 4, **settings}
+    uninterrupted = run(tmp_path, **settings)
+    assert not any("refused" in record or record["rejected"] for record in rounds(uninterrupted))
     if settings.get("privacy") == "client":
         return  # a resumed run samples clients and noise again
-    resumed = run(tmp_path, 4, resume=str(run(tmp_path, 4, **settings, num_rounds=1).run_dir),
-                  **settings)  # fmt: skip
-    assert settings.get("privacy") or same(state_of(uninterrupted), state_of(resumed))
+    stopped = run(tmp_path, **settings, num_rounds=1)
+    resumed = run(tmp_path, resume=str(stopped.run_dir), **settings)
+    assert settings.get("privacy") or same_bits(state_of(uninterrupted, 2), state_of(resumed, 2))
 
 
 @pytest.mark.slow
 def test_simulated_time_and_max_bytes_count_sparse_bytes(tmp_path):
-    times, num_rounds = {}, {}
-    for sparsity in ("1:1", "1/16:1/16"):
-        timed = run(tmp_path, devices="phones", sparsity=sparsity)
-        times[sparsity] = rounds(timed)[-1]["time"]
+    times, num_rounds = [], []
+    for sparsity in ("1/16:1/16", "1:1"):
+        times.append(rounds(run(tmp_path, devices="phones", sparsity=sparsity))[-1]["time"])
         limited = run(tmp_path, num_rounds=3, sparsity=sparsity, max_bytes=200_000.0)
-        num_rounds[sparsity] = len(rounds(limited))
-    assert times["1/16:1/16"] < times["1:1"]
-    assert num_rounds["1/16:1/16"] > num_rounds["1:1"]
+        num_rounds.append(len(rounds(limited)))
+    assert times[0] < times[1]
+    assert num_rounds[0] > num_rounds[1]
