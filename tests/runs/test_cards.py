@@ -86,11 +86,12 @@ def test_a_card_says_where_the_examples_were(run, tmp_path):
     read = RunDirectory(run[1])
     summary = read.read_summary()
     assert summary.pop("simulated") is True
-    for given, text in (
+    cases: tuple[tuple[Any, str], ...] = (
         ({"simulated": True}, "Clients were simulated on one machine"),
         ({"simulated": False}, "The examples stayed on the clients; the clients' updates were"),
         ({}, "Each client trained on its own examples; the clients' updates were"),
-    ):
+    )
+    for given, text in cases:
         fill_card(
             tmp_path, "merged", read.read_config(), summary | given, summary["metrics"]["final"]
         )

@@ -190,7 +190,11 @@ def test_local_clients_are_independent(tmp_path):
 
 @pytest.mark.slow
 def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
-    settings = {"validation-share": 0.25, "partition": "dirichlet", "method": "centralised"}
+    settings: dict[str, Any] = {
+        "validation-share": 0.25,
+        "partition": "dirichlet",
+        "method": "centralised",
+    }
     loaded = ModelAndData(read_config(settings))
     parts = [loaded.partition(number, 3) for number in range(3)]
     pooled = loaded.pooled(3)

@@ -5,6 +5,7 @@ import signal
 import time
 from multiprocessing.connection import wait
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.forks,
 ]
 
-METHODS: list[dict[str, object]] = [
+METHODS: list[dict[str, Any]] = [
     {"method": "ravan", "budgets": "skewed-right", "wire": "int8", "over-sample": 1.5},
     {"method": "fedit", "evaluate-on": "clients", "validation-share": 0.2},
     {"method": "fed-sb"},
@@ -32,7 +33,7 @@ METHODS: list[dict[str, object]] = [
 ]
 # Other methods that adapt to budgets, as RAVAN.
 WITH_SMALL_BUDGETS = ("hetlora", "flexlora", "raflora", "flora", "fed-plora")
-AVERAGED = {"weighting": "median", "server-optimizer": "momentum"}
+AVERAGED: dict[str, Any] = {"weighting": "median", "server-optimizer": "momentum"}
 METHODS += [
     {"method": name}
     | (AVERAGED if listed.averages else {})

@@ -1,6 +1,7 @@
 """Runs with sparse or rounded messages: their bytes, and other settings with them."""
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,9 @@ def rounds(simulation):
 )
 def test_a_runs_bytes_are_those_of_the_plan(name, setting, tmp_path):
     records = rounds(run(tmp_path, method=name, **setting))
-    settings = SHORT | TRAINED | {"method": name}
-    costs, plain = (Skeleton(read_config(settings | more)) for more in (setting, {}))
+    settings: dict[str, Any] = SHORT | TRAINED | {"method": name}
+    costs = Skeleton(read_config(settings | setting))
+    plain = Skeleton(read_config(settings))
     for record in records:
         sends_nothing = name == "feddpa" and record["round"] == 2  # a round without uploads
         up = 0 if sends_nothing else costs.bytes_up(1.0)
