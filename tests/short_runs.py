@@ -30,6 +30,12 @@ def state_of(simulation, number):
     return load_checkpoint(simulation.run_dir / "checkpoints", number).state
 
 
+def saved(simulation, number=2):
+    """Return all tensors of a checkpoint, with the memory that a resumed run needs."""
+    checkpoint = load_checkpoint(simulation.run_dir / "checkpoints", number)
+    return checkpoint.state | checkpoint.memory
+
+
 def same_bits(first, second):
     """Return whether two states have the same tensors."""
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)

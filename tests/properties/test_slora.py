@@ -19,7 +19,7 @@ from tests.methods import (
     deltas,
     train_client,
 )
-from tests.short_runs import records_of, run, same_bits, state_of
+from tests.short_runs import records_of, run, same_bits, saved
 
 
 def change_of(seed, layer):
@@ -130,4 +130,4 @@ def test_a_run_starts_with_a_sparse_round_and_continues_from_it(tmp_path):
     assert (whole.run_dir / "adapter" / "adapter_model.safetensors").is_file()
     first = run(tmp_path / "part", 20, settings, num_rounds=1)
     again = run(tmp_path / "part", 20, settings, resume=str(first.run_dir))
-    assert same_bits(state_of(whole, 2), state_of(again, 2))
+    assert same_bits(saved(whole), saved(again))

@@ -36,7 +36,7 @@ from ravan_flwr.training import masked
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
 from tests import short_runs
-from tests.short_runs import SHORT, records_of, same_bits, state_of
+from tests.short_runs import SHORT, records_of, same_bits, saved, state_of
 from tests.unit.secure.rounds import step_of
 
 QUICK: dict[str, Scalar] = SHORT | {
@@ -221,7 +221,7 @@ def test_a_secure_run_resumes_to_the_same_bits(tmp_path):
     uninterrupted = run(tmp_path, budgets="uniform", num_rounds=2)
     first = run(tmp_path, budgets="uniform")
     resumed = run(tmp_path, budgets="uniform", num_rounds=2, resume=str(first.run_dir))
-    assert same_bits(state_of(uninterrupted, 2), state_of(resumed, 2))
+    assert same_bits(saved(uninterrupted), saved(resumed))
 
 
 # Hostile nodes.

@@ -19,7 +19,6 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS, affordable, budget_fraction
-from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training import local_steps as training
@@ -27,7 +26,7 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.model_and_data import get_model_and_data
 from tests import short_runs
-from tests.short_runs import SHORT, records_of, same_bits
+from tests.short_runs import SHORT, records_of, same_bits, saved
 
 run = functools.partial(short_runs.run, clients=4)
 TRAIN = "ravan_flwr.client.answers.train_locally"
@@ -35,12 +34,6 @@ TRAIN = "ravan_flwr.client.answers.train_locally"
 
 def without_times(summary):
     return {k: v for k, v in summary.items() if k not in {"seconds", "finished", "run-id"}}
-
-
-def saved(simulation, number=2):
-    """Return the tensors of a checkpoint, with those of the server's optimizer."""
-    checkpoint = load_checkpoint(simulation.run_dir / "checkpoints", number)
-    return checkpoint.state | checkpoint.memory
 
 
 def clients_of(simulation):

@@ -9,7 +9,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.training.cost import Skeleton
 from tests import short_runs
-from tests.short_runs import SHORT, records_of, same_bits, state_of
+from tests.short_runs import SHORT, records_of, same_bits, saved, state_of
 
 TRAINED = {"clients-per-round": 2, "processes": 1, "classifier": "trained"}
 SPARSE = {"sparsity": "1/4:1/16"}
@@ -56,7 +56,7 @@ def test_a_runs_bytes_are_those_of_the_plan(name, setting, tmp_path):
 @pytest.mark.parametrize("name", ["ravan", "fedit", "flora", "fedsa-lora"])
 def test_density_one_gives_the_bits_of_a_run_without_sparsity(name, tmp_path):
     first, second = run(tmp_path, method=name), run(tmp_path, method=name, sparsity="1.0:1")
-    assert same_bits(state_of(first, 2), state_of(second, 2))
+    assert same_bits(saved(first), saved(second))
     assert [r["bytes-up"] for r in rounds(first)] == [r["bytes-up"] for r in rounds(second)]
 
 
@@ -92,7 +92,7 @@ def test_sparsity_with_other_settings_resumes_to_the_same_bits(settings, tmp_pat
         return  # a resumed run samples clients and noise again
     stopped = run(tmp_path, **settings, num_rounds=1)
     resumed = run(tmp_path, resume=str(stopped.run_dir), **settings)
-    assert settings.get("privacy") or same_bits(state_of(uninterrupted, 2), state_of(resumed, 2))
+    assert settings.get("privacy") or same_bits(saved(uninterrupted), saved(resumed))
 
 
 @pytest.mark.slow
