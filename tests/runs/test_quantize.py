@@ -124,7 +124,7 @@ def test_heads_are_selected_by_score(dtype, scoring, settings, tmp_path):
     clients = [client for record in records_of(run) for client in record["clients"]]
     assert any(client["heads"] < 4 for client in clients)
     linear = torch.nn.Linear(4, 8)
-    norm = float(linear.weight.norm())
+    norm = float(linear.weight.detach().norm())
     assert weight_norm(linear) == pytest.approx(norm)
     network = torch.nn.ModuleDict({"a": linear})
     quantize(network, dtype, [])

@@ -56,7 +56,7 @@ def test_the_page_has_a_line_for_each_subpackage():
 
 
 def test_the_walk_through_a_round_names_every_file_of_the_server():
-    walk = PAGE.read_text().split("## What happens to one round")[1].split("\n## ")[0]
+    walk = PAGE.read_text().split("## Before the first round")[1].split("\n## RAVAN")[0]
     named_files = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", walk))
     assert all((PACKAGE / path).is_file() for path in named_files)
     files = {f"server/{path.name}" for path in (PACKAGE / "server").glob("*.py")}

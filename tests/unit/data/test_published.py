@@ -123,7 +123,7 @@ def test_csv_with_more_fields_than_its_header_is_refused(tmp_path):
 def test_csv_with_other_separators_is_refused(mark, tmp_path):
     file = tmp_path / "train.csv"
     file.write_text(f"\ufefftext{mark}label\nHello, world{mark}a\n", encoding="utf-8")
-    message = re.escape(f"train.csv: separated by {mark!r}, expected ','")
+    message = re.escape(f"separated by {mark!r}, expected ','")
     for read in (lambda: every_split(str(tmp_path), "", ""), lambda: rows_of(file, {"text": "x"})):
         with pytest.raises(ValueError, match=message):
             read()

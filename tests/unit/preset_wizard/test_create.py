@@ -29,13 +29,14 @@ def as_lines(folder, rows, name="train"):
     return str(folder)
 
 
-LABELS = [name.partition(".")[0] for name, _ in docstrings()]  # modules of the standard library
+def labelled(name, text):
+    """Return a docstring's row; its label is a module of the standard library."""
+    return {"id": name, "text": text, "label": name.partition(".")[0]}
 
 
 @pytest.fixture
 def texts(tmp_path):
-    rows = zip(docstrings(), LABELS, strict=True)
-    return as_lines(tmp_path / "texts", [{"id": t[0], "text": t[1], "label": n} for t, n in rows])
+    return as_lines(tmp_path / "texts", [labelled(*row) for row in docstrings()])
 
 
 @pytest.fixture

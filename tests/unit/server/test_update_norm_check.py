@@ -199,4 +199,4 @@ def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not(name, changes):
         sums.add({"sketch": ones}, 1.0)
     else:
         with pytest.raises(ValueError, match=r"changes change by 1 .*0.1 = learning-rate"):
-            sums.add({"change": ones}, 1.0)
+            sums.offer({"change": ones}, 1.0)
