@@ -71,9 +71,10 @@ def test_the_batch_for_scoring_heads_is_no_training_step(monkeypatch):
 
 def test_a_clients_upload_does_not_depend_on_earlier_clients(shared):
     """With some of the heads; below with all, for every method."""
-    alone = train(shared, 0.25)
+    before, alone = snapshot(shared.model), train(shared, 0.25)
     train(shared, 0.25, client=1)
     again = train(shared, 0.25)
+    assert same_bits(before, snapshot(shared.model))
     assert same_bits(alone.upload, again.upload)
     assert alone.train_loss == again.train_loss
     assert all(p.grad is None for p in shared.model.network.parameters())
@@ -173,6 +174,10 @@ def test_local_steps_change_the_selected_heads_alone(shared, fraction):
 def test_rounds_and_clients_have_different_batches(shared):
     losses = {train(shared, 1.0, r, 0, steps=1).train_loss for r in (1, 2, 3)}
     assert len(losses) == 3
+
+
+def test_training_lowers_the_loss(shared):
+    assert train(shared, steps=30).train_loss < 0.8 * train(shared, steps=1).train_loss
 
 
 def test_evaluation_is_the_mean_for_any_batch_size(shared):
