@@ -27,8 +27,6 @@ STATE = {"H": torch.arange(24.0).view(6, 2, 2)}
 
 
 class StoringNodes(Nodes):
-    """Nodes that keep delivered results in memory."""
-
     def __init__(self, **kwargs):
         super().__init__(**({"keeps_result": True} | kwargs))
         self.stored = {}
@@ -59,23 +57,22 @@ def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
     client_registry = ClientRegistry(config, loaded_of(), for_training=False)
     client_registry.gather(nodes, wait=True)
-    message_builder = MessageBuilder(client_registry.nodes, None)
-    given = client_registry, message_builder
-    return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)
+    builder = MessageBuilder(client_registry.nodes, None)
+    return DeliverAtEnd(nodes, config, client_registry, builder, RunDirectory(Path()), STATE)
 
 
-def deliver(delivery, directory, summary):
-    delivery.directory = directory
+def deliver(delivery, directory):
+    """Return the summary, to which the delivery has added its keys."""
+    delivery.directory, summary = directory, directory.read_summary()
     delivery.deliver(summary)
+    return summary
 
 
 def deliver_to(nodes, directory, **settings):
-    summary = directory.read_summary()
-    deliver(delivery_of(nodes, **settings), directory, summary)
-    written = directory.read_summary()
-    assert written == summary
-    assert written.keys() - {"delivered", "not-delivered", "run-id"} == SUMMARY.keys()
-    return written["delivered"], written["not-delivered"]
+    summary = deliver(delivery_of(nodes, **settings), directory)
+    assert directory.read_summary() == summary
+    assert summary.keys() - {"delivered", "not-delivered", "run-id"} == SUMMARY.keys()
+    return summary["delivered"], summary["not-delivered"]
 
 
 def delivered_to(*partitions):
@@ -85,7 +82,9 @@ def delivered_to(*partitions):
 def test_every_node_gets_the_whole_result_whatever_its_budget_fraction(directory):
     nodes = StoringNodes()
     nodes.registered[11] = registered_client(11, 3, budget_fraction=0.01, keeps_result=True)
-    assert deliver_to(nodes, directory, method="fedit") == (delivered_to(0, 1, 2, 3), [])
+    # A device that joined after the run had another number of partitions.
+    nodes.registered[15] = registered_client(15, 7, num_partitions=9, keeps_result=True)
+    assert deliver_to(nodes, directory, method="fedit") == (delivered_to(0, 1, 2, 3, 7), [])
     assert nodes.trained == []
     for parcel, state in nodes.stored.values():
         assert (parcel.run, parcel.last_round) == (directory.path.name, 3)
@@ -113,16 +112,13 @@ def test_clients_without_a_delivery_are_listed_with_the_reason(directory, caplog
     nodes.registered[14] = registered_client(14, 0, backbone="another", keeps_result=True)
     delivery = delivery_of(nodes)
     away = nodes.registered.pop(11)
-    summary = directory.read_summary()
-    deliver(delivery, directory, summary)
+    summary = deliver(delivery, directory)
     assert summary["delivered"] == delivered_to(1)
-    assert [entry["client"] for entry in summary["not-delivered"]] == [
-        "partition 2", f"partition {away.partition_id}", "node 14",
-    ]  # fmt: skip
-    reasons = [entry["reason"] for entry in summary["not-delivered"]]
-    assert reasons[0] == NO_RESULT_PATH
-    assert reasons[1] == NOT_CONNECTED
-    assert reasons[2].startswith("refused: its backbone has fingerprint another, expected b")
+    *missed, refused = [(x["client"], x["reason"]) for x in summary["not-delivered"]]
+    expected = f"partition {away.partition_id}", NOT_CONNECTED
+    assert missed == [("partition 2", NO_RESULT_PATH), expected]
+    assert refused[0] == "node 14"
+    assert refused[1].startswith("refused: its backbone has fingerprint another, expected b")
     assert "result delivered to partition 1; 1 without result-path" in caplog.text
     assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
 
@@ -136,15 +132,13 @@ def test_a_delivery_to_no_client_is_logged_in_one_line(directory, caplog):
 
 
 def test_an_unresponsive_node_is_given_up_after_the_timeout(directory):
-    class Sleepers(StoringNodes):
-        def pull_messages(self, message_ids):
-            return [r for r in super().pull_messages(message_ids) if not self.is_unresponsive(r)]
+    class Sleeps(Attacker):
+        kind = KIND
 
-        def is_unresponsive(self, reply):
-            node = self.registered[reply.metadata.src_node_id]
-            return reply.metadata.message_type == KIND and node.partition_id == 2
+        def replies(self, honest, message):
+            return []
 
-    delivered, missed = deliver_to(Sleepers(), directory)
+    delivered, missed = deliver_to(AttackedKeepers(Sleeps()), directory)
     assert delivered == delivered_to(0, 1, 3)
     assert missed == [{"client": "partition 2", "reason": "no reply within 5 s"}]
 
@@ -163,13 +157,10 @@ def test_the_answer_of_a_node_that_reconnects_is_awaited(directory, monkeypatch)
             return super().fetch_ready(grid, ids) if len(polls) > 3 else iter(())
 
     delivery.registry._inbox = Slow()
-    answers, _ = delivery._to_all(parcel_of(directory))
+    parcel = delivering.make_parcel(directory, STATE, directory.read_summary())
+    answers, _ = delivery._to_all(parcel)
     assert [answers[f"partition {n}"] for n in (0, 1, 2, 3, 7)] == delivered_to(0, 1, 2, 3, 7)
     assert len(answers) == 5
-
-
-def parcel_of(directory):
-    return delivering.make_parcel(directory, STATE, directory.read_summary())
 
 
 # Attackers: those of training messages whose behaviour does not depend on training, and new ones.
@@ -194,45 +185,6 @@ class OtherRecords(Attacker):
         return Message(RecordDict({"kept": message.content["arrays"]}), reply_to=message)
 
 
-class AnotherState(Attacker):
-    reason = "it reports checksum 'feedfeedfeedfeed', expected"
-
-    def reply(self, honest, message):
-        honest.content["kept"]["checksum"] = "feed" * 4
-        return honest
-
-
-class FolderElsewhere(Attacker):
-    reason = r"folder = '../../../root', expected true and one of adapter, merged"
-
-    def reply(self, honest, message):
-        honest.content["kept"]["folder"] = "../../../root"
-        return honest
-
-
-class FullDisk(Attacker):
-    reason = "^its result-path cannot be written to: No space left on device$"
-
-    def reply(self, honest, message):
-        answer = refusal("its result-path cannot be written to: No space left on device")
-        return reply_with(message, answer)
-
-
-class ForgesARecord(Attacker):
-    reason = r'^\\x1b\[2K"\}\],\\n"delivered": \[\{'
-
-    def reply(self, honest, message):
-        return reply_with(message, {"kept": False, "reason": '\x1b[2K"}],\n"delivered": [{'})
-
-
-class LongFolder(Attacker):
-    reason = "kept = True, folder = "
-
-    def reply(self, honest, message):
-        honest.content["kept"]["folder"] = ["\x1b" * 10] * 100_000
-        return honest
-
-
 class Raises(Attacker):
     reason = "failed with code 2: out of memory"
 
@@ -240,25 +192,51 @@ class Raises(Attacker):
         return Message(Error(2, "out of memory"), reply_to=message)
 
 
+class Reports(Attacker):
+    """Change what an honest client confirms, or refuse."""
+
+    def __init__(self, pattern, **changes):
+        self.reason, self.changes = pattern, changes  # type: ignore[misc]
+
+    def reply(self, honest, message):
+        whole = self.changes if "kept" in self.changes else {}
+        return reply_with(message, whole or {**honest.content["kept"], **self.changes})
+
+
+FULL = "its result-path cannot be written to: No space left on device"
+REPORTS = {
+    "another state": Reports("reports checksum 'feedfeedfeedfeed', expected", checksum="feed" * 4),
+    "a folder elsewhere": Reports(
+        r"folder = '../../../root', expected true and one of adapter, merged",
+        folder="../../../root",
+    ),
+    "a full disk": Reports(f"^{FULL}$", **refusal(FULL)),
+    "a forged record": Reports(
+        r'^\\x1b\[2K"\}\],\\n"delivered": \[\{', kept=False, reason='\x1b[2K"}],\n"delivered": [{'
+    ),
+    "a long folder": Reports("kept = True, folder = ", folder=["\x1b" * 10] * 100_000),
+}
+
+
 class AttackedKeepers(Attacked, StoringNodes):
     pass
 
 
-NEW = [
-    Empty, OtherRecords, AnotherState, FolderElsewhere, FullDisk, ForgesARecord, LongFolder, Raises,
-]  # fmt: skip
+ATTACKERS = {
+    **{kind.__name__: kind() for kind in (*BEFORE, Empty, OtherRecords, Raises)},
+    **REPORTS,
+}
 
 
-@pytest.mark.parametrize("behaviour", [*BEFORE, *NEW], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("behaviour", ATTACKERS)
 def test_a_hostile_answer_fails_its_own_delivery_alone(behaviour, directory, caplog):
-    attacker = behaviour()
-    attacker.kind = KIND
-    delivered, missed = deliver_to(AttackedKeepers(attacker), directory)
+    attacker = ATTACKERS[behaviour]
+    attacker.kind = KIND  # type: ignore[misc]
+    delivered, (missed,) = deliver_to(AttackedKeepers(attacker), directory)
     assert delivered == delivered_to(0, 1, 3)
-    ((one),) = missed
-    assert one["client"] == "partition 2"
-    assert re.search(attacker.reason, one["reason"]), one["reason"]
-    assert len(one["reason"]) <= 500
+    assert missed["client"] == "partition 2"
+    assert re.search(attacker.reason, missed["reason"]), missed["reason"]
+    assert len(missed["reason"]) <= 500
     assert all("\x1b" not in line and "\n" not in line for line in caplog.messages)
 
 
@@ -279,13 +257,12 @@ def test_a_failed_delivery_is_recorded_and_raises_nothing(directory, caplog, mon
     delivery = delivery_of(nodes)
     monkeypatch.setattr(nodes, "get_node_ids", broken)
     monkeypatch.setattr(nodes, "push_messages", broken)
-    summary = directory.read_summary()
-    deliver(delivery, directory, summary)
+    summary = deliver(delivery, directory)
     assert directory.read_summary()["delivered"] == []
     assert summary["not-delivered"] == [{"client": "all", "reason": "nobody\\nthere"}]
     assert "the result was not delivered" in caplog.text
     monkeypatch.undo()
-    deliver(delivery, directory, summary)
+    summary = deliver(delivery, directory)
     assert (summary["delivered"], summary["not-delivered"]) == (delivered_to(0, 1, 2, 3), [])
 
 
@@ -303,7 +280,7 @@ def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, ca
     nodes = StoringNodes()
     delivery = delivery_of(nodes)
     monkeypatch.setattr(RunDirectory, "write_json", full)
-    deliver(delivery, directory, directory.read_summary())
+    deliver(delivery, directory)
     assert len(nodes.stored) == 4
     assert "the devices that have the result are not in summary.json: [Errno 28]" in caplog.text
 
@@ -312,7 +289,7 @@ def test_later_deliveries_extend_earlier_ones(directory):
     def offer(*numbers, **kwargs):
         nodes = StoringNodes(**kwargs)
         nodes.registered = {k: m for k, m in nodes.registered.items() if m.partition_id in numbers}
-        return deliver_again(nodes, directory)
+        return deliver_to(nodes, directory)
 
     assert offer(0, 1) == (delivered_to(0, 1), [])
     assert offer(2, keeps_result=False) == (
@@ -326,23 +303,9 @@ def test_later_deliveries_extend_earlier_ones(directory):
 
 
 def test_a_disconnected_client_keeps_its_delivery(directory):
-    summary = directory.read_summary()
     nodes = StoringNodes()
     delivery = delivery_of(nodes)
-    deliver(delivery, directory, summary)
+    deliver(delivery, directory)
     del nodes.registered[11], nodes.registered[14]
-    deliver(delivery, directory, summary)
+    summary = deliver(delivery, directory)
     assert (summary["delivered"], summary["not-delivered"]) == (delivered_to(0, 1, 2, 3), [])
-
-
-def deliver_again(nodes, directory):
-    summary = directory.read_summary()
-    deliver(delivery_of(nodes), directory, summary)
-    return summary["delivered"], summary["not-delivered"]
-
-
-def test_nodes_with_another_number_of_partitions_get_the_result(directory):
-    """A device that joined after the run had another number of partitions."""
-    nodes = StoringNodes()
-    nodes.registered[15] = registered_client(15, 7, num_partitions=9, keeps_result=True)
-    assert deliver_to(nodes, directory) == (delivered_to(0, 1, 2, 3, 7), [])

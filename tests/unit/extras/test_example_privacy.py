@@ -3,6 +3,7 @@
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ from tests.hand_made import (
 __all__ = ["fake_clock"]
 
 STEPS = 5
+SETTINGS: dict[str, Any] = {
+    "privacy": "example", "epsilon": 8.0, "local-steps": STEPS, "batch-size": 5,
+}  # fmt: skip
 
 
 class Devices(Nodes):
@@ -72,7 +76,6 @@ def refuse_training(partitions, from_round=1):
 
 
 def run_rounds(nodes, rounds=2, before=None, write=None, **settings):
-    """Run rounds; return notes, budget, the contents of the account's file, and the final state."""
     defaults: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12, "num_rounds": rounds,
@@ -97,14 +100,19 @@ def epsilon(examples, rounds, z=2.0):
 
 
 def test_sampled_clients_are_written_to_disk_before_messages_are_sent():
+    """The largest epsilon is that of the fewest examples, as all clients train."""
     nodes = Devices()
-    _, _, files, _ = run_rounds(nodes, rounds=2)
-    assert [messages for messages, _ in files] == [0, 4]
-    for number, (_, account) in enumerate(files, start=1):
-        assert account["asked"] == {
-            str(p): [min(1.0, 5 / (10 * (1 + p))), number] for p in range(4)
-        }  # fmt: skip
+    notes, budget, files, _ = run_rounds(nodes, rounds=3)
+    assert [messages for messages, _ in files] == [0, 4, 8]
+    rates = (5 / 10, 5 / 20, 5 / 30, 5 / 40)
+    for number, ((_, account), record) in enumerate(zip(files, notes.records, strict=True), 1):
+        assert account["asked"] == {str(p): [rate, number] for p, rate in enumerate(rates)}
         assert account["unit"] == "example"
+        spent = record["privacy"]
+        assert spent["epsilon"] == pytest.approx(epsilon(10, number))
+        assert (spent["unit"], spent["clip-norm"]) == ("example", 1.0)
+        assert "train-loss" not in record
+    assert budget.as_record()["epsilon"] == notes.records[-1]["privacy"]["epsilon"]
 
 
 def test_if_the_account_cannot_be_written_no_client_is_asked():
@@ -116,16 +124,6 @@ def test_if_the_account_cannot_be_written_no_client_is_asked():
     with pytest.raises(OSError, match="no space"):
         run_rounds(nodes, write=full)
     assert not nodes.asked
-
-
-def test_the_largest_epsilon_is_that_of_the_fewest_examples_where_all_train():
-    notes, budget, _, _ = run_rounds(Devices(), rounds=3)
-    for number, record in enumerate(notes.records, start=1):
-        spent = record["privacy"]
-        assert spent["epsilon"] == pytest.approx(epsilon(10, number))
-        assert (spent["unit"], spent["clip-norm"]) == ("example", 1.0)
-        assert "train-loss" not in record
-    assert budget.as_record()["epsilon"] == notes.records[-1]["privacy"]["epsilon"]
 
 
 def test_epsilon_is_the_largest_over_clients_by_their_own_rounds():
@@ -183,47 +181,40 @@ def test_clients_out_of_privacy_budget_are_skipped_until_too_few_remain():
     assert torch.equal(result["H"], notes.states[-1]["H"])
 
 
-def test_a_run_needs_min_replies_clients_within_the_privacy_budget():
+def test_a_run_needs_min_replies_clients_within_the_privacy_budget(monkeypatch):
+    """Where all clients are sampled, the last round is known before it ends."""
+    values, ends_after = [], ExampleBudget.ends_after
+
+    def recorded(self, rounds):
+        ends = ends_after(self, rounds)
+        if rounds == 1:
+            values.append(ends)
+        return ends
+
+    monkeypatch.setattr(ExampleBudget, "ends_after", recorded)
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
     notes, *_ = run_rounds(Devices(), rounds=99, epsilon=limit, min_replies=4)
     assert len(notes.records) == 2
+    assert values == [False, True]
     with pytest.raises(ValueError, match=r"epsilon = 0.01: one round takes .* room for one"):
         run_rounds(Devices(), epsilon=0.01, min_replies=4)
 
 
-def test_the_last_round_is_known_where_all_clients_are_sampled():
-    limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
-    nodes = Devices()
-    values = []
-    real = ExampleBudget.ends_after
-
-    def recorded(self, rounds):
-        if rounds == 1:
-            values.append(real(self, rounds))
-        return real(self, rounds)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExampleBudget, "ends_after", recorded)
-        run_rounds(nodes, rounds=99, epsilon=limit, min_replies=4)
-    assert values == [False, True]
-
-
 def test_a_refusal_is_recorded_and_its_client_is_not_sampled_again():
     nodes = Devices(behave=refuse_training({1}, from_round=2))
+    nodes.recounted = {2}
     notes, *_ = run_rounds(nodes, rounds=4)
-    rejected = notes.records[1]["rejected"]
-    assert rejected == [
-        {"client": "partition 1", "reason": "it trains no further: nothing is\\nleft"}
-    ]
+    assert notes.records[0]["recounted"] == [2]  # which had to rebuild its account
+    reason = "it trains no further: nothing is\\nleft"
+    assert notes.records[1]["rejected"] == [{"client": "partition 1", "reason": reason}]
     assert [record["rejected"] for record in notes.records[2:]] == [[], []]
     assert notes.records[2]["out-of-budget"] == [1]
     assert [len(record["clients"]) for record in notes.records] == [4, 3, 3, 3]
 
 
 def test_a_round_of_refusals_alone_changes_nothing_and_ends_the_run():
-    notes, _, _, result = run_rounds(
-        Devices(behave=refuse_training({0, 1, 2, 3}, from_round=2)), rounds=9
-    )
+    nodes = Devices(behave=refuse_training({0, 1, 2, 3}, from_round=2))
+    notes, _, _, result = run_rounds(nodes, rounds=9)
     assert len(notes.records) == 2
     assert len(notes.records[1]["rejected"]) == 4
     assert torch.equal(notes.states[0]["H"], notes.states[1]["H"])
@@ -241,28 +232,16 @@ def test_a_refusal_of_another_round_is_a_bad_reply():
         run_rounds(Devices(behave=behave))
 
 
-def test_clients_that_rebuilt_their_account_are_recorded():
-    nodes = Devices()
-    nodes.recounted = {2}
-    notes, *_ = run_rounds(nodes, rounds=1)
-    assert notes.records[0]["recounted"] == [2]
-
-
 def test_few_epsilons_are_computed_for_any_number_of_clients(monkeypatch):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     budget = ExampleBudget(config, lambda _: None)
     budget.multiplier = 2.0
     for p in range(1000):
         budget.counts[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
-    calls = []
-
-    def counting(*of):
-        calls.append(of)
-        return 1.0
-
-    monkeypatch.setattr(example_privacy, "epsilon_of", counting)
+    count = mock.Mock(return_value=1.0)
+    monkeypatch.setattr(example_privacy, "epsilon_of", count)
     assert budget.epsilon == 1.0
-    assert len(calls) <= 3
+    assert count.call_count <= 3
 
 
 ACCOUNT = {
@@ -276,6 +255,12 @@ def record_of(number):
     epsilon = epsilon_of(2.0, 0.5, 1e-5, number * STEPS)
     privacy = {"noise-multiplier": 2.0, "delta": 1e-5, "epsilon": epsilon}
     return ROUND | {"round": number, "privacy": privacy, "clients": [CLIENT | {"partition-id": 3}]}
+
+
+def write_files(folder, rounds, changes):
+    lines = (json.dumps(record_of(number)) + "\n" for number in range(1, rounds + 1))
+    (folder / "rounds.jsonl").write_text("".join(lines))
+    (folder / NAME).write_text(json.dumps(ACCOUNT | changes))
 
 
 def spending(rate, rounds, z=2.0):
@@ -306,17 +291,9 @@ def spending(rate, rounds, z=2.0):
     ],
 )
 def test_an_invalid_account_is_refused(changes, message, tmp_path):
-    settings: dict[str, Any] = {
-        "privacy": "example",
-        "epsilon": 8.0,
-        "local-steps": STEPS,
-        "batch-size": 5,
-    }
-    config = read_config(settings)
+    config = read_config(SETTINGS)
     directory, start = RunDirectory(tmp_path), ResumePoint({}, last_round=2)
-    lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))
-    (tmp_path / "rounds.jsonl").write_text("".join(lines))
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
+    write_files(tmp_path, 2, changes)
     with pytest.raises(ValueError, match=message):
         ExampleBudget.of(config, directory, start)
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
@@ -324,7 +301,7 @@ def test_an_invalid_account_is_refused(changes, message, tmp_path):
     assert budget is not None
     assert budget.counts == {3: (0.5, 2)}
     assert ExampleBudget.of(read_config({}), directory, start) is None
-    other = read_config(settings | {"noise-multiplier": 1.0})
+    other = read_config(SETTINGS | {"noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=r"noise-multiplier = 2.0, and the run has 1.0"):
         ExampleBudget.of(other, directory, start)
 
@@ -332,12 +309,12 @@ def test_an_invalid_account_is_refused(changes, message, tmp_path):
 def test_counts_that_the_records_exclude_are_refused_before_epsilon_is_computed(
     tmp_path, monkeypatch
 ):
-    config = read_config({"privacy": "example", "epsilon": 8.0, "local-steps": STEPS})
-    (tmp_path / "rounds.jsonl").write_text(json.dumps(record_of(1)) + "\n")
-    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | {"asked": {"3": [0.5, 10**6]}}))
+    write_files(tmp_path, 1, {"asked": {"3": [0.5, 10**6]}})
     monkeypatch.setattr(example_privacy, "epsilon_of", None)
     with pytest.raises(ValueError, match="it counts 1,000,000 rounds, and the records have 1"):
-        ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, last_round=1))
+        ExampleBudget.of(
+            read_config(SETTINGS), RunDirectory(tmp_path), ResumePoint({}, last_round=1)
+        )
 
 
 def test_a_resumed_run_needs_its_account(tmp_path):

@@ -22,11 +22,9 @@ def test_the_server_app_imports_no_optional_module(python):
     core = [*(PACKAGE / "server").glob("*.py"), PACKAGE / "server_app.py"]
     assert not [p for p in core for name in imported(p) if name.startswith("ravan_flwr.extras")]
     code = "import sys, ravan_flwr.server_app; print(*sys.modules)"
-    loaded = subprocess.run(
-        [python.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert "ravan_flwr.server.round" in loaded.stdout.split()
-    assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
+    loaded = subprocess.check_output([python.executable, "-c", code], text=True).split()
+    assert "ravan_flwr.server.round" in loaded
+    assert not [name for name in loaded if name.startswith("ravan_flwr.extras")]
 
 
 ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in releases.RELEASES.values()]
@@ -60,9 +58,8 @@ def test_the_release_of_the_documentation_works(monkeypatch):
     for opposed in (False, True):
         nodes = Shifted(method="ffa-lora")
         nodes.opposed = opposed
-        notes, strategy, _ = run(
-            nodes, rounds=1, method="ffa-lora", clients_per_round=4, evaluate_fn=lambda *_: None
-        )
+        settings = {"method": "ffa-lora", "clients_per_round": 4}
+        notes, strategy, _ = run(nodes, rounds=1, evaluate_fn=lambda *_: None, **settings)
         refused.append(notes.records[0].get("refused", ""))
     assert refused[0] == ""
     assert "cancel each other" in refused[1]

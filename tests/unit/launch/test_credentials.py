@@ -29,7 +29,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_for_each_machine(folder):
+def test_each_machine_has_a_folder_and_private_files_are_private(folder):
     assert {str(path.relative_to(folder)) for path in contents(folder)} == {
         "authority/ca.key", "authority/ca.crt",
         "superlink/ca.crt", "superlink/superlink.crt", "superlink/superlink.key",
@@ -37,15 +37,10 @@ def test_a_folder_for_each_machine(folder):
         "node-1/ca.crt", "node-1/node.key", "node-1/node.pub",
     }  # fmt: skip
     assert len(set(contents(folder).values())) == 8  # there are four copies of ca.crt
-
-
-def test_private_files_are_private(folder):
     for path in [folder, *folder.rglob("*")]:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if path.is_dir():
-            assert mode == 0o700, path
-        else:
-            assert mode == (0o600 if path.suffix == ".key" else 0o644), path
+        file_mode = 0o600 if path.suffix == ".key" else 0o644
+        expected = 0o700 if path.is_dir() else file_mode
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
 @pytest.mark.parametrize("name", ["server.example.org", "localhost", "192.0.2.7", "127.0.0.1"])
@@ -114,46 +109,36 @@ def test_hosts(host, tmp_path):
     assert not (tmp_path / "keys").exists()
 
 
+def refused(message, folder, hosts, nodes):
+    with pytest.raises(ValueError, match=message):
+        make_credentials(folder, hosts, nodes)
+
+
 def test_refusals(folder, tmp_path):
-    before = contents(folder)
-    for hosts, nodes, message in (
-        (["other.org"], 3, r"--host: got other\.org, but the certificate in .* is for server"),
-        ([], 0, "--nodes 0: expected a whole number at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_credentials(folder, hosts, nodes)
+    before, mine = contents(folder), tmp_path / "mine"
+    refused(r"--host: got other\.org, but the certificate .* for server", folder, ["other.org"], 3)
+    refused("--nodes 0: expected a whole number at least 1", folder, [], 0)
     assert make_credentials(folder, HOSTS, 2) == []  # all exist, and none is overwritten
     assert contents(folder) == before
-    with pytest.raises(ValueError, match="--host: got none, expected the name or the address"):
-        make_credentials(tmp_path / "new", [], 1)
+    refused("--host: got none", tmp_path / "new", [], 1)
     (folder / "node-1" / "node.pub").unlink()
-    with pytest.raises(ValueError, match=r"node-1: found no node\.pub, expected it there; restore"):
-        make_credentials(folder, [], 3)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"it has files but no authority/ca\.crt"):
-        make_credentials(tmp_path / "mine", HOSTS, 1)
-    with pytest.raises(ValueError, match="got a file, expected a folder"):
-        make_credentials(tmp_path / "mine" / "notes.txt", HOSTS, 1)
+    refused(r"node-1: found no node\.pub, .*restore", folder, [], 3)
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    refused(r"it has files but no authority/ca\.crt", mine, HOSTS, 1)
+    refused("got a file, expected a folder", mine / "notes.txt", HOSTS, 1)
 
 
 def test_an_incomplete_authority_is_refused(folder, tmp_path):
     shutil.rmtree(folder / "superlink")
     key = folder / "authority" / "ca.key"
     make_credentials(tmp_path / "other", HOSTS, 1)
-    for content, message in (
-        (
-            (tmp_path / "other" / "authority" / "ca.key").read_bytes(),
-            "the key of another authority",
-        ),
-        (b"nothing", "cannot be read as a key"),
-    ):
-        key.write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            make_credentials(folder, HOSTS, 2)
+    shutil.copy(tmp_path / "other" / "authority" / "ca.key", key)
+    refused("the key of another authority", folder, HOSTS, 2)
+    key.write_bytes(b"nothing")
+    refused("cannot be read as a key", folder, HOSTS, 2)
     key.unlink()
-    with pytest.raises(ValueError, match=r"ca\.key: it cannot be read as a key .*; put it back"):
-        make_credentials(folder, HOSTS, 2)
+    refused(r"ca\.key: it cannot be read as a key .*; put it back", folder, HOSTS, 2)
 
 
 def test_the_command(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """`ravan-flwr deliver`: the submitted settings, and its errors."""
 
 import json
-import re
 import shutil
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_a_delivery_to_no_device_is_a_failure(run, submitted, capsys):
     submitted["after"] = {"delivered": [], "not-delivered": FAILED}
     status, output = deliver(capsys, run, "edge")
     assert status == 1
-    assert "no device has the result: partition 0: its result-path cannot be written to" in output
+    assert "no device has the result: partition 0: its result-path" in output
     submitted["after"] = {"delivered": [], "not-delivered": []}
     assert "no device has the result: none was connected" in deliver(capsys, run, "edge")[1]
 
@@ -108,28 +107,29 @@ def test_a_missing_delivery_record_is_reported(run, submitted, capsys):
 def test_a_run_that_cannot_be_delivered_is_refused_with_advice(
     run, submitted, capsys, monkeypatch, tmp_path
 ):
-    for path, message in (
-        (tmp_path / "elsewhere", "found no config.json there, .* call this command there, as a"),
-        (tmp_path, "found no config.json there, expected a run directory .*; correct the path"),
-    ):
+    def refused(path=run):
         status, error = deliver(capsys, path, "edge")
         assert status == 2
-        assert re.search(message, error.rstrip()), error
+        return error.rstrip()
+
+    assert "found no config.json there" in refused(tmp_path)
+    assert "call this command there, as a" in refused(tmp_path / "elsewhere")
     unfinished = shutil.copytree(run, tmp_path / "unfinished")
     (unfinished / "summary.json").unlink()
-    assert "expected the file of a finished run" in deliver(capsys, unfinished, "edge")[1]
+    assert "expected the file of a finished run" in refused(unfinished)
     settings = run / "settings.json"
-    settings.write_text('{"preset": "digits-vit", "method": "ravan"')
-    assert "settings.json is damaged" in deliver(capsys, run, "edge")[1]
-    settings.write_text('{"presets": "digits-vit"}')
-    assert "unknown key 'presets'" in deliver(capsys, run, "edge")[1]
-    settings.write_text('{"preset": "/elsewhere/mine.yaml"}')
-    assert "preset 'mine' is unknown" in deliver(capsys, run, "edge")[1]
+    for text, message in (
+        ('{"preset": "digits-vit", "method": "ravan"', "settings.json is damaged"),
+        ('{"presets": "digits-vit"}', "unknown key 'presets'"),
+        ('{"preset": "/elsewhere/mine.yaml"}', "preset 'mine' is unknown"),
+    ):
+        settings.write_text(text)
+        assert message in refused()
     settings.unlink()
-    assert "settings.json is not there" in deliver(capsys, run, "edge")[1]
+    assert "settings.json is not there" in refused()
     monkeypatch.chdir(tmp_path)
     settings.write_text("{}")
-    assert "found no pyproject.toml in" in deliver(capsys, run, "edge")[1]
+    assert "found no pyproject.toml in" in refused()
     assert "settings" not in submitted
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -44,6 +44,19 @@ class Threads:
                 connection.send((reply, state, []))
 
 
+@pytest.fixture
+def pool_of():
+    """Make a pool of so many workers of this kind; close it at the end."""
+    with ExitStack() as stack:
+
+        def made(starter, number=2):
+            pool = WorkerPool(number, starter.start, starter.start)
+            stack.callback(pool.close)
+            return pool
+
+        yield made
+
+
 def array(number):
     return ArrayRecord({"a": Array(np.full(4, number, np.float32))})
 
@@ -67,18 +80,19 @@ def node_of(message):
     return message.content["config"]["of"]
 
 
-def test_replies_come_in_the_order_they_are_asked_for(jobs):
+def test_replies_come_in_the_order_they_are_asked_for(jobs, pool_of):
     starter = Threads(lambda node_id: time.sleep(0.02 * (node_id % 3)))
-    pool = WorkerPool(3, starter.start, starter.start)
+    pool = pool_of(starter, 3)
+    assert node_of(pool.answer(jobs[3])) == 4  # is not expected, and answered
+    starter.begun.clear()
     pool.expect(jobs)
     assert [node_of(pool.answer(job)) for job in jobs] == list(range(1, 21))
     assert sorted(starter.begun) == list(range(1, 21))
-    pool.close()
 
 
-def test_workers_compute_ahead_by_one_reply_each(jobs):
+def test_workers_compute_ahead_by_one_reply_each(jobs, pool_of):
     starter = Threads()
-    pool = WorkerPool(2, starter.start, starter.start)
+    pool = pool_of(starter)
     pool.expect(jobs)
     pool.answer(jobs[0])
     time.sleep(0.2)
@@ -87,13 +101,12 @@ def test_workers_compute_ahead_by_one_reply_each(jobs):
     assert len(starter.begun) <= 2 + 4
     # The last is computed although the reserve of replies is full.
     assert node_of(pool.answer(jobs[-1])) == 20
-    pool.close()
 
 
-def test_an_unused_reply_changes_no_state(jobs):
+def test_an_unused_reply_changes_no_state(jobs, pool_of):
     """It is a reply in reserve, of a round that had enough."""
     starter = Threads()
-    pool = WorkerPool(2, starter.start, starter.start)
+    pool = pool_of(starter)
     pool.expect(jobs)
     pool.answer(jobs[0])
     time.sleep(0.1)
@@ -105,19 +118,11 @@ def test_an_unused_reply_changes_no_state(jobs):
     pool.expect([jobs[1]])
     assert node_of(pool.answer(jobs[1])) == 2
     assert jobs[1].context.state["kept"]["times"] == [1]
-    pool.close()
 
 
-def test_an_unexpected_job_is_answered(jobs):
+def test_arrays_in_a_clients_state_stay_the_same_objects(jobs, pool_of):
     starter = Threads()
-    pool = WorkerPool(2, starter.start, starter.start)
-    assert node_of(pool.answer(jobs[3])) == 4
-    pool.close()
-
-
-def test_arrays_in_a_clients_state_stay_the_same_objects(jobs):
-    starter = Threads()
-    pool = WorkerPool(1, starter.start, starter.start)
+    pool = pool_of(starter, 1)
     fixed = jobs[0].context.state["fixed"]
     for _ in range(2):
         pool.expect(jobs[:3])
@@ -125,21 +130,19 @@ def test_arrays_in_a_clients_state_stay_the_same_objects(jobs):
             pool.answer(job)
     assert jobs[0].context.state["fixed"] is fixed
     assert jobs[0].context.state["kept"]["times"] == [1, 1]
-    pool.close()
 
 
-def test_a_worker_that_ends_loses_one_reply_and_is_replaced(jobs):
+def test_a_worker_that_ends_loses_one_reply_and_is_replaced(jobs, pool_of):
     starter = Threads(lambda node_id: "die" if node_id == 2 else None)
-    pool = WorkerPool(2, starter.start, starter.start)
+    pool = pool_of(starter)
     pool.expect(jobs)
     replies: list[Any] = [pool.answer(job) for job in jobs]
     assert [reply.has_error() for reply in replies] == [False, True] + 18 * [False]
     assert "ended before it answered" in replies[1].error.reason
     assert (len(pool), starter.started) == (2, 3)
-    pool.close()
 
 
-def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, monkeypatch):
+def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, pool_of, monkeypatch):
     now, over = [0.0], threading.Event()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -150,17 +153,16 @@ def test_a_worker_that_hangs_is_awaited_until_the_deadline(jobs, monkeypatch):
             now[0] = 2.0
 
     starter = Threads(hang_or_end_the_round)
-    pool = WorkerPool(2, starter.start, starter.start)
+    pool = pool_of(starter)
     jobs_with_deadline = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
     pool.expect(jobs_with_deadline)
     assert pool.answer(jobs_with_deadline[0]) is None
     assert node_of(pool.answer(jobs_with_deadline[1])) == 2  # its reply had arrived by then
     assert len(pool) == 2
-    pool.close()
     over.set()
 
 
-def test_without_any_worker_clients_compute_in_this_process(jobs, caplog, monkeypatch):
+def test_without_any_worker_clients_compute_in_this_process(jobs, pool_of, caplog, monkeypatch):
     class Once(Threads):
         def start(self):
             if self.started:
@@ -169,7 +171,7 @@ def test_without_any_worker_clients_compute_in_this_process(jobs, caplog, monkey
 
     monkeypatch.setattr(workers, "reply_of", lambda message, _: message)
     starter = Once(lambda _: "die")
-    pool = WorkerPool(3, starter.start, starter.start)
+    pool = pool_of(starter, 3)
     assert (len(pool), pool.processes) == (1, 1)
     ended = pool.answer(jobs[0])
     assert ended is not None

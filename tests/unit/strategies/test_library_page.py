@@ -16,6 +16,9 @@ from tests.own_models import make_bert
 from tests.unit.strategies.test_client import Small
 from tests.unit.strategies.test_client import train as some_steps
 
+_, PAGE = (ROOT / "docs" / "library.md").read_text().split("## Strategies for a Flower app")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
 
 class Classifier(Small):
     """The small network, called as a classifier of transformers is by PEFT."""
@@ -27,8 +30,7 @@ class Classifier(Small):
 
 
 def test_the_server_and_the_client_of_the_page_work_together(caplog):
-    _, page = (ROOT / "docs" / "library.md").read_text().split("## Strategies for a Flower app")
-    server, client = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    server, client = BLOCKS[:2]
 
     def train_locally(model: nn.Module) -> int:
         some_steps(model)
@@ -58,9 +60,8 @@ def test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent(
     tmp_path, monkeypatch, capfd, caplog
 ):
     """A head that is not sent would be another random one in each process."""
-    _, page = (ROOT / "docs" / "library.md").read_text().split("## Strategies for a Flower app")
-    (config,) = re.findall(r"^config = .*", page, re.MULTILINE)
-    (block,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "lru_cache" in x)
+    (config,) = re.findall(r"^config = .*", PAGE, re.MULTILINE)
+    (block,) = (x for x in BLOCKS if "lru_cache" in x)
     make_bert(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     capfd.readouterr()

@@ -15,15 +15,12 @@ from ravan_flwr.tasks.vision import Vision
 
 
 class Identity(nn.Module):
-    """Return its input in place of logits."""
-
     def forward(self, pixel_values):
         self.logits = pixel_values
         return self
 
 
 def task(channels=1, side=16):
-    """Return a task whose model takes images of that size, without a processor."""
     spec = DataSpec("hub", columns=(("image", "image"), ("label", "label")), labels=("a", "b"))
     sizes = {"image_size": side, "num_channels": channels}
     return Vision(spec, 0, lambda: None, lambda: sizes)
@@ -49,11 +46,16 @@ def test_values_that_are_no_pixels_are_refused(pixels, dtype, message):
 
 
 def test_integers_of_any_type_are_stored_as_bytes():
-    integers = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "int64")))
-    byte = task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), "uint8")))
-    one, other = (x.take(np.array([0]))["pixel_values"] for x in (integers, byte))
-    assert one.dtype == other.dtype == torch.uint8
-    assert torch.equal(one, other)
+    one, other = (
+        task().encode(examples(GREYS.tolist(), datasets.Array2D((16, 16), dtype)))
+        for dtype in ("int64", "uint8")
+    )
+    assert pixels(one).dtype == pixels(other).dtype == torch.uint8
+    assert torch.equal(pixels(one), pixels(other))
+
+
+def pixels(encoded):
+    return encoded.take(np.arange(1))["pixel_values"]
 
 
 GREYS = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # every byte once
@@ -66,15 +68,14 @@ def test_normalisation_constants_are_made_once_and_not_in_every_step(monkeypatch
         rescale_factor=1 / 255, do_rescale=True, do_normalize=True,
         image_mean=[0.5, 0.4, 0.3], image_std=[0.5, 0.25, 0.21],
     )  # fmt: skip
-    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    batch = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.inference_mode():
-        first = vision.logits(Identity(), {"pixel_values": pixels})
-    expected = (pixels.double() / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / (
-        torch.tensor([0.5, 0.25, 0.21]).view(3, 1, 1)
-    )
+        first = vision.logits(Identity(), {"pixel_values": batch})
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([0.5, 0.4, 0.3], [0.5, 0.25, 0.21]))
+    expected = (batch.double() / 255 - mean) / std
     torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(torch, "tensor", None)
-    assert torch.equal(vision.logits(Identity(), {"pixel_values": pixels}), first)
+    assert torch.equal(vision.logits(Identity(), {"pixel_values": batch}), first)
 
 
 def logits_of(vision, encoded):
@@ -87,7 +88,7 @@ def test_every_byte_is_scaled_by_255():
     of_arrays = task().encode(examples(GREYS, datasets.Array2D((16, 16), "uint8")))
     of_images = task().encode(examples([Image.fromarray(GREYS[0])], datasets.Image()))
     for encoded in (of_arrays, of_images):
-        assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.uint8
+        assert pixels(encoded).dtype == torch.uint8
         assert torch.equal(logits_of(task(), encoded)[0], expected)
 
 
@@ -95,8 +96,8 @@ def test_a_prediction_uses_the_same_pixels_as_training():
     colours = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     pictures, vision = [Image.fromarray(image) for image in colours], task(channels=3)
     predicted = logits_of(vision, vision.encode(examples(pictures, datasets.Image())))
-    pixels = torch.from_numpy(vision.inputs({"image": pictures})["pixel_values"])
-    assert torch.equal(predicted, vision.logits(Identity(), {"pixel_values": pixels}))
+    batch = {"pixel_values": torch.from_numpy(vision.inputs({"image": pictures})["pixel_values"])}
+    assert torch.equal(predicted, vision.logits(Identity(), batch))
 
 
 @pytest.mark.parametrize("mode", [None, "L"])
@@ -105,15 +106,14 @@ def test_a_missing_image_is_reported(mode):
     content = io.BytesIO()
     Image.fromarray(GREYS[0]).save(content, "png")
     values = [{"bytes": content.getvalue(), "path": None}, None]
-    message = r"images: 1 of 2 cannot be read: an image without a name \(its image is missing\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="1 of 2 cannot be read: .*its image is missing"):
         task().encode(examples(values, feature))
 
 
 def test_arrays_of_values_up_to_one_are_stored_unchanged():
     shares = (GREYS / 255).astype(np.float32)
     encoded = task().encode(examples(shares, datasets.Array2D((16, 16), "float32")))
-    assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.float32
+    assert pixels(encoded).dtype == torch.float32
     assert torch.equal(logits_of(task(), encoded)[0], torch.from_numpy(shares) * 2 - 1)
 
 

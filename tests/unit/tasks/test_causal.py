@@ -2,9 +2,11 @@
 
 import dataclasses
 import importlib
+import itertools
 import logging
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,6 +18,7 @@ import transformers
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.forms import MOST_MESSAGES, messages_of, render
 from ravan_flwr.tasks.token_loss import check_logits
 from ravan_flwr.training.local_steps import measured_sums
 from tests.support.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
@@ -26,13 +29,14 @@ COMPLETES = DataSpec(
     prompts=("{prompt}",), target_length=8,
 )  # fmt: skip
 TEXTS = texts(24)
-MESSAGES = [
-    [
-        {"role": role, "content": one}
-        for role, one in zip(("user", "assistant") * 2, four, strict=True)
-    ]
-    for four in (TEXTS[n : n + 4] for n in range(0, 24, 4))
-]
+
+
+def conversation(texts_of):
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": next(roles), "content": one} for one in texts_of]
+
+
+MESSAGES = [conversation(TEXTS[n : n + 4]) for n in range(0, 24, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,22 @@ def completes():
 
 def whole_batch(one, encoded):
     return one.collate(encoded.take(np.arange(len(encoded))))
+
+
+def loss_and_gradients(one, network, *batches):
+    """Return the mean over all learned parts of these batches, and its gradients."""
+    network.zero_grad()
+    number = sum(one.size(batch) for batch in batches)
+    losses = [one.loss(network, batch) * (one.size(batch) / number) for batch in batches]
+    torch.stack(losses).sum().backward()
+    return float(sum(losses).detach()), gradients(network)
+
+
+def assert_same(found, expected, loss=1e-5, **tolerances):
+    assert found[0] == pytest.approx(expected[0], rel=loss)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, **tolerances)
 
 
 def gradients(network):
@@ -113,14 +133,8 @@ def test_tokens_loss_and_gradients_equal_trls(form, folder, tmp_path):
     first = theirs["labels"].clone()
     first[:, 0] = -100  # the first token has no prediction
     assert torch.equal(labels, first)
-    network = network_of(where)
-    loss = causal.loss(network, batch)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
-    found = gradients(network)
-    assert found.keys() == grads.keys()
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, grads[name], rtol=1e-3, atol=1e-6)
+    found = loss_and_gradients(causal, network_of(where), batch)
+    assert_same(found, (expected, grads), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", SPEAKERS)
@@ -140,14 +154,15 @@ def test_a_network_with_other_logits_is_refused(folder):
     network = network_of(folder("gemma2"))
     check_logits(network)
     own = network.forward
-    network.forward = lambda **given: _scaled(own(**given))
+
+    def scaled(**given):
+        out = own(**given)
+        out.logits = out.logits * 2
+        return out
+
+    network.forward = scaled
     with pytest.raises(ValueError, match="logits of Gemma2ForCausalLM do not follow"):
         check_logits(network)
-
-
-def _scaled(out):
-    out.logits = out.logits * 2
-    return out
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -159,16 +174,11 @@ def test_blocks_change_neither_loss_nor_gradients(rows, folder, monkeypatch):
     for block in (token_loss.BLOCK, rows * 4 * network_of(where).config.vocab_size):
         monkeypatch.setattr(token_loss, "BLOCK", block)
         network = network_of(where)
-        loss = causal.loss(network, batch)
-        loss.backward()
+        found.append(loss_and_gradients(causal, network, batch))
         with torch.inference_mode():
-            assert float(causal.loss(network, batch)) == pytest.approx(
-                float(loss.detach()), rel=1e-6
-            )
-        found.append((float(loss.detach()), gradients(network)))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for name, grad in found[0][1].items():
-        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-4, atol=1e-7)
+            alone = float(causal.loss(network, batch))
+        assert alone == pytest.approx(found[-1][0], rel=1e-6)
+    assert_same(*found, loss=1e-6, rtol=1e-4, atol=1e-7)
 
 
 def test_perplexity_is_by_token_for_any_batches(folder):
@@ -177,25 +187,21 @@ def test_perplexity_is_by_token_for_any_batches(folder):
     causal, network = task(TALKS, where), network_of(where)
     encoded = causal.encode(talks())
 
-    class Model:
-        device = torch.device("cpu")
-        captured_evaluation = None
-
-    model = Model()
-    model.network = network  # type: ignore[attr-defined]
-    one = task(TALKS, where)
+    model: Any = SimpleNamespace(
+        device=torch.device("cpu"), captured_evaluation=None, network=network
+    )
     network.requires_grad_(False)
-    by_hand = [one.measure(network, one.collate(encoded.take(np.array([n]))), []) for n in range(6)]
+    alone = [causal.collate(encoded.take(np.array([n]))) for n in range(6)]
+    by_hand = [causal.measure(network, batch, []) for batch in alone]
     total = sum(part["loss"] for part in by_hand) / sum(part["tokens"] for part in by_hand)
     for size in (1, 4, 256):
         with torch.no_grad():
-            sums = measured_sums(model, causal, encoded, size)  # type: ignore[arg-type]
+            sums = measured_sums(model, causal, encoded, size)
         found = causal.measures.means(sums, len(encoded))
         assert found["loss"] == pytest.approx(total, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(total), rel=1e-5)
-    assert found["loss"] != pytest.approx(
-        np.mean([part["loss"] / part["tokens"] for part in by_hand]), rel=1e-6
-    )
+    of_examples = np.mean([part["loss"] / part["tokens"] for part in by_hand])
+    assert found["loss"] != pytest.approx(of_examples, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
@@ -242,14 +248,26 @@ def test_examples_that_cannot_be_learned_are_counted_and_excluded(folder, caplog
     with caplog.at_level(logging.WARNING):
         encoded = causal.encode(examples)
     assert len(encoded) == 2
-    logged = caplog.text
-    assert "examples: 4 of 6 are left out" in logged
-    assert "1: its conversation has no message of the assistant (example 2)" in logged
-    assert "its message of user is missing (example 3)" in logged
-    assert "its messages are no list of role and content (example 4)" in logged
-    assert "its answer alone has more tokens than max-length (example 5)" in logged
+    for text in (
+        "4 of 6 are left out", "no message of the assistant (example 2)", "missing (example 3)",
+        "no list of role and content (example 4)", "more tokens than max-length (example 5)",
+    ):  # fmt: skip
+        assert text in caplog.text
     batch = whole_batch(causal, encoded)
     assert torch.isfinite(causal.loss(network_of(folder("llama")), batch))
+    with pytest.raises(ValueError, match="examples: none of 2 can be learned: 2: its conversation"):
+        causal.encode(talks([talk("user")] * 2))
+
+
+def test_a_conversation_of_too_many_messages_is_excluded_and_counted(folder, caplog):
+    short = talk("user", "assistant")
+    most = short * (MOST_MESSAGES // 2)
+    causal, examples = task(TALKS, folder("llama")), [short, [*most, most[0]], short * 50_000]
+    with caplog.at_level(logging.WARNING):
+        assert len(causal.encode(talks(examples))) == 1
+    assert "2 of 3 are left out: 2: its conversation has more than 1,000 messages" in caplog.text
+    assert len(messages_of(most)) == MOST_MESSAGES
+    assert render(causal.reader, short * 1000).count("<|im_end|>") == 2000
 
 
 def test_too_long_texts_are_cut_or_dropped_as_configured(folder, caplog):
@@ -262,37 +280,27 @@ def test_too_long_texts_are_cut_or_dropped_as_configured(folder, caplog):
     assert "1: it has more tokens than max-length (example 1)" in caplog.text
 
 
-def test_data_without_any_example_to_learn_is_an_error(folder):
-    with pytest.raises(ValueError, match="examples: none of 2 can be learned: 2: its conversation"):
-        task(TALKS, folder("llama")).encode(talks([talk("user")] * 2))
-
-
 def test_missing_columns_are_refused_and_alpaca_has_two_prompts(folder):
     data = DataSpec(
         "hub", "alpaca", target_length=8,
         columns=(("instruction", "a"), ("input", "b"), ("completion", "c")),
         prompts=("{instruction} {input}:", "{instruction}:"),
     )  # fmt: skip
-    examples = datasets.Dataset.from_dict(
-        {
-            "instruction": ["ka", "ka", None, "ka", "ka"],
-            "input": ["ne", "", "ne", None, "ne"],
-            "completion": ["lo", "lo", "lo", "lo", " "],
-        }
-    )
+    columns = {
+        "instruction": ["ka", "ka", None, "ka", "ka"], "input": ["ne", "", "ne", None, "ne"],
+        "completion": ["lo", "lo", "lo", "lo", " "],
+    }  # fmt: skip
     causal = task(data, folder("llama"))
-    encoded = causal.encode(examples)
-    shown = [
-        causal.reader.decode(row[:n])
-        for row, n in zip(
-            *(encoded.take(np.arange(3))[k] for k in ("input_ids", "length")), strict=True
-        )
-    ]
-    assert shown == ["ka ne:lo<|endoftext|>", "ka:lo<|endoftext|>", "ka:lo<|endoftext|>"]
-    without_input = causal.inputs({"instruction": ["ka"], "input": [causal.checked("input", None)]})
-    assert (
-        causal.reader.decode(without_input["input_ids"][0, : without_input["length"][0]]) == "ka:"
-    )
+
+    def decoded(rows):
+        pairs = zip(rows["input_ids"], rows["length"], strict=True)
+        return [causal.reader.decode(row[:n]) for row, n in pairs]
+
+    encoded = causal.encode(datasets.Dataset.from_dict(columns))
+    learned = ["ka ne:lo<|endoftext|>", "ka:lo<|endoftext|>", "ka:lo<|endoftext|>"]
+    assert decoded(encoded.take(np.arange(3))) == learned
+    columns = {"instruction": ["ka"], "input": [causal.checked("input", None)]}
+    assert decoded(causal.inputs(columns)) == ["ka:"]
 
 
 def test_a_tokenizer_without_a_template_or_with_too_many_tokens_is_refused(folder, tmp_path):
@@ -314,10 +322,9 @@ def test_a_prompt_of_messages_is_formatted_as_a_conversation(folder):
     """The conversation is the input; its last answer is the target."""
     where = folder("llama")
     columns = {"prompt": [talk[:-1] for talk in MESSAGES], "completion": [t[-1:] for t in MESSAGES]}
-    batch = whole_batch(
-        one := task(COMPLETES, where), one.encode(datasets.Dataset.from_dict(columns))
-    )
-    whole_conversation = whole_batch(other := task(TALKS, where), other.encode(talks()))
+    one, other = task(COMPLETES, where), task(TALKS, where)
+    batch = whole_batch(one, one.encode(datasets.Dataset.from_dict(columns)))
+    whole_conversation = whole_batch(other, other.encode(talks()))
     assert torch.equal(batch["input_ids"], whole_conversation["input_ids"])
     learned = [set(found["positions"].tolist()) for found in (batch, whole_conversation)]
     assert learned[0] < learned[1]

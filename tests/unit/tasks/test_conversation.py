@@ -36,7 +36,6 @@ DEFAULT_SYSTEM = """\
 
 
 def turns(*contents, system=""):
-    """Return messages of user and assistant in turn."""
     roles = ["user", "assistant"] * len(contents)
     messages = [{"role": role, "content": one} for role, one in zip(roles, contents, strict=False)]
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -82,17 +81,22 @@ def test_an_answer_that_also_occurs_in_the_question_is_located(reader):
     ]
 
 
-def test_templates_that_strip_or_rewrite_earlier_turns_are_supported(reader):
-    found = written(reader, INST, turns("a", "  one \n", "b", "two"))
-    assert answers(found) == [" one</s>", " two</s>"]
-    found = written(
-        reader, THINKING, turns("a", "<think>hm</think>one", "b", "<think>ah</think>two")
-    )
-    assert answers(found) == ["<think>ah</think>two<|im_end|>\n"]
-    assert found.unlearned == 1
-    found = written(reader, SYSTEM_LAST, turns("a", "one", "b", "two", system="Be kind."))
-    assert answers(found) == ["two</s>"]
-    assert found.unlearned == 1
+THOUGHT = turns("a", "<think>hm</think>one", "b", "<think>ah</think>two")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected", "unlearned"),
+    [
+        (INST, turns("a", "  one \n", "b", "two"), [" one</s>", " two</s>"], 0),
+        (THINKING, THOUGHT, ["<think>ah</think>two<|im_end|>\n"], 1),
+        (SYSTEM_LAST, turns("a", "one", "b", "two", system="Be kind."), ["two</s>"], 1),
+    ],
+)
+def test_templates_that_strip_or_rewrite_earlier_turns_are_supported(
+    reader, template, messages, expected, unlearned
+):
+    found = written(reader, template, messages)
+    assert (answers(found), found.unlearned) == (expected, unlearned)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_conversations_without_a_trainable_answer_are_refused(reader, template, 
 
 
 def test_an_invalid_template_raises_its_own_error(reader):
-    with pytest.raises(ValueError, match="chat template: line 1: .*; expected a template of Jinja"):
+    with pytest.raises(ValueError, match="chat template: line 1: "):
         written(reader, "{% for %}", turns("a", "one"))
 
 
@@ -145,9 +149,7 @@ def test_the_tokens_before_an_answer_equal_those_of_the_prompt_alone(reader_of_a
     found = tokens_of(reader_of_all, both)
     prompt_tokens = question_tokens(reader_of_all, AnnotatedText(prompt), 99)
     assert found.ids[: len(prompt_tokens)] == prompt_tokens
-    assert found.learned == [False] * len(prompt_tokens) + [True] * (
-        len(found) - len(prompt_tokens)
-    )
+    assert found.learned == [number >= len(prompt_tokens) for number in range(len(found))]
     assert found.ids[-1] == reader_of_all.eos_token_id
     assert reader_of_all.decode(found.ids[:-1]) == prompt + answer
 
@@ -192,12 +194,11 @@ def sentencepiece_like(*, begins):
 def test_the_bos_token_occurs_once(reader):
     reader = sentencepiece_like(begins=True)
     plain = tokens_of(reader, AnnotatedText("kane lora", ((5, 9),)))
-    assert plain.ids[0] == 1
-    assert plain.ids[1:].count(1) == 0
     assert plain.first == 1
     chat = tokens_of(reader, written(reader, INST, turns("kane", "lora")))
-    assert chat.ids.count(1) == 1
-    assert chat.ids[0] == 1
+    for tokens in (plain, chat):
+        assert tokens.ids[0] == 1
+        assert tokens.ids.count(1) == 1
     assert reader.decode(learned(chat)).strip() == "lora</s>"
     without = tokens_of(sentencepiece_like(begins=False), AnnotatedText("kane lora", ((5, 9),)))
     assert without.ids[0] != 1

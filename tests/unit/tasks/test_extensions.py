@@ -14,8 +14,6 @@ OF_OPTIONS = {
 
 
 class Bare(Task):
-    """A task with the required methods alone."""
-
     metric = "loss"
 
     def load_reader(self, folder):
@@ -44,9 +42,8 @@ def test_the_base_class_has_no_method_that_only_options_need():
 )
 def test_a_task_without_the_extension_is_refused_with_its_name(kind, extension):
     bare = Bare(DataSpec("hub"), 16, lambda: None)
-    with pytest.raises(
-        ValueError, match=f"{extension}: got task Bare, which is no {kind.__name__}"
-    ):
+    message = f"{extension}: got task Bare, which is no {kind.__name__}"
+    with pytest.raises(ValueError, match=message):
         task_with(kind, bare, extension)
 
 
@@ -55,6 +52,9 @@ def test_a_tasks_row_matches_its_class(name):
     assert TASKS[name].packs == issubclass(get_task(name), Packs)
 
 
-def test_packing_is_refused_for_a_task_without_it():
-    with pytest.raises(ValueError, match="batching = 'packed': .* has task 'text'"):
-        read_config({"preset": "glue-llama", "batching": "packed"})
+@pytest.mark.parametrize(
+    ("preset", "message"), [("digits-vit", "has no text"), ("glue-llama", "has task 'text'")]
+)
+def test_packing_is_refused_for_a_task_without_it(preset, message):
+    with pytest.raises(ValueError, match=f"batching = 'packed': .*{preset}.yaml {message}"):
+        read_config({"preset": preset, "batching": "packed"})

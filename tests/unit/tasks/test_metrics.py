@@ -27,27 +27,27 @@ PARTS = st.sampled_from(
 ANSWERS = st.lists(PARTS, max_size=6).map(" ".join)
 
 
+def by_squad(answer, right):
+    prediction: dict[str, str] = {"prediction_text": answer, "id": "1"}
+    target: Any = {"answers": {"answer_start": [0] * len(right), "text": right}, "id": "1"}
+    return pytest.approx(float(squad([prediction], [target])["f1"]) / 100, abs=1e-6)
+
+
 def task(kind, labels=()):
     return kind(DataSpec("hub", labels=labels, target_length=8), 16, lambda: None)
 
 
 @given(ANSWERS, st.lists(ANSWERS, min_size=1, max_size=4))
 def test_f1_equals_the_squad_scorers(answer, right):
-    prediction: dict[str, str] = {"prediction_text": answer, "id": "1"}
-    target: Any = {"answers": {"answer_start": [0] * len(right), "text": right}, "id": "1"}
-    expected = float(squad([prediction], [target])["f1"]) / 100
-    assert task(QuestionAnswering).score(answer, right) == pytest.approx(expected, abs=1e-6)
+    assert task(QuestionAnswering).score(answer, right) == by_squad(answer, right)
 
 
 def test_words_of_random_text_equal_the_scorers():
     draw = random.Random(0)
     alphabet = string.ascii_letters + string.punctuation + " \t\nàß"
     for _ in range(300):
-        text = "".join(draw.choices(alphabet, k=draw.randint(0, 40)))
-        other = "".join(draw.choices(alphabet, k=draw.randint(0, 40)))
-        target: Any = {"answers": {"answer_start": [0], "text": [other]}, "id": "1"}
-        expected = float(squad([{"prediction_text": text, "id": "1"}], [target])["f1"]) / 100
-        assert f1(text, other) == pytest.approx(expected, abs=1e-6)
+        text, other = ("".join(draw.choices(alphabet, k=draw.randint(0, 40))) for _ in range(2))
+        assert f1(text, other) == by_squad(text, [other])
     assert words("The Cat's  mat!") == ["cats", "mat"]
 
 
@@ -80,33 +80,26 @@ def test_several_test_sets_have_joint_and_separate_metrics(monkeypatch):
     )
     model: Any = None
     means = evaluate_all(model, task(Vision), sets, 8)
-    assert means == pytest.approx(
-        {
-            "accuracy": 0.625, "loss": 1.5, "accuracy-one": 0.5, "loss-one": 1.0,
-            "accuracy-two": 1.0, "loss-two": 3.0,
-        }
-    )  # fmt: skip
+    assert means == pytest.approx({
+        "accuracy": 0.625, "loss": 1.5, "accuracy-one": 0.5, "loss-one": 1.0,
+        "accuracy-two": 1.0, "loss-two": 3.0,
+    })  # fmt: skip
     alone = evaluate_all(model, task(Vision), {"one": sets["one"]}, 8)
     assert alone == {"accuracy": 0.5, "loss": 1.0}
 
 
 def test_answers_may_have_squads_form():
     """A mapping has the answers under `text`."""
-    own = [
-        {"text": ["a cat", "cat"], "answer_start": [0, 2]},
-        {"text": ["mat"], "answer_start": [9]},
-    ]
+
+    def read(answers):
+        examples = datasets.Dataset.from_dict({"answers": answers})
+        return [list(one) for one in task(QuestionAnswering).answers(examples)]
+
     plain = [["a cat", "cat"], ["mat"]]
-    read = [
-        task(QuestionAnswering).answers(datasets.Dataset.from_dict({"answers": answers}))
-        for answers in (own, plain)
-    ]
-    assert [list(answers) for answers in read[0]] == plain == [list(x) for x in read[1]]
-    none = datasets.Dataset.from_dict({"answers": [*own, {"text": [], "answer_start": []}]})
-    with pytest.raises(
-        ValueError, match=r"answers: examples \[2\] have none, expected at least one"
-    ):
-        task(QuestionAnswering).answers(none)
+    own = [{"text": texts, "answer_start": [0] * len(texts)} for texts in [*plain, []]]
+    assert read(own[:2]) == read(plain) == plain
+    with pytest.raises(ValueError, match=r"answers: examples \[2\] have none"):
+        read(own)
 
 
 def test_spaces_around_a_label_are_ignored():

@@ -1,6 +1,5 @@
 """Packed rows give the same results as separate texts, without padding."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,23 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.token_loss import check_packing, hidden_states
 from tests.support.tiny import SPEAKERS, save_speaker
-from tests.unit.tasks.test_causal import MESSAGES, TALKS, TEXTS, by_trl, gradients, talks
+from tests.unit.tasks.test_causal import (
+    MESSAGES,
+    TALKS,
+    TEXTS,
+    assert_same,
+    conversation,
+    loss_and_gradients,
+    network_of,
+    talks,
+    task,
+)
 
-TURNS = [[TEXTS[n], TEXTS[n + 1]] for n in range(0, 24, 2)]
-TALK = [
-    [{"role": role, "content": one} for role, one in zip(("user", "assistant"), two, strict=True)]
-    for two in TURNS
-] + MESSAGES[:1]  # a long one beside short ones
+# A long one beside short ones.
+TALK = [conversation(TEXTS[n : n + 2]) for n in range(0, 24, 2)] + MESSAGES[:1]
 # Architectures with changes of their configurations, such as windows shorter than the texts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in SPEAKERS},
@@ -48,34 +53,13 @@ def folder(tmp_path_factory):
     return of
 
 
-def task(where, length=128, data=TALKS):
-    settings = transformers.AutoConfig.from_pretrained(where).to_dict()
-    return Causal(data, length, lambda: where, lambda: settings)
-
-
-def network_of(where):
-    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
-
-
-def loss_and_gradients(one, network, *batches):
-    """Return the mean over all learned tokens of these batches, and its gradients."""
-    network.zero_grad()
-    number = sum(one.size(batch) for batch in batches)
-    losses = [one.loss(network, batch) * (one.size(batch) / number) for batch in batches]
-    torch.stack(losses).sum().backward()
-    return float(sum(losses).detach()), gradients(network)
-
-
-def assert_same(found, expected):
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=2e-3, atol=2e-6)
+def made(where):
+    return task(TALKS, where, 128), network_of(where)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_loss_and_gradients_equal_those_of_separate_texts(name, folder):
-    one, network = task(folder(name)), network_of(folder(name))
+    one, network = made(folder(name))
     one.adjust(network)
     check_packing(network)
     encoded = one.encode(talks(TALK))
@@ -85,27 +69,15 @@ def test_loss_and_gradients_equal_those_of_separate_texts(name, folder):
     assert batch["input_ids"].shape[1] == int(one.lengths(encoded).max())
     found = loss_and_gradients(one, network, batch)
     alone = [one.collate(encoded.take(np.array([row]))) for row in everything]  # a plain loop
-    assert_same(found, loss_and_gradients(one, network, *alone))
-    assert_same(found, loss_and_gradients(one, network, one.collate(encoded.take(everything))))
-
-
-@pytest.mark.parametrize("form", ["messages", "all tokens"])
-def test_packing_equals_trls(form, folder, tmp_path):
-    where = folder("llama")
-    data = dataclasses.replace(TALKS, loss_on="all" if form == "all tokens" else "answers")
-    options = {"assistant_only_loss": True} if form == "messages" else {}
-    theirs, loss, grads = by_trl(where, talks(TALK), tmp_path, packing=True, **options)
-    assert theirs["position_ids"].shape[0] == 1  # one row of all texts
-    one, network = task(where, 96, data), network_of(where)
-    encoded = one.encode(talks(TALK))
-    batch = one.packed(encoded.take(np.arange(len(encoded))))
-    assert one.size(batch) == int((theirs["labels"] != -100).sum())
-    assert_same(loss_and_gradients(one, network, batch), (loss, grads))
+    padded = one.collate(encoded.take(everything))
+    for batches in (alone, [padded]):
+        expected = loss_and_gradients(one, network, *batches)
+        assert_same(found, expected, rtol=2e-3, atol=2e-6)
 
 
 def test_packed_texts_are_independent(folder):
     """Changing the tokens of all texts but one changes no bit of that text's outputs."""
-    one, network = task(folder("llama")), network_of(folder("llama"))
+    one, network = made(folder("llama"))
     encoded = one.encode(talks(TALK))
     batch = one.packed(encoded.take(np.arange(len(encoded))))
     ids, positions = batch["input_ids"], batch["position_ids"]
@@ -123,7 +95,7 @@ def test_packed_texts_are_independent(folder):
 
 def test_texts_of_equal_length_are_not_packed(folder):
     """Packing would gain nothing there, and attention without a mask is faster."""
-    one = task(folder("llama"))
+    one, _ = made(folder("llama"))
     encoded = one.encode(talks([TALK[0]] * 3))
     rows = encoded.take(np.arange(3))
     found, expected = one.packed(rows), one.collate(rows)
@@ -165,11 +137,6 @@ CARRYING = {
     "mamba": lambda: transformers.MambaForCausalLM(
         transformers.MambaConfig(**_SIZES, state_size=4)
     ),
-    "recurrent_gemma": lambda: transformers.RecurrentGemmaForCausalLM(
-        transformers.RecurrentGemmaConfig(
-            **_SIZES, intermediate_size=24, num_attention_heads=2, lru_width=16
-        )
-    ),
     "lfm2": lambda: transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
             **_SIZES, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
@@ -199,14 +166,5 @@ def test_a_network_whose_outputs_depend_on_other_texts_is_refused(folder):
         return out
 
     network.base_model.forward = leaking
-    with pytest.raises(
-        ValueError, match="batching = 'packed': in LlamaForCausalLM texts side by side"
-    ):
+    with pytest.raises(ValueError, match="batching = 'packed': in LlamaForCausalLM texts"):
         check_packing(network)
-
-
-def test_keys_that_do_not_apply_to_the_preset_are_refused():
-    with pytest.raises(ValueError, match=r"batching = 'packed': .*digits-vit.yaml has no text"):
-        read_config({"batching": "packed"})
-    with pytest.raises(ValueError, match=r"batching = 'packed': .*glue-llama.yaml has task"):
-        read_config({"preset": "glue-llama", "batching": "packed"})

@@ -20,9 +20,15 @@ from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.extensions import ByExample, Packs, task_with
 from ravan_flwr.tasks.preference import Preference
-from tests.support.tiny import CHAT, WORDS, save_speaker, texts
+from tests.support.tiny import CHAT, WORDS, save_speaker
+from tests.unit.tasks.test_causal import (
+    TEXTS,
+    assert_same,
+    loss_and_gradients,
+    network_of,
+    whole_batch,
+)
 
-TEXTS = texts(24)
 TRIPLE = tuple((role, role) for role in ("prompt", "chosen", "rejected"))
 PLAIN = DataSpec("hub", "p", columns=TRIPLE, prompts=("{prompt}",), target_length=8)
 TALKS = DataSpec("hub", "p", columns=TRIPLE[1:], target_length=8)
@@ -40,16 +46,11 @@ def task(data, where, length=96, beta=0.1, **changes):
     return Preference(data, length, lambda: where, lambda: settings, {"beta": beta})
 
 
-def network_of(where):
-    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
-
-
 def say(role, content):
     return {"role": role, "content": content}
 
 
 def rows(form):
-    """Return six preferences, in TRL's formats."""
     prompts, good, bad = TEXTS[:6], TEXTS[6:12], TEXTS[12:18]
     if form == "texts":
         return {"prompt": prompts, "chosen": [f" {x}" for x in good], "rejected": bad}
@@ -65,10 +66,6 @@ def rows(form):
 
 
 FORMS = {"texts": PLAIN, "a prompt of messages": PLAIN, "whole conversations": TALKS}
-
-
-def whole_batch(one, encoded):
-    return one.collate(encoded.take(np.arange(len(encoded))))
 
 
 def adapted(where):
@@ -140,17 +137,14 @@ def test_tokens_loss_metrics_and_gradients_equal_trls(form, beta, where, tmp_pat
     assert torch.equal(learned, expected["completion_mask"][order].bool())
 
     with torch.no_grad():
-        measured, rewards = (
-            preference.measure(network, batch, []),
-            preference.rewards(network, batch),
-        )
+        measured = preference.measure(network, batch, [])
+        chosen, rejected = preference.rewards(network, batch).mean(0).tolist()
+    means = {
+        "accuracies": measured["accuracy"] / pairs, "margins": measured["margin"] / pairs,
+        "chosen": chosen, "rejected": rejected,
+    }  # fmt: skip
     assert measured["loss"] / pairs == pytest.approx(loss, abs=1e-5)
-    assert measured["accuracy"] / pairs == pytest.approx(metrics["rewards/accuracies"], abs=1e-5)
-    assert measured["margin"] / pairs == pytest.approx(metrics["rewards/margins"], abs=1e-5)
-    means = rewards.mean(0).tolist()
-    assert means == pytest.approx(
-        [metrics["rewards/chosen"], metrics["rewards/rejected"]], abs=1e-5
-    )
+    assert means == pytest.approx({k: metrics[f"rewards/{k}"] for k in means}, abs=1e-5)
     assert 0 < measured["accuracy"] < pairs
     found = preference.loss(network, batch)
     found.backward()
@@ -166,13 +160,9 @@ def test_blocks_of_logits_change_neither_loss_nor_gradients(where, monkeypatch):
     batch = whole_batch(preference, preference.encode(datasets.Dataset.from_dict(rows("texts"))))
     for block in (token_loss.BLOCK, 5 * 4 * 384):
         monkeypatch.setattr(token_loss, "BLOCK", block)
-        network, factors = adapted(where)
-        loss = preference.loss(network, batch)
-        loss.backward()
-        grads = [network.get_submodule(name).A.grad for name in factors]
-        found.append((float(loss.detach()), torch.cat([grad.flatten() for grad in grads])))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-7)
+        network, _ = adapted(where)
+        found.append(loss_and_gradients(preference, network, batch))
+    assert_same(*found, loss=1e-6, rtol=1e-4, atol=1e-7)
 
 
 def test_the_reference_is_the_untrained_network_and_adapters_are_restored(where):
@@ -276,15 +266,12 @@ def test_a_too_long_prompt_is_cut_at_its_front_in_both_texts(where, caplog):
     with caplog.at_level(logging.WARNING):
         encoded = preference.encode(examples)
         assert len(task(PLAIN, where, 20, overlong="drop").encode(examples)) == 1
-    assert "1 of 2 have more tokens than max-length = 20 and are cut from the front" in caplog.text
+    assert "1 of 2 have more tokens than max-length = 20 and are cut" in caplog.text
     batch = encoded.take(np.array([0]))
-    both = [
-        preference.reader.decode(ids[:n])
-        for ids, n in zip(batch["input_ids"][0], batch["length"][0].tolist(), strict=True)
-    ]
-    end = "<|endoftext|>"
-    prompts = {both[0].removesuffix(f" lo{end}"), both[1].removesuffix(f" mi ra{end}")}
-    (left,) = prompts
+    pairs = zip(batch["input_ids"][0], batch["length"][0].tolist(), strict=True)
+    one, other = (preference.reader.decode(ids[:n]) for ids, n in pairs)
+    left = one.removesuffix(" lo<|endoftext|>")
+    assert left == other.removesuffix(" mi ra<|endoftext|>")
     assert left
     assert long.endswith(left)
     assert int(batch["length"].max()) == 20

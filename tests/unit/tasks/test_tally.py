@@ -27,9 +27,8 @@ def agree_with_sklearn(right, predicted, labels):
     expected = precision_recall_fscore_support(right, predicted, labels=numbers, zero_division=0)
     scores = tally.by_class(labels)
     assert [score.label for score in scores] == labels
-    np.testing.assert_allclose([score.precision for score in scores], expected[0])
-    np.testing.assert_allclose([score.recall for score in scores], expected[1])
-    np.testing.assert_allclose([score.f1 for score in scores], expected[2])
+    for name, values in zip(("precision", "recall", "f1"), expected[:3], strict=True):
+        np.testing.assert_allclose([getattr(score, name) for score in scores], values)
     assert [score.examples for score in scores] == expected[3].tolist()
     matrix = confusion_matrix(right, predicted, labels=numbers)
     assert tally.matrix(len(labels)) == matrix.tolist()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import NarrowLayerNorm, keep_casts
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
@@ -19,7 +20,7 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.footprint import footprint
 from ravan_flwr.training.local_steps import Stepper
 from ravan_flwr.training.machine import Gpu
-from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.model_and_data import ModelAndData, make_method
 from ravan_flwr.training.network import backbone_dtype, captures_steps
 from ravan_flwr.training.step import LocalSteps
 from tests.support.tiny import save_data, save_model
@@ -100,11 +101,22 @@ def test_kept_bases_have_padded_ranks_and_give_the_same_gradients(settings):
     assert adapter.A_stack.shape[0] == 4 * 3
 
 
-@pytest.mark.parametrize(("matmul", "form"), [("highest", "auto"), ("tf32", "factored")])
-def test_tf32_merges_no_weight(matmul, form):
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [
+        ({}, "auto"), ({"float32-matmul": "tf32"}, "factored"),
+        ({"precision": "bfloat16"}, "factored"), ({"precision": "float16"}, "factored"),
+        ({"backbone-dtype": "4bit"}, "factored"), ({"backbone-dtype": "8bit"}, "factored"),
+        ({"backbone-dtype": "bfloat16"}, "auto"),
+    ],
+)  # fmt: skip
+def test_low_precision_layers_are_factored_and_never_merged(settings, form):
     """A merged weight of 10 bits would lose small updates."""
-    loaded = ModelAndData(read_config({"device": "cpu", "float32-matmul": matmul}))
-    assert {adapter.form for adapter in loaded.model.adapters} == {form}
+    method = make_method(read_config(settings), [Layer("x", 64, 64)], 0)
+    assert method.settings.layer_form == form
+    if "float32-matmul" in settings:
+        loaded = ModelAndData(read_config(settings | {"device": "cpu"}))
+        assert {adapter.form for adapter in loaded.model.adapters} == {form}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ def event(start, duration, kind="kernel", phase="X"):
 
 # CPU operators and the GPU's copies of annotations are not GPU work.
 BESIDE = [
-    event(0, 1e6, "cpu_op"),
-    event(0, 1e6, "gpu_user_annotation"),
-    event(0, 1e6, "cuda_runtime"),
+    *(event(0, 1e6, kind) for kind in ("cpu_op", "gpu_user_annotation", "cuda_runtime")),
     {"ph": "M", "name": "process_name", "args": {"name": "python"}},
     {"ph": "f", "cat": "ac2g", "ts": 3, "id": 1},
 ]

@@ -58,28 +58,19 @@ def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
         _ = ModelAndData(read_config(settings)).model
 
 
-def test_a_plan_counts_no_step_where_nothing_is_trained():
-    assert "no step of a client" in plan_of({"method": "none", "classifier": "frozen"})
-
-
-def test_memory_decreases_with_every_frozen_head():
-    memory = [step_memory(config(), fraction) for fraction in (0.25, 0.5, 0.75, 1.0)]
+def test_an_automatic_budget_fraction_affords_the_most_heads_that_fit():
+    settings, fractions = config(heads=4), (0.25, 0.5, 0.75, 1.0)
+    memory = [step_memory(settings, fraction) for fraction in fractions]
     added = [step.added for step in memory]
     assert added == sorted(set(added))
     # The trained heads are copies: one of four frozen saves the memory of its copy.
     totals = [step.total for step in memory]
     assert totals[0] < totals[1] < totals[2] <= totals[3] + 100
-
-
-def test_an_automatic_budget_fraction_affords_the_most_heads_that_fit():
-    settings = config(heads=4)
-    needs = [step_memory(settings, fraction).added for fraction in (0.25, 0.5, 0.75, 1.0)]
     assert largest_fraction(settings, 10**12) == 1.0
-    for fraction, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
+    for fraction, need in zip(fractions[:3], added[:3], strict=True):
         assert largest_fraction(settings, int(need / 0.9) + 2) == fraction
-    too_little = "budget is 'auto', and the smallest trainable part .* lower batch-"
-    with pytest.raises(ValueError, match=too_little):
-        largest_fraction(settings, needs[0] // 2)
+    with pytest.raises(ValueError, match="budget is 'auto', and the smallest .* lower batch-"):
+        largest_fraction(settings, added[0] // 2)
 
 
 def test_the_papers_rule_for_the_number_of_heads():
@@ -121,7 +112,9 @@ def test_a_plan_of_a_model_that_is_too_large_to_try_says_so(monkeypatch):
     step_seconds.cache_clear()
     plan = " ".join(plan_of({"device": "cpu"}).split())
     assert "time not estimated: no step was tried on this machine (cpu): the model takes" in plan
-    assert "time " not in plan_of({"method": "none", "classifier": "frozen"})
+    untrained = plan_of({"method": "none", "classifier": "frozen"})
+    assert "time " not in untrained
+    assert "no step of a client" in untrained
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,16 +133,13 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
     assert "8 matrices of 96 x 96" in describe(config())
 
 
-def test_a_plan_reports_privacy_keys_without_effect():
-    plan = plan_of({"epsilon": 8.0, "secure-minimum": 5})
-    assert "is protected, without privacy=client or privacy=example: epsilon=8.0" in plan
-    assert "is protected, without secure-aggregation=true: secure-minimum=5" in plan
-    protected: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0, "noise-multiplier": 1.0}
-    # With a noise multiplier no protection is expected.
-    assert "is protected" not in plan_of(protected)
-
-
 def test_a_plan_reports_keys_without_effect():
+    plan = plan_of({"epsilon": 8.0, "secure-minimum": 5})
+    assert "without privacy=client or privacy=example: epsilon=8.0" in plan
+    assert "without secure-aggregation=true: secure-minimum=5" in plan
+    # With a noise multiplier no protection is expected.
+    protected: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0, "noise-multiplier": 1.0}
+    assert "is protected" not in plan_of(protected)
     settings: dict[str, Scalar] = {"head-mean": "all", "heads": 8}
     plan = plan_of(settings | {"method": "hetlora"})
     assert plan.endswith("\n\nno effect with method=hetlora: head-mean=all, heads=8")

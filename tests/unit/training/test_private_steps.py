@@ -1,7 +1,7 @@
 """Private steps on real digits: Poisson batches, microbatches, fresh noise, and refusals."""
 
 import math
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import datasets
 import numpy as np
@@ -15,7 +15,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import private_steps
-from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
+from ravan_flwr.training.local_steps import dropout_from, steps_of
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.private_steps import (
     PrivateStepper,
@@ -30,11 +30,8 @@ WORK = ClientRound(0, 1, 3)
 
 def loaded_of(**settings):
     config: dict[str, Scalar] = {
-        "method": "ravan",
-        "partition": "iid",
-        "local-steps": 2,
-        "lora-rank": 1,
-    }
+        "method": "ravan", "partition": "iid", "local-steps": 2, "lora-rank": 1,
+    }  # fmt: skip
     return ModelAndData(read_config(config | {k.replace("_", "-"): v for k, v in settings.items()}))
 
 
@@ -43,28 +40,39 @@ def loaded():
     return loaded_of()
 
 
-def trained(loaded, noise, rows=64, **settings):
-    """Return the upload of a client with this many examples."""
-    config = loaded.config if not settings else loaded_of(**settings).config
+def trained(loaded, noise, rows=64, fraction=1.0):
     examples = loaded.partition(3, 20).train.select(np.arange(rows))
-    steps = steps_of(config, 1, len(examples))
-    state = loaded.model.initial_state()
-    result = train_privately(loaded.model, loaded.task, examples, state, 1.0, steps, WORK, noise)
-    return result.upload
+    steps, state = steps_of(loaded.config, 1, rows), loaded.model.initial_state()
+    return train_privately(loaded.model, loaded.task, examples, state, fraction, steps, WORK, noise)
 
 
-def gradients_of_step(loaded, noise, **settings):
-    """Return the gradient of one step by parameter."""
-    config = loaded_of(**settings).config if settings else loaded.config
-    examples = loaded.partition(3, 20).train.select(np.arange(48))
-    stepper = PrivateStepper(
-        loaded.model, loaded.task, examples, steps_of(config, 1, 48), WORK, noise
-    )
+def all_rows(number, _):
+    return np.arange(number)
+
+
+@contextmanager
+def moved(loaded):
+    """Load the initial state with 0.01 added to all that is trained; yield its parameters."""
     with loaded.model.holding(loaded.model.initial_state()):
         parameters = loaded.model.parameters()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(0.01)
+        yield parameters
+
+
+def assert_close(found, expected, rtol=1e-3, atol=1e-7):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def gradients_of_step(loaded, noise, **settings):
+    config = loaded_of(**settings).config if settings else loaded.config
+    examples = loaded.partition(3, 20).train.select(np.arange(48))
+    stepper = PrivateStepper(
+        loaded.model, loaded.task, examples, steps_of(config, 1, 48), WORK, noise
+    )
+    with moved(loaded) as parameters:
         stepper.train(parameters[:0])  # no update
         stepper.steps = steps_of(read_config({"local-steps": 1}), 1, 48)
         stepper.train(parameters)
@@ -73,35 +81,26 @@ def gradients_of_step(loaded, noise, **settings):
 
 @pytest.fixture
 def draw_all(monkeypatch):
-    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", all_rows)
 
 
 def test_without_noise_and_clipping_a_step_is_plain_on_its_draw(loaded, draw_all):
     """Where all examples are drawn, the step is the mean times drawn by expected examples."""
     of_48 = gradients_of_step(loaded, QUIET, batch_size=32)
     of_all = gradients_of_step(loaded, QUIET, batch_size=48)
-    for expected_32, expected_48 in zip(of_48, of_all, strict=True):
-        torch.testing.assert_close(expected_32, expected_48 * 48 / 32, rtol=1e-3, atol=1e-6)
+    assert_close(of_48, [gradient * 48 / 32 for gradient in of_all], atol=1e-6)
     examples = loaded.partition(3, 20).train.select(np.arange(48))
-    with loaded.model.holding(loaded.model.initial_state()):
-        parameters = loaded.model.parameters()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.add_(0.01)
+    with moved(loaded) as parameters:
         loaded.model.network.train()
         loaded.task.loss(loaded.model.network, examples.take(np.arange(48))).backward()
-        plain = [parameter.grad.clone() for parameter in parameters]
-    for got, right in zip(of_all, plain, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-6)
+        assert_close(of_all, [parameter.grad for parameter in parameters], atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{"micro_batch_size": 5}, {"micro_batch_size": 1}], ids=str)
-def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, changes):
+@pytest.mark.parametrize("size", [5, 1])
+def test_a_too_large_draw_is_split_into_parts(loaded, draw_all, size):
     noise = StepNoise(1e-9, 0.5)
-    complete = gradients_of_step(loaded, noise)
-    parts = gradients_of_step(loaded, noise, **changes)
-    for one, other in zip(complete, parts, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
+    parts = gradients_of_step(loaded, noise, micro_batch_size=size)
+    assert_close(gradients_of_step(loaded, noise), parts)
 
 
 def test_a_failing_example_counts_as_zero_and_affects_no_other(
@@ -121,13 +120,13 @@ def test_a_failing_example_counts_as_zero_and_affects_no_other(
             raise OSError("image of Jane Doe is truncated")
         return took(self, rows)
 
-    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
+    monkeypatch.setattr(private_steps, "subsample", all_rows)
     monkeypatch.setattr(Encoded, "take", take)
     found = gradients_of_step(loaded, noise)
     assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
     assert len(caplog.records) == 2
-    for one, other, all_of_them in zip(found, expected, complete, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
+    assert_close(found, expected)
+    for one, all_of_them in zip(found, complete, strict=True):
         assert not torch.allclose(one, all_of_them, rtol=1e-3, atol=1e-7)
 
 
@@ -162,9 +161,8 @@ def test_examples_that_cannot_be_encoded_count_and_fail_when_read(wrong, left_ou
 def test_gradient_checkpointing_changes_nothing(loaded, draw_all):
     noise = StepNoise(1e-9, 0.5)
     other = loaded_of(gradient_checkpointing=True)
-    pairs = zip(gradients_of_step(loaded, noise), gradients_of_step(other, noise), strict=True)
-    for one, again in pairs:
-        torch.testing.assert_close(one, again, rtol=1e-4, atol=1e-7)
+    found = gradients_of_step(other, noise)
+    assert_close(gradients_of_step(loaded, noise), found, rtol=1e-4)
 
 
 def test_an_empty_draw_gives_a_step_of_noise_alone(loaded, monkeypatch):
@@ -182,21 +180,6 @@ def test_clipping_bounds_the_gradient(loaded, draw_all):
     assert 0.01 < norm <= 0.5 * 48 / 32
 
 
-def test_two_equal_rounds_differ_and_plain_ones_do_not(loaded):
-    noise = StepNoise(1.0, 1.0)
-    first, second = trained(loaded, noise), trained(loaded, noise)
-    assert not torch.equal(first["H"], second["H"])
-    examples = loaded.partition(3, 20).train
-    plain = [
-        train_locally(
-            loaded.model, loaded.task, examples, loaded.model.initial_state(), 1.0,
-            steps_of(loaded.config, 1, len(examples)), WORK,
-        ).upload["H"]
-        for _ in range(2)
-    ]  # fmt: skip
-    assert torch.equal(*plain)
-
-
 def test_drawn_examples_do_not_depend_on_the_seed(loaded):
     examples = loaded.partition(3, 20).train
     steps = steps_of(loaded.config, 1, len(examples))
@@ -212,12 +195,13 @@ def test_drawn_examples_do_not_depend_on_the_seed(loaded):
 
 def test_noise_does_not_depend_on_the_seed(loaded, monkeypatch):
     """With equal draws, two rounds differ by their noise alone."""
-    monkeypatch.setattr(private_steps, "subsample", lambda number, _: np.arange(number))
-    one, other = trained(loaded, StepNoise(1.0, 1.0)), trained(loaded, StepNoise(1.0, 1.0))
-    assert not torch.equal(one["H"], other["H"])
-    monkeypatch.setattr(example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double())
-    one, other = trained(loaded, StepNoise(1.0, 1.0)), trained(loaded, StepNoise(1.0, 1.0))
-    assert torch.equal(one["H"], other["H"])
+    monkeypatch.setattr(private_steps, "subsample", all_rows)
+    for is_noisy in (True, False):
+        one, other = (trained(loaded, StepNoise(1.0, 1.0)).upload["H"] for _ in range(2))
+        assert torch.equal(one, other) != is_noisy
+        monkeypatch.setattr(
+            example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double()
+        )
 
 
 def test_dropout_is_not_seeded(loaded, monkeypatch):
@@ -236,36 +220,33 @@ def test_dropout_is_not_seeded(loaded, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2, 20])
 def test_a_client_with_few_examples_uses_all_in_every_batch(loaded, rows):
     assert sampling_rate(32, rows) == 1.0
-    upload = trained(loaded, StepNoise(1.0, 1.0), rows=rows)
-    assert upload["H"].isfinite().all()
-    assert upload["H"].any()
+    H = trained(loaded, StepNoise(1.0, 1.0), rows=rows).upload["H"]
+    assert H.isfinite().all()
+    assert H.any()
 
 
 def test_the_model_is_restored_and_only_selected_heads_are_trained(loaded):
-    before = {name: p.detach().clone() for name, p in loaded.model.network.named_parameters()}
-    flags = {name: p.requires_grad for name, p in loaded.model.network.named_parameters()}
-    examples = loaded.partition(3, 20).train
-    result = train_privately(
-        loaded.model, loaded.task, examples, loaded.model.initial_state(), 0.5,
-        steps_of(loaded.config, 1, len(examples)), WORK, StepNoise(1.0, 1.0),
-    )  # fmt: skip
+    before = {
+        name: (p.detach().clone(), p.requires_grad)
+        for name, p in loaded.model.network.named_parameters()
+    }
+    result = trained(loaded, StepNoise(1.0, 1.0), fraction=0.5)
     assert len(result.upload["H"]) == len(loaded.model.layers) * 2
     assert math.isnan(result.train_loss)
     for name, p in loaded.model.network.named_parameters():
-        assert torch.equal(p, before[name])
-        assert p.requires_grad == flags[name]
+        assert torch.equal(p, before[name][0])
+        assert p.requires_grad == before[name][1]
         assert p.grad is None
 
 
 def test_dependent_examples_are_refused_before_training(monkeypatch):
     loaded = loaded_of()
-    logits = loaded.task.logits
-    monkeypatch.setattr(
-        type(loaded.task), "logits", lambda self, network, batch: _mixed(logits(network, batch))
-    )
+    logits = type(loaded.task).logits
+
+    def mixed(*given):
+        found = logits(*given)
+        return found - found.mean(0, keepdim=True)
+
+    monkeypatch.setattr(type(loaded.task), "logits", mixed)
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
         trained(loaded, QUIET)
-
-
-def _mixed(logits):
-    return logits - logits.mean(0, keepdim=True)

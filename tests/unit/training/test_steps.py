@@ -1,5 +1,6 @@
 """Microbatches, schedules, decay and clipping equal plain code; defaults have no effect."""
 
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import split_batches
 from ravan_flwr.training.local_steps import (
+    dropout_from,
     learning_rate_in_round,
     read_batches,
     steps_of,
@@ -20,13 +22,13 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import adam
+from tests.short_runs import same_bits
 
 WORK = ClientRound(0, 1, 0)
 QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}
 
 
 def trained(loaded, **changes):
-    """Train one client of the digits, and return what it sends."""
     config = read_config(QUICK | changes)
     examples = loaded.partition(0, 5).train
     state = loaded.model.initial_state()
@@ -91,7 +93,7 @@ def test_microbatches_give_the_same_steps(loaded, size):
 def test_settings_without_effect_change_no_bit(loaded, changes):
     before, after = trained(loaded), trained(loaded, **changes)
     assert before.train_loss == after.train_loss
-    assert all(torch.equal(before.upload[name], after.upload[name]) for name in before.upload)
+    assert same_bits(before.upload, after.upload)
 
 
 def test_decay_and_clipping_equal_pytorchs(loaded, monkeypatch):
@@ -115,44 +117,28 @@ def test_decay_and_clipping_equal_pytorchs(loaded, monkeypatch):
     assert max(clipped_norms) > 1e-3
 
 
-def test_the_cosine_schedule_equals_flowertunes():
-    def theirs(now, total, most, least):
-        return least + 0.5 * (most - least) * (1 + math.cos(math.pi * now / total))
-
-    config = read_config(
-        {"learning-rate": 5e-5, "learning-rate-schedule": "cosine", "num-rounds": 200}
-    )
-    for number in (1, 2, 77, 199, 200):
-        assert learning_rate_in_round(config, number) == pytest.approx(
-            theirs(number, 200, 5e-5, 1e-6)
-        )
+@pytest.mark.parametrize("number", [1, 2, 77, 199, 200])
+def test_the_cosine_schedule_equals_flowertunes(number):
+    settings = {"learning-rate": 5e-5, "learning-rate-schedule": "cosine", "num-rounds": 200}
+    theirs = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * number / 200))
+    assert learning_rate_in_round(read_config(settings), number) == pytest.approx(theirs)
 
 
 def test_the_learning_rate_warms_up():
-    config = read_config(
-        {"learning-rate": 1.0, "learning-rate-schedule": "constant:3", "num-rounds": 9}
-    )
-    assert [learning_rate_in_round(config, n) for n in (1, 2, 3, 4, 9)] == [
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-    ]
-    falling = read_config(
-        {"learning-rate": 1.0, "num-rounds": 9, "learning-rate-schedule": "cosine:0:3"}
-    )  # fmt: skip
-    rates = [learning_rate_in_round(falling, n) for n in range(1, 10)]
-    assert max(rates) == rates[3]
-    assert rates[-1] == pytest.approx(0, abs=1e-12)
+    def rates(schedule):
+        settings = {"learning-rate": 1.0, "learning-rate-schedule": schedule, "num-rounds": 9}
+        return [learning_rate_in_round(read_config(settings), n) for n in range(1, 10)]
+
+    assert rates("constant:3") == [0.25, 0.5, 0.75] + [1.0] * 6
+    falling = rates("cosine:0:3")
+    assert max(falling) == falling[3]
+    assert falling[-1] == pytest.approx(0, abs=1e-12)
 
 
 def test_contradictory_settings_are_refused():
     with pytest.raises(ValueError, match="micro-batch-size = 33: got batch-size = 32"):
         read_config({"micro-batch-size": 33})
-    with pytest.raises(
-        ValueError, match=r"learning-rate-schedule = 'cosine:1': got learning-rate = 0\.1"
-    ):
+    with pytest.raises(ValueError, match=r"'cosine:1': got learning-rate = 0\.1"):
         read_config({"learning-rate": 0.1, "learning-rate-schedule": "cosine:1"})
 
 
@@ -164,3 +150,16 @@ def test_a_client_without_any_training_example_is_reported():
     vars(loaded)["_train"] = examples.select([1, 2])
     with pytest.raises(ValueError, match="no example of 'a' can be learned.*value of 'user'"):
         loaded._check_users("user")
+
+
+def test_dropout_is_pytorchs_of_a_seed_by_work_and_the_generator_is_restored():
+    before, found = torch.get_rng_state(), []
+    for work in (ClientRound(0, 1, 1), ClientRound(0, 1, 2), ClientRound(0, 2, 1)):
+        seed = work.derive("dropout")
+        with dropout_from(seed, torch.device("cpu")):
+            found.append(torch.rand(5))
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed % 2**63)
+            assert torch.equal(torch.rand(5), found[-1])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(found))
+    assert torch.equal(torch.get_rng_state(), before)
