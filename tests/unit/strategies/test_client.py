@@ -325,7 +325,8 @@ def test_a_budget_fraction_of_any_type_affords_its_nominal_heads(kind):
     """The float32 next to 0.7 is 0.699999988."""
     assert choose(ravan(), kind(0.75), "weight") == choose(ravan(), 0.75, "weight")
     config = RavanConfig(r=1, num_heads=10, target_modules=["query", "value"])
-    heads = choose(get_peft_model(Small(), config), np.float32(0.7))
+    fraction: Any = np.float32(0.7)
+    heads = choose(get_peft_model(Small(), config), fraction)
     assert [len(chosen) for chosen in heads.values()] == [7, 7]
 
 

@@ -1,5 +1,6 @@
 """Packed rows give the same results as separate texts, without padding."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.unit.tasks.test_causal import (
     TALKS,
     TEXTS,
     assert_same,
+    by_trl,
     conversation,
     loss_and_gradients,
     network_of,
@@ -73,6 +75,20 @@ def test_loss_and_gradients_equal_those_of_separate_texts(name, folder):
     for batches in (alone, [padded]):
         expected = loss_and_gradients(one, network, *batches)
         assert_same(found, expected, rtol=2e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", ["messages", "all tokens"])
+def test_packing_equals_trls(form, folder, tmp_path):
+    where = folder("llama")
+    data = dataclasses.replace(TALKS, loss_on="all" if form == "all tokens" else "answers")
+    options = {"assistant_only_loss": True} if form == "messages" else {}
+    theirs, loss, grads = by_trl(where, talks(TALK), tmp_path, packing=True, **options)
+    assert theirs["position_ids"].shape[0] == 1  # one row of all texts
+    one, network = task(data, where), network_of(where)
+    encoded = one.encode(talks(TALK))
+    batch = one.packed(encoded.take(np.arange(len(encoded))))
+    assert one.size(batch) == int((theirs["labels"] != -100).sum())
+    assert_same(loss_and_gradients(one, network, batch), (loss, grads))
 
 
 def test_packed_texts_are_independent(folder):

@@ -229,10 +229,12 @@ def test_an_unknown_bundled_model_lists_the_bundled_ones():
 
 def test_the_backbone_is_unpacked_once(monkeypatch):
     read = []
-    monkeypatch.setattr(
-        "ravan_flwr.training.network.read_backbone",
-        lambda path: read.append(path) or read_backbone(path),
-    )
+
+    def read_and_note(path):
+        read.append(path)
+        return read_backbone(path)
+
+    monkeypatch.setattr("ravan_flwr.training.network.read_backbone", read_and_note)
     workbench = loaded()
     assert workbench.model.network.config.model_type == workbench.task.model_config["model_type"]
     assert len(read) == 1

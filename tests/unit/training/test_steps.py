@@ -119,7 +119,8 @@ def test_decay_and_clipping_equal_pytorchs(loaded, monkeypatch):
 
 @pytest.mark.parametrize("number", [1, 2, 77, 199, 200])
 def test_the_cosine_schedule_equals_flowertunes(number):
-    settings = {"learning-rate": 5e-5, "learning-rate-schedule": "cosine", "num-rounds": 200}
+    settings: dict[str, Any] = {"learning-rate": 5e-5, "num-rounds": 200}
+    settings["learning-rate-schedule"] = "cosine"
     theirs = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * number / 200))
     assert learning_rate_in_round(read_config(settings), number) == pytest.approx(theirs)
 
