@@ -1,14 +1,15 @@
-"""Draw the subpackages of `ravan_flwr/` on their layers, as in docs/architecture.md.
+"""Draw the subpackages of `ravan_flwr/` on their layers, and print the code of a round.
 
 A subpackage is a folder, or a file beside the folders. It is one layer above the highest that it
 imports, lazy imports included, so that every import points down.
 
     python scripts/draw_layers.py           print the picture
-    python scripts/draw_layers.py --write   put it into docs/architecture.md
+    python scripts/draw_layers.py --write   put picture and code into docs/architecture.md
 """
 
 import ast
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ravan_flwr"
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = (
+LAYERS = (
     "<!-- layers: made by scripts/draw_layers.py -->\n```text\n",
     "```\n<!-- end of layers -->",
+)
+ROUND = (
+    "<!-- round: made by scripts/draw_layers.py -->\n```python\n",
+    "```\n<!-- end of round -->",
+)
+# What the page prints of a round: the loop, then these functions.
+LOOP = ("strategy.py", "start")
+FUNCTIONS = (
+    ("strategy.py", "_train"),
+    ("strategy.py", "aggregate_train"),
+    ("releases.py", "read"),
+    ("releases.py", "add"),
+    ("releases.py", "close"),
 )
 ENTRANCES = {"__init__", "__main__"}  # they export what others define
 WIDTH = 100
@@ -90,15 +104,39 @@ def picture() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page_with(drawn: str) -> str:
-    """Replace the picture in the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + drawn + END + rest.split(END)[1]
+def function_in(file: str, name: str) -> tuple[str, ast.FunctionDef]:
+    """Return the text of a file of the server, and its first function of that name."""
+    text = (PACKAGE / "server" / file).read_text(encoding="utf-8")
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    return text, next(node for node in nodes if node.name == name)
+
+
+def code_of_a_round() -> str:
+    """Return the loop over the rounds, and the functions of a plain round, as they stand."""
+    text, start = function_in(*LOOP)
+    (loop,) = (node for node in start.body if isinstance(node, ast.For))
+    parts = [f"# server/{LOOP[0]}", _source(text, loop)]
+    for file, name in FUNCTIONS:
+        text, function = function_in(file, name)
+        parts += [f"# server/{file}", _source(text, function)]
+    return "\n\n".join(parts).replace("\n\n#", "\n\n\n#").replace("py\n\n", "py\n") + "\n"
+
+
+def _source(text: str, node: ast.stmt) -> str:
+    return textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+
+
+def page() -> str:
+    """Return the page with the present picture and code."""
+    text = PAGE.read_text(encoding="utf-8")
+    for (begin, end), content in ((LAYERS, picture()), (ROUND, code_of_a_round())):
+        before, rest = text.split(begin)
+        text = before + begin + content + end + rest.split(end)[1]
+    return text
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page_with(picture()), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
     else:
         sys.stdout.write(picture())

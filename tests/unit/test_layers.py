@@ -1,6 +1,7 @@
 """The package has the layers of docs/architecture.md, and imports point down."""
 
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,35 @@ def test_imports_point_down():
     assert len(pairs) > 50
 
 
+def file_of(name):
+    """Return the file of the package in which an imported name is; None if it is elsewhere."""
+    package, *parts = name.split(".")
+    for length in range(len(parts) if package == PACKAGE.name else 0, 0, -1):
+        place = PACKAGE.joinpath(*parts[:length])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def test_no_file_imports_itself_through_others():
+    """Not even for types alone."""
+    imports = {
+        path: {file_of(name) for name in imported(path)} - {None, path}
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert sum(map(len, imports.values())) > 500
+    TopologicalSorter(imports).prepare()  # raises CycleError
+
+
 def test_a_circular_import_is_found(monkeypatch):
     monkeypatch.setattr(draw_layers, "arrows", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}})
     with pytest.raises(ValueError, match="circle: a -> b -> c -> a"):
         layers()
 
 
-def test_the_page_has_the_current_picture():
-    current = draw_layers.page_with(draw_layers.picture())
-    assert PAGE.read_text() == current, "run python scripts/draw_layers.py --write"
+def test_the_page_has_the_current_picture_and_code():
+    assert PAGE.read_text() == draw_layers.page(), "run python scripts/draw_layers.py --write"
 
 
 def test_the_page_has_a_line_for_each_subpackage():
