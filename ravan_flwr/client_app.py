@@ -26,7 +26,7 @@ from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.replay_guard import answer_once, enforce_run_scope
 from ravan_flwr.config.node_config import Node, read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.secure import LIGHT, PHASES
+from ravan_flwr.optional import ANSWER_PHASE, LIGHT, PHASES, load
 
 app = ClientApp()
 log = getLogger(__name__)
@@ -53,9 +53,8 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
 def _records_of(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     answer_once(kind, content, context, node.partition_id)
     if kind in LIGHT:
-        from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
-
-        return answer_phase(kind, content, context, node)
+        reply: RecordDict = load(ANSWER_PHASE)(kind, content, context, node)
+        return reply
     if node.warm_worker:
         from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
 

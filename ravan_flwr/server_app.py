@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -17,6 +16,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.optional import DELIVER_AT_END, load
 from ravan_flwr.reports.card import write_card
 from ravan_flwr.reports.classes import write_classes
 from ravan_flwr.reports.export import natural_form, write_result
@@ -63,7 +63,6 @@ from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 app = ServerApp()
 log = getLogger(__name__)
 
-DELIVERY = "ravan_flwr.extras.delivery:DeliverAtEnd"  # imported by runs that deliver
 RESULT = "ravan-flwr"  # the record in the context's state with the path of the run directory
 
 
@@ -194,7 +193,7 @@ def _run_rounds(
         strategy.callbacks.all.append(recorder)
         if config.deliver:
             arguments = (config, strategy.registry, strategy.message_builder)
-            delivery = resolve_name(DELIVERY)(grid, *arguments, directory, start.state)
+            delivery = load(DELIVER_AT_END)(grid, *arguments, directory, start.state)
             strategy.callbacks.all.append(delivery)
         strategy.callbacks.all.append(user_callbacks)
         strategy.callbacks.on_run_begin()
@@ -274,7 +273,7 @@ def _deliver_again(
     registry.gather(grid, wait=True)
     message_builder = MessageBuilder(registry.nodes, start.fixed)
     arguments = (config, registry, message_builder)
-    resolve_name(DELIVERY)(grid, *arguments, directory, start.state).on_run_end()
+    load(DELIVER_AT_END)(grid, *arguments, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 
 

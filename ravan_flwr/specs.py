@@ -5,6 +5,8 @@ from typing import Any, Literal, TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
+MAX_MASKED_CLIENTS = 256  # of a secure round: a sum of 256 numbers of 16 bits has 24 bits
+
 # Environment variables for a process's number of compute threads.
 THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

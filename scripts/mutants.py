@@ -1,7 +1,7 @@
 """Change the package in one place at a time, and list the changes that no test notices.
 
     python -m scripts.mutants                                  # every module of TESTS, every flag
-    python -m scripts.mutants secure/shamir flags --number 10
+    python -m scripts.mutants extras/secure/shamir flags --number 10
     python -m scripts.mutants --fast                           # with the tests of `make test` alone
 
 A mutant is a copy of the package with one small change: another comparison or operator, a number
@@ -49,12 +49,13 @@ TESTS = {
     "privacy/account": "properties/test_privacy.py unit/client/test_account_book.py",
     "privacy/example_gradients": "properties/test_private_examples.py "
     "properties/test_examples_apart.py unit/training/test_private_steps.py",
-    "secure/shamir": "unit/secure/test_primitives.py unit/secure/test_rounds.py",
+    "extras/secure/shamir": "unit/extras/secure/test_primitives.py "
+    "unit/extras/secure/test_rounds.py",
     "runs/checkpoint": "unit/runs/test_directory.py unit/test_hostile_files.py "
     "runs/test_going_back.py",
     "config/checks": "unit/config",
     FLAGS: "unit/methods/test_flags.py unit/config/test_without_effect.py "
-    "unit/config/test_private.py unit/config/test_secure.py unit/config/test_run_config.py",
+    "unit/config/test_private.py unit/config/test_run_config.py",
 }
 NUMBER = 40
 OTHER: dict[type[ast.AST], type[Any]] = {

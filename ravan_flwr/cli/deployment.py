@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from ravan_flwr.cli.parts import RUN, Commands, add_command, option
+from ravan_flwr.optional import MAKE_KEYS, load
 
 
 # fmt: off
@@ -68,8 +69,6 @@ def _keys(parsed: argparse.Namespace) -> None:
 
 
 def _keys_of_device(folder: Path, partition: int, hosts: list[str]) -> None:
-    from ravan_flwr.secure.node_keys import make_keys  # noqa: PLC0415
-
     if hosts:
         raise ValueError(
             f"--host {hosts[0]}: got --partition-id beside it, expected --nodes, since a device's "
@@ -79,7 +78,7 @@ def _keys_of_device(folder: Path, partition: int, hosts: list[str]) -> None:
         raise ValueError(
             f"--partition-id {partition}: expected a whole number at least 0, such as 3"
         )
-    public = make_keys(folder, partition)
+    public = load(MAKE_KEYS)(folder, partition)
     sys.stdout.write(
         f"made {public}\n"
         f"{public.name}  goes into this folder of every other device, by a way that the server "

@@ -17,9 +17,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.client.account import OutOfBudgetError, count_round
 from ravan_flwr.client.client_request import ClientRequest, store_personal
-from ravan_flwr.client.masked import train_masked
 from ravan_flwr.client.on_device import is_on_a_device
-from ravan_flwr.client.secure_part import node_keys
 from ravan_flwr.config.node_config import epsilon_limit
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -27,6 +25,7 @@ from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
+from ravan_flwr.optional import CHECK_KEYS, TRAIN_MASKED, TRAINED, load
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -70,7 +69,7 @@ def _query(client: ClientRequest) -> RecordDict:
     loaded, node = client.loaded, client.node
     # Raise errors of the setup here, before a round.
     if client.config.secure_aggregation:
-        node_keys(node).public()
+        load(CHECK_KEYS)(node)
     if client.config.privacy == "example":
         check_examples_independent(loaded.model, loaded.task)
     # Before the examples are loaded: budget = auto depends on free memory, and they take some.
@@ -168,6 +167,11 @@ def _train_privately(client: ClientRequest) -> RecordDict:
     return reply
 
 
+def _train_masked(client: ClientRequest) -> RecordDict:
+    reply: RecordDict = load(TRAIN_MASKED)(client)
+    return reply
+
+
 def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
     return _trained(client, calibrate_locally(*client.training_inputs, steps, client.client_round))
@@ -249,7 +253,7 @@ def _keep(client: ClientRequest) -> dict[str, Any]:
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {
     "query": _query,
     "train": _train,
-    "masked": train_masked,
+    TRAINED: _train_masked,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
     "deliver": keep_delivered,

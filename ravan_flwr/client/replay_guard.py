@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from ravan_flwr.client.account import ACCOUNT
 from ravan_flwr.client.on_device import is_on_a_device, locked_file
 from ravan_flwr.files import append
-from ravan_flwr.secure import PHASES
+from ravan_flwr.optional import PHASES
 
 _OF = "of-run"
 

@@ -9,8 +9,7 @@ from functools import partial
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS, ROBUST, as_typed, densities
 from ravan_flwr.methods import METHODS, MIXES, MethodInfo
-from ravan_flwr.secure import MOST_CLIENTS
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import MAX_MASKED_CLIENTS, Scalar
 
 Values = Mapping[str, Scalar]
 # A key, whether its value is valid, what is expected, and why.
@@ -274,8 +273,8 @@ def _masked(values: Values) -> Iterator[Rule]:
     yield only("privacy", "none", "the server clips and counts updates, which masks hide")
     least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
     reason = "a smaller sum reveals too much of each client, a larger one exceeds 3 bytes a number"
-    expected = f"{least} (secure-minimum) to {MOST_CLIENTS}"
-    yield "clients-per-round", least <= clients <= MOST_CLIENTS, expected, reason
+    expected = f"{least} (secure-minimum) to {MAX_MASKED_CLIENTS}"
+    yield "clients-per-round", least <= clients <= MAX_MASKED_CLIENTS, expected, reason
 
 
 def _private_clients(values: Values) -> Iterator[Rule]:

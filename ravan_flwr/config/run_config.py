@@ -15,8 +15,7 @@ from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_li
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
-from ravan_flwr.secure import MOST_CLIENTS
-from ravan_flwr.specs import DataSpec, Scalar
+from ravan_flwr.specs import MAX_MASKED_CLIENTS, DataSpec, Scalar
 from ravan_flwr.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -117,7 +116,9 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     values.update({key: value for key, value in defaults.items() if values[key] == AUTO})
     if method.all_clients:
         # No round has more clients than there are.
-        most = MOST_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
+        most = (
+            MAX_MASKED_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
+        )
         values["clients-per-round"] = int(most)
     if "weighting" in method.ignores and values["weighting"] == "examples":
         values["weighting"] = "uniform"

@@ -22,7 +22,7 @@ from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job, WorkerPool
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.secure.node_keys import make_keys
+from ravan_flwr.optional import MAKE_KEYS, load
 from ravan_flwr.specs import Scalar
 
 log = getLogger(__name__)
@@ -69,7 +69,7 @@ class InProcessGrid(Grid):
     def give_keys(self, folder: Path) -> None:
         """Make all clients' signing keys in a folder, and name it in their node configs."""
         for node_id, context in self._contexts.items():
-            make_keys(folder, node_id - 1)
+            load(MAKE_KEYS)(folder, node_id - 1)
             context.node_config["secure-keys"] = str(folder)
 
     def personal_states(self) -> dict[int, Tensors]:

@@ -71,7 +71,7 @@ from ravan_flwr.methods.tensors import Means, Sums, Tensors, check_form, check_n
 
 __all__ = [
     "CLASSIFIER", "Adapter", "Method", "Settings", "Sums", "Tensors", "check_rank",
-    "split_classifier",
+    "expand_to_state", "split_classifier",
 ]  # fmt: skip
 
 CLASSIFIER = "classifier"  # key of the classifier's one flat tensor, beside the method's tensors
@@ -264,3 +264,13 @@ def check_rank(rank: int, side: int) -> None:
             f"rank = {rank}: the smallest side of an adapted matrix is {side}, so expected at most "
             f"{side}; lower rank"
         )
+
+
+def expand_to_state(
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]
+) -> Tensors:
+    """Expand an upload to the shapes of the sent state, with NaN where nothing was trained."""
+    method_tensors, classifier = split_classifier(sent)
+    return method.expand_upload(split_classifier(upload)[0], method_tensors) | {
+        name: upload[name] for name in classifier
+    }

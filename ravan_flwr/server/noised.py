@@ -17,7 +17,7 @@ from flwr.app import MessageType
 from torch import Tensor
 
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.base import Tensors, expand_to_state
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.mechanism import ClippedSum, expected_clients, subsample
@@ -28,7 +28,6 @@ from ravan_flwr.server.releases import Mean
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.update import Update
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.masked import expand_to_state
 
 log = getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Releases: how the updates of a round become the next state.
 
 `Mean` is the method's own: its sums, and the server's optimiser. Other releases override what
-differs. RELEASES lists them.
+differs (optional.py lists them).
 """
 
 import math
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
-from pkgutil import resolve_name
 from typing import ClassVar
 
 from flwr.app import Message, MessageType
@@ -21,6 +20,7 @@ from ravan_flwr.messages.sparsity import WHOLE, sparsity_of_round
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors, split_classifier
+from ravan_flwr.optional import RELEASES, load
 from ravan_flwr.server.aggregation import (
     FEWEST,
     Aggregate,
@@ -39,18 +39,10 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 
 log = getLogger(__name__)
 
-# By `Config.release`. A release is imported when a run uses it.
-RELEASES = {
-    "mean": "ravan_flwr.server.releases:Mean",
-    "client": "ravan_flwr.server.noised:Noised",
-    "example": "ravan_flwr.extras.example_privacy:Counted",
-    "masked": "ravan_flwr.extras.masked:Masked",
-}
-
 
 def release_class(config: Config) -> "type[Mean]":
     """Return the class of a run's releases."""
-    found: type[Mean] = resolve_name(RELEASES[config.release])
+    found: type[Mean] = load(RELEASES[config.release])
     return found
 
 

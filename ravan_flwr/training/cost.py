@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +25,14 @@ from ravan_flwr.adapters import find_layers
 from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.sparsity import WHOLE, num_bytes, sent_sparsely
-from ravan_flwr.methods import budget_fraction
 from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.optional import ROUND_BYTES, load
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.secure.fixed_point import WIDTH
-from ravan_flwr.secure.schedule import GIVEN, Schedule, Traffic, make_schedule, most_protocol_bytes
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.device import computing_with, suitable_threads
 from ravan_flwr.training.local_steps import check_precision
-from ravan_flwr.training.masked import parts_of, selected_rows
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import (
     backbone_dtype,
@@ -100,9 +98,11 @@ class Skeleton:
             parameter.requires_grad_(True)
 
     @cached_property
-    def secure_overhead(self) -> Traffic | None:
-        """Return the bytes of a secure round beside its masked numbers; None without one."""
-        return most_protocol_bytes(self._schedule()) if self.config.secure_aggregation else None
+    def masked(self) -> Any:
+        """Return the bytes of a secure round (extras/secure/cost.py); None without one."""
+        if not self.config.secure_aggregation:
+            return None
+        return load(ROUND_BYTES)(self.config, self.method, self.state())
 
     def receive(self, fraction: float) -> None:
         """Load the first broadcast to a client with that budget fraction."""
@@ -126,21 +126,6 @@ class Skeleton:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
         return state
 
-    def _schedule(self) -> Schedule:
-        """Draw the schedule of a secure round of clients with the run's budgets."""
-        config, state = self.config, self.state()
-        # Bounds are sent as decimal text, and none has more digits than this one.
-        longest, digest = 1e-5 / 3, GIVEN * "0"
-        parts = [part._replace(bound=longest) for part in parts_of(self.method, state, 1.0)]
-        rows = {}
-        for partition in range(config.clients_per_round):
-            fraction = budget_fraction(config.budgets, config.seed, partition)
-            if self.method.can_train(fraction):
-                random = generator(config.seed, "heads", 1, partition)
-                rows[partition] = selected_rows(self.method, state, fraction, random)
-        least, number = config.secure_minimum, config.num_rounds
-        return make_schedule(2**63, number, least, parts, rows, digest)
-
     @property
     def classifier_size(self) -> int:
         return sum(parameter.numel() for parameter in self.classifier)
@@ -158,23 +143,21 @@ class Skeleton:
     def bytes_up(self, fraction: float) -> int:
         method = self.largest_round()
         shapes = list(method.upload_shapes(fraction).values())
-        if self.secure_overhead is not None:
+        if self.masked is not None:
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
-            return (
-                WIDTH * (numbers + 1) + self.secure_overhead.up
-            )  # one more: how many were cut off
+            return int(self.masked.number * numbers + self.masked.up)
         return self._coded(method.upload_bytes(fraction), shapes, self.config.densities[1])
 
     def bytes_down(self, fraction: float) -> int:
         initial = self.method.initial_state(self.adapters)
         sent = self.method.broadcast(initial, fraction).items()
         shapes = {n: tuple(tensor.shape) for n, tensor in sent if tensor.dtype == torch.float32}
-        secure_overhead = 0 if self.secure_overhead is None else self.secure_overhead.down
+        beside = 0 if self.masked is None else int(self.masked.down)
         number, sparse = self.method.broadcast_bytes(initial, fraction), sent_sparsely(self.method)
         dense = [shape for name, shape in shapes.items() if name not in sparse]
         trained = [shape for name, shape in shapes.items() if name in sparse]
         number += num_bytes(dense, WHOLE[0], self.config.wire) - 4 * sum(map(math.prod, dense))
-        return self._coded(number, trained, self.config.densities[0]) + secure_overhead
+        return self._coded(number, trained, self.config.densities[0]) + beside
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], fraction: Fraction) -> int:
         """Return the bytes on the wire, with the classifier's.

@@ -28,7 +28,7 @@ IMPORTS = {
     "read_node({'partition-id': 0, 'num-partitions': 2, 'device': 'cuda:1'})":
         {"yaml", "torch", "flwr"},
     # Each phase of a secure round without training is a separate process on a device.
-    "import ravan_flwr.client_app, ravan_flwr.client.secure_part": HEAVY,
+    "import ravan_flwr.client_app, ravan_flwr.extras.secure.phases": HEAVY,
     "import ravan_flwr.client_app, ravan_flwr.client.worker": HEAVY,  # where a worker answers
 }  # fmt: skip
 

@@ -17,13 +17,12 @@ from dp_accounting import rdp
 from scipy.stats import beta, kstest
 
 from ravan_flwr.methods import METHODS
-from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.methods.base import CLASSIFIER, expand_to_state
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, gaussian, subsample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import check_finite
-from ravan_flwr.training.masked import expand_to_state
 from tests.methods import aggregate, build, some_state, train_client
 
 PRIVATE = [

@@ -14,9 +14,15 @@ import pytest
 import torch
 from flwr.app import Error, Message
 
-from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.extras import masked as masked_round
+from ravan_flwr.extras.secure import agreement, shamir
+from ravan_flwr.extras.secure import changes as masked_changes
+from ravan_flwr.extras.secure import release as masked_round
+from ravan_flwr.extras.secure import train as masked_training
+from ravan_flwr.extras.secure.agreement import signed_keys
+from ravan_flwr.extras.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.extras.secure.schedule import Schedule, pack
+from ravan_flwr.extras.secure.server import DealerError
 from ravan_flwr.launch import in_process_grid, worker_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -24,20 +30,14 @@ from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.reports.run_view import view_of
 from ravan_flwr.runs.history import RecordedRun
-from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreement import signed_keys
-from ravan_flwr.secure.node_keys import NodeKeys, make_keys
-from ravan_flwr.secure.schedule import Schedule, pack
-from ravan_flwr.secure.server import DealerError
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training import masked
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
 from tests import short_runs
 from tests.short_runs import SHORT, records_of, same_bits, saved, state_of
-from tests.unit.secure.rounds import step_of
+from tests.unit.extras.secure.rounds import step_of
 
 QUICK: dict[str, Scalar] = SHORT | {
     "lora-rank": 2, "local-steps": 1, "num-rounds": 1, "eval-every": 1, "clients-per-round": 6,
@@ -58,7 +58,9 @@ def uploads(monkeypatch):
     """Record the unmasked uploads: round -> list of (state sent, upload, schedule)."""
     by_round = defaultdict(list)
 
-    def record_upload(method, sent, upload, schedule, rows, random, original=masked.to_numbers):
+    def record_upload(
+        method, sent, upload, schedule, rows, random, original=masked_changes.to_numbers
+    ):
         sent_tensors = {k: v for k, v in sent.items() if k != CLASSIFIER}
         trained = {k: v for k, v in upload.items() if k != CLASSIFIER}
         expanded = method.expand_upload(trained, sent_tensors) | {CLASSIFIER: upload[CLASSIFIER]}
@@ -353,7 +355,7 @@ def test_clients_check_the_schedule(tmp_path, monkeypatch, change, clients, mess
     """Else a sum could reveal signs, or be over clients that the server chose to isolate one."""
     monkeypatch.setattr(Hostile, "change_schedule", lambda _, schedule: change(schedule))
     monkeypatch.setattr(Hostile, "clients", clients)
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Hostile)
+    monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Hostile)
     settings = {"clients_per_round": 12, "budgets": "uniform"}
     settings["secure_minimum"] = 5 if change is lower_minimum else 3
     (record,) = records_of(run(tmp_path, clients=12, **settings))
@@ -372,9 +374,9 @@ def test_clients_refuse_rounds_after_the_last(tmp_path, monkeypatch):
     class MoreRounds(Hostile):
         def change_schedule(self, schedule):
             config = replace(self.config, num_rounds=1)
-            return changed(schedule, given=masked.round_digest(config, self.state))
+            return changed(schedule, given=masked_changes.round_digest(config, self.state))
 
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", MoreRounds)
+    monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", MoreRounds)
     misbehave(monkeypatch, lambda *given: given[-1](run_config={"num-rounds": 1}))
     first, second = records_of(run(tmp_path, num_rounds=2))
     assert "refused" not in first
@@ -419,7 +421,7 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
             mean = super().mean()
             return mean | self.before  # so that the state can be evaluated
 
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Huge)
+    monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Huge)
     (record,) = records_of(run(tmp_path))
     assert record["rejected"] == []
     assert len(record["clients"]) == 6
@@ -440,7 +442,7 @@ def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
             first = self.round.number == 1
             return super().prepare([m for m in cohort if first or m.partition_id != 3])
 
-    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Repeating)
+    monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Repeating)
     similarity = {}
     for size in (8, 1000):  # a few examples, or all of a client
         simulation = run(tmp_path, batch_size=size, num_rounds=2)

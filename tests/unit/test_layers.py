@@ -11,8 +11,7 @@ from scripts.draw_layers import PACKAGE, PAGE, arrows, imported, layers, subpack
 
 # The mathematics and its imports are usable without Flower.
 WITHOUT_FLOWER = [
-    "adapters", "config", "data", "methods", "privacy", "secure", "seeding", "specs", "tasks",
-    "training",
+    "adapters", "config", "data", "methods", "privacy", "seeding", "specs", "tasks", "training",
 ]  # fmt: skip
 
 
@@ -50,6 +49,12 @@ def file_of(name):
     return None
 
 
+def test_one_file_names_the_optional_parts():
+    others = [path for path in PACKAGE.rglob("*.py") if "extras" not in path.parts]
+    naming = [path.name for path in others if "ravan_flwr.extras" in path.read_text()]
+    assert naming == ["optional.py"]
+
+
 def test_no_file_imports_itself_through_others():
     """Not even for types alone."""
     imports = {
@@ -84,12 +89,23 @@ def test_the_walk_through_a_round_names_every_file_of_the_server():
     assert files - {"server/__init__.py"} <= named_files
 
 
-@pytest.mark.parametrize("subpackage", WITHOUT_FLOWER)
-def test_the_mathematics_imports_no_flower(subpackage):
+PROTOCOL = [
+    PACKAGE / "extras" / "secure" / f"{name}.py"
+    for name in (
+        "agreement", "client", "fixed_point", "node_keys", "schedule", "server", "shamir",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "paths", [*(subpackages()[name] for name in WITHOUT_FLOWER), PROTOCOL],
+    ids=[*WITHOUT_FLOWER, "extras/secure"],
+)  # fmt: skip
+def test_the_mathematics_imports_no_flower(paths):
     needed: set[Path] = set()
-    for path in subpackages()[subpackage]:
+    for path in paths:
         modules_within(path, needed)
-    assert len(needed) >= len(subpackages()[subpackage])
+    assert len(needed) >= len(paths)
     assert not [path for path in needed if {"flwr"} & {n.split(".")[0] for n in imported(path)}]
 
 

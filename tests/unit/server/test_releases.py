@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ravan_flwr import optional
 from ravan_flwr.server import releases, transports
 from scripts.draw_layers import PACKAGE, imported
 from tests.hand_made import Nodes, fake_clock, run
@@ -27,7 +28,7 @@ def test_the_server_app_imports_no_optional_module(python):
     assert not [name for name in loaded if name.startswith("ravan_flwr.extras")]
 
 
-ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in releases.RELEASES.values()]
+ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in optional.RELEASES.values()]
 ROWS += [(place, transports.Plain) for place in transports.TRANSPORTS.values()]
 
 
@@ -42,7 +43,7 @@ def test_the_release_of_the_documentation_works(monkeypatch):
     names: dict[str, Any] = {}
     exec(code, names)
     monkeypatch.setattr(releases, "Agreed", names["Agreed"], raising=False)
-    monkeypatch.setitem(releases.RELEASES, "mean", "ravan_flwr.server.releases:Agreed")
+    monkeypatch.setitem(optional.RELEASES, "mean", "ravan_flwr.server.releases:Agreed")
 
     class Shifted(Nodes):
         """Clients whose B is 0.1, or -0.1 for the opposed half."""

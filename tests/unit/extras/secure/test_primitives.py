@@ -6,8 +6,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sympy import nextprime
 
-from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.node_keys import is_signed
+from ravan_flwr.extras.secure import agreement, shamir
+from ravan_flwr.extras.secure.node_keys import is_signed
 
 
 def test_x25519_equals_rfc_7748():

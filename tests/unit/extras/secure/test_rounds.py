@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ravan_flwr.secure import schedule as rows_and_masks
-from ravan_flwr.secure import shamir
-from ravan_flwr.secure.agreement import SIGNATURE, pair_key, shared_secret, signed_keys
-from ravan_flwr.secure.client import DistrustError, SecureClient
-from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, mean_of, to_steps
-from ravan_flwr.secure.node_keys import NodeKeys, make_keys
-from ravan_flwr.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
-from ravan_flwr.secure.server import DealerError, SecureServer, read_announcement
-from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, SecureRound, step_of
+from ravan_flwr.extras.secure import schedule as rows_and_masks
+from ravan_flwr.extras.secure import shamir
+from ravan_flwr.extras.secure.agreement import SIGNATURE, pair_key, shared_secret, signed_keys
+from ravan_flwr.extras.secure.client import DistrustError, SecureClient
+from ravan_flwr.extras.secure.fixed_point import LEVELS, from_bytes, mean_of, to_steps
+from ravan_flwr.extras.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.extras.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
+from ravan_flwr.extras.secure.server import DealerError, SecureServer, read_announcement
+from tests.unit.extras.secure.rounds import PARTS, PHASES, ROUND, RUN, SecureRound, step_of
 
 N = 7
 
@@ -137,10 +137,10 @@ class SeededBytes:
 def test_masked_uploads_are_uniform_and_cancel(folder, monkeypatch):
     """All bytes of all uploads, for equal changes and fixed secrets."""
     fixed = SeededBytes(5)
-    monkeypatch.setattr("ravan_flwr.secure.agreement.new_key", fixed)
-    monkeypatch.setattr("ravan_flwr.secure.client.secrets.token_bytes", fixed)
+    monkeypatch.setattr("ravan_flwr.extras.secure.agreement.new_key", fixed)
+    monkeypatch.setattr("ravan_flwr.extras.secure.client.secrets.token_bytes", fixed)
     monkeypatch.setattr(
-        "tests.unit.secure.rounds.to_steps",
+        "tests.unit.extras.secure.rounds.to_steps",
         lambda values, *_: (np.full(len(values), LEVELS, np.uint32), 0),
     )
     round_ = SecureRound(folder, N)

@@ -6,14 +6,8 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from ravan_flwr.client.client_request import ClientRequest, store_personal
-from ravan_flwr.client.secure_part import open_secure_client, pieces_in
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.messages.records import read_pieces, to_pieces
-from ravan_flwr.methods.base import Tensors
-from ravan_flwr.secure.schedule import Schedule
-from ravan_flwr.seeding import generator
-from ravan_flwr.training.local_steps import train_locally
-from ravan_flwr.training.masked import (
+from ravan_flwr.extras.secure.changes import (
     check_cohort,
     check_digest,
     check_parts,
@@ -23,6 +17,12 @@ from ravan_flwr.training.masked import (
     selected_rows,
     to_numbers,
 )
+from ravan_flwr.extras.secure.phases import open_secure_client, pieces_in
+from ravan_flwr.extras.secure.schedule import Schedule
+from ravan_flwr.messages.records import read_pieces, to_pieces
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.seeding import generator
+from ravan_flwr.training.local_steps import train_locally
 
 
 def train_masked(client: ClientRequest) -> RecordDict:

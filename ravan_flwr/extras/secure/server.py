@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
-from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of
-from ravan_flwr.secure.node_keys import is_signed
-from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, pack
+from ravan_flwr.extras.secure import agreement, shamir
+from ravan_flwr.extras.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
+from ravan_flwr.extras.secure.fixed_point import WIDTH, from_bytes, mean_of
+from ravan_flwr.extras.secure.node_keys import is_signed
+from ravan_flwr.extras.secure.schedule import Bits, Schedule, Vector, cut, pack
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, TAG, Parts
-from ravan_flwr.secure.fixed_point import Numbers, to_bytes
-from ravan_flwr.secure.node_keys import NodeKeys
-from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, read_schedule, unpack
+from ravan_flwr.extras.secure import agreement, shamir
+from ravan_flwr.extras.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, TAG, Parts
+from ravan_flwr.extras.secure.fixed_point import Numbers, to_bytes
+from ravan_flwr.extras.secure.node_keys import NodeKeys
+from ravan_flwr.extras.secure.schedule import Bits, Schedule, Vector, cut, read_schedule, unpack
 
 State = dict[str, Any]
 

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ravan_flwr.secure import MOST_CLIENTS, agreement, shamir
-from ravan_flwr.secure.agreement import ENTRY, MARK, SIGNATURE, keystream
-from ravan_flwr.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
+from ravan_flwr.extras.secure import agreement, shamir
+from ravan_flwr.extras.secure.agreement import ENTRY, MARK, SIGNATURE, keystream
+from ravan_flwr.extras.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
+from ravan_flwr.specs import MAX_MASKED_CLIENTS
 
 LEAST = 3  # trainers of a row: each of two would know the other's change from the sum
 MOST_ROWS = 2**20
@@ -46,10 +47,10 @@ class Schedule(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     run: Annotated[int, Field(ge=0, le=2**64)]
     round: Annotated[int, Field(ge=0, le=2**53)]
-    minimum: Annotated[int, Field(ge=LEAST, le=MOST_CLIENTS)]
+    minimum: Annotated[int, Field(ge=LEAST, le=MAX_MASKED_CLIENTS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_PARTS)]
     partitions: Annotated[  # the clients, ascending
-        tuple[Annotated[int, Field(ge=0, le=2**53)], ...], Field(max_length=MOST_CLIENTS)
+        tuple[Annotated[int, Field(ge=0, le=2**53)], ...], Field(max_length=MAX_MASKED_CLIENTS)
     ]
     packed: tuple[str, ...]  # which rows each client trains, as `pack` has them, in hexadecimal
     given: Annotated[str, Field(max_length=GIVEN)] = ""  # hash of what all of them are given
@@ -138,10 +139,10 @@ def make_schedule(
     given: str = "",
 ) -> Schedule:  # fmt: skip
     """Return the schedule of the rows that clients would train; ValueError for too few clients."""
-    if not minimum <= len(rows) <= MOST_CLIENTS:
+    if not minimum <= len(rows) <= MAX_MASKED_CLIENTS:
         raise ValueError(
             f"got {len(rows)} clients that are ready, expected at least {minimum} "
-            f"(secure-minimum) and at most {MOST_CLIENTS}"
+            f"(secure-minimum) and at most {MAX_MASKED_CLIENTS}"
         )
     partitions = tuple(sorted(rows))
     trained = np.stack([rows[partition] for partition in partitions])

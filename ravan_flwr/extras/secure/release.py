@@ -17,29 +17,8 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.files import first_error
-from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
-from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.extensions import sums_changes
-from ravan_flwr.runs.record import MaskedRecord
-from ravan_flwr.secure import MOST_CLIENTS
-from ravan_flwr.secure.agreement import Parts
-from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule
-from ravan_flwr.secure.server import (
-    DealerError,
-    KeyAnnouncement,
-    SecureServer,
-    UnmaskedSum,
-    read_announcement,
-)
-from ravan_flwr.seeding import generator
-from ravan_flwr.server.federation import Federation
-from ravan_flwr.server.releases import Mean
-from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.round import Round
-from ravan_flwr.server.update import Update, read_masked, read_phase
-from ravan_flwr.training.masked import (
+from ravan_flwr.extras.secure.agreement import Parts
+from ravan_flwr.extras.secure.changes import (
     CUT_OFF,
     add_mean_changes,
     check_cohort,
@@ -49,6 +28,27 @@ from ravan_flwr.training.masked import (
     rows_by_tensor,
     selected_rows,
 )
+from ravan_flwr.extras.secure.schedule import Bits, Schedule, make_schedule
+from ravan_flwr.extras.secure.server import (
+    DealerError,
+    KeyAnnouncement,
+    SecureServer,
+    UnmaskedSum,
+    read_announcement,
+)
+from ravan_flwr.files import first_error
+from ravan_flwr.messages.records import DISTRUSTS, PIECES, to_pieces
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import sums_changes
+from ravan_flwr.runs.record import MaskedRecord
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.federation import Federation
+from ravan_flwr.server.releases import Mean
+from ravan_flwr.server.reply_collector import Sent
+from ravan_flwr.server.round import Round
+from ravan_flwr.server.update import Update, read_masked, read_phase
+from ravan_flwr.specs import MAX_MASKED_CLIENTS
 
 log = getLogger(__name__)
 
@@ -254,9 +254,9 @@ class Masked(Mean):
 
 def _partitions(data: bytes) -> set[int]:
     """Return the partitions that a client accuses; raise ValueError if they cannot be read."""
-    if len(data) > 16 * MOST_CLIENTS:  # parsed JSON takes many times its bytes
+    if len(data) > 16 * MAX_MASKED_CLIENTS:  # parsed JSON takes many times its bytes
         raise ValueError(
-            f"its list of clients has {len(data):,} bytes, expected {MOST_CLIENTS} partitions"
+            f"its list of clients has {len(data):,} bytes, expected {MAX_MASKED_CLIENTS} partitions"
         )
     try:
         return TypeAdapter(set[StrictInt]).validate_json(data)

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
+from ravan_flwr.extras.secure.fixed_point import Numbers, bound_of, to_steps
+from ravan_flwr.extras.secure.schedule import Bits, Part, Schedule, threshold_of
+from ravan_flwr.methods.base import (
+    CLASSIFIER,
+    Method,
+    Tensors,
+    expand_to_state,
+    split_classifier,
+)
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import checksum
-from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
-from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
 CUT_OFF = "/cut-off"  # no tensor has this name
 
@@ -148,16 +154,6 @@ def to_numbers(
         cut_off_count, total = cut_off_count + cut, total + len(steps)
     cut_off = np.array([cut_off_count / max(1, total)])
     return np.concatenate([*numbers, to_steps(cut_off, 1.0, random)[0]])
-
-
-def expand_to_state(
-    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]
-) -> Tensors:
-    """Expand an upload to the shapes of the sent state, with NaN where nothing was trained."""
-    method_tensors, classifier = split_classifier(sent)
-    return method.expand_upload(split_classifier(upload)[0], method_tensors) | {
-        name: upload[name] for name in classifier
-    }
 
 
 def add_mean_changes(

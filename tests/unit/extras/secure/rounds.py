@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from ravan_flwr.secure.client import SecureClient
-from ravan_flwr.secure.fixed_point import LEVELS, to_steps
-from ravan_flwr.secure.node_keys import NodeKeys
-from ravan_flwr.secure.schedule import Part, make_schedule
-from ravan_flwr.secure.server import SecureServer, read_announcement
+from ravan_flwr.extras.secure.client import SecureClient
+from ravan_flwr.extras.secure.fixed_point import LEVELS, to_steps
+from ravan_flwr.extras.secure.node_keys import NodeKeys
+from ravan_flwr.extras.secure.schedule import Part, make_schedule
+from ravan_flwr.extras.secure.server import SecureServer, read_announcement
 
 RUN, ROUND = 7, 3
 PHASES = ("keys", "shares", "masked", "agree", "unmask")

@@ -1,8 +1,7 @@
 """Secure aggregation: sum clients' updates without revealing any of them (Bonawitz et al., 2017).
 
-Pure: no file here imports Flower, messages or models. docs/secure-aggregation.md describes what is
-protected, and against which attackers. A round has five phases, each with a client half and a
-server half:
+docs/secure-aggregation.md describes what is protected, and against which attackers. A round has
+five phases, each with a client half and a server half, which import neither Flower nor models:
 
     client (client.py)                     server (server.py)
     makes and signs keys     ----------->  makes the schedule: which client trains which part
@@ -14,11 +13,7 @@ server half:
     sends the signature      ----------->  collects signatures
     checks the signatures    <-----------  all signatures
     sends shares             ----------->  removes the remaining masks from the sum
+
+The release (release.py), training (train.py), and the other answers of a client (phases.py) connect
+them with a run: they turn changes into numbers (changes.py) and records into messages.
 """
-
-# The phases, in their order; messages have these names. This file imports nothing heavy.
-TRAINED = "masked"  # the phase in which a client trains, and needs torch
-PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
-LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
-
-MOST_CLIENTS = 256  # of a round: a sum of 256 numbers of 16 bits has 24 bits

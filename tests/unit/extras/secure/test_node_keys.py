@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from ravan_flwr.cli import main
-from ravan_flwr.client.secure_part import node_keys
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.extras.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.extras.secure.phases import node_keys
 
 
 def test_a_device_makes_its_keys(tmp_path, capsys):

@@ -14,10 +14,10 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.config.node_config import Node
+from ravan_flwr.extras.secure.agreement import Parts
+from ravan_flwr.extras.secure.client import DistrustError, SecureClient, State
+from ravan_flwr.extras.secure.node_keys import NodeKeys
 from ravan_flwr.messages.records import DISTRUSTS, PIECES, read_pieces, to_pieces
-from ravan_flwr.secure.agreement import Parts
-from ravan_flwr.secure.client import DistrustError, SecureClient, State
-from ravan_flwr.secure.node_keys import NodeKeys
 
 log = getLogger(__name__)
 
@@ -51,6 +51,11 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
 def pieces_in(content: RecordDict) -> ArrayRecord:
     """Return the pieces of a message."""
     return content.array_records.get(PIECES, ArrayRecord())
+
+
+def check_keys(node: Node) -> None:
+    """Raise ValueError unless this node has the keys of secure aggregation."""
+    node_keys(node).public()
 
 
 def node_keys(node: Node) -> NodeKeys:

@@ -1,0 +1,32 @@
+"""The optional parts, by name: a run imports the ones that its settings ask for, and no other.
+
+Nothing else names a module of `extras/`, which may be missing.
+"""
+
+from pkgutil import resolve_name
+from typing import Any
+
+# How updates become the next state (`Config.release`).
+RELEASES = {
+    "mean": "ravan_flwr.server.releases:Mean",
+    "client": "ravan_flwr.server.noised:Noised",
+    "example": "ravan_flwr.extras.example_privacy:Counted",
+    "masked": "ravan_flwr.extras.secure.release:Masked",
+}
+DELIVER_AT_END = "ravan_flwr.extras.delivery:DeliverAtEnd"
+
+# Secure aggregation. The messages of a round, in their order; a client answers the light ones
+# without torch.
+TRAINED = "masked"
+PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
+LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
+ANSWER_PHASE = "ravan_flwr.extras.secure.phases:answer_phase"
+TRAIN_MASKED = "ravan_flwr.extras.secure.train:train_masked"
+CHECK_KEYS = "ravan_flwr.extras.secure.phases:check_keys"
+MAKE_KEYS = "ravan_flwr.extras.secure.node_keys:make_keys"
+ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
+
+
+def load(place: str) -> Any:
+    """Return the object of that name; ImportError if its part is not installed."""
+    return resolve_name(place)
