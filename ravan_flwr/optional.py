@@ -28,5 +28,14 @@ ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
 
 
 def load(place: str) -> Any:
-    """Return the object of that name; ImportError if its part is not installed."""
-    return resolve_name(place)
+    """Return the object of that name; raise ValueError if its part is not installed."""
+    try:
+        return resolve_name(place)
+    except ModuleNotFoundError as error:
+        module = place.partition(":")[0]
+        if not module.startswith(f"{error.name}"):
+            raise
+        raise ValueError(
+            f"{module}: got an installation without it, expected the whole package, since a "
+            "setting of this run needs it; install ravan-flwr again, or leave the setting out"
+        ) from error

@@ -1,5 +1,5 @@
 """Optional parts of a run: masked aggregation, privacy of single examples, delivery to devices.
 
-No file in `server/` imports a file of this folder. They are resolved by name: `RELEASES`
-(server/releases.py) and `DELIVERY` (server_app.py).
+Only optional.py names them. The package works without this folder, except for runs whose settings
+ask for one of its parts.
 """
