@@ -170,7 +170,7 @@ def test_paths(path):
         (["pink", "gold", "pink"], None, "here: got unknown labels gold, pink; expected red"),
         ([3, 0, -1], None, "unknown labels -1, 3; expected numbers from 0 to 2"),
         ([-1, 0], ["red", "green"], "unknown labels None"),  # not of the first class
-        ([0, 1, 2], ["pink", "red", "gold"], "here: got unknown labels pink, gold; expected red"),
+        ([0, 1, 2], ["pink", "red", "gold"], "here: got unknown labels gold, pink; expected red"),
         ([0, 0], ["pink"], "here: got unknown labels pink; expected red"),
         ([0, 1], ["red", "pink"], "here: got unknown labels pink; expected red"),
     ],
