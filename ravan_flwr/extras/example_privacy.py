@@ -215,9 +215,12 @@ class Counted(Mean):
                 self.round.least = 0  # no client is left that the round could wait for
             self.account.close(sent.client)
             raise ValueError(f"it trains no further: {plain(reason)}")
-        update = super().read(message, sent, version, staleness)
+        return super().read(message, sent, version, staleness)
+
+    def opened(self, message: Message, sent: Sent) -> Update:
+        update = super().opened(message, sent)
         if within(message.content.metric_records["metrics"], "recounted", 0, 1):
-            self.round.log.recounted.append(sent.client.partition_id)
+            self.round.log.recounted.append(sent.client.partition_id)  # also if it is rejected
         return update
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Buffered(Plain):
         """Draw clients until `concurrency` clients train."""
         federation = self.federation
         round_.asks_more = False  # a client that has replied, validly or not, is replaced at once
-        round_.collector.outstanding = self.sent
+        round_.collector.outstanding = self.sent  # one dict: messages of all rounds under way
         self._restore(round_, release)
         self._give_up(round_)
         self._keep_versions(round_.number)

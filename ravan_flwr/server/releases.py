@@ -57,7 +57,7 @@ class Mean:
     Args:
         federation: The parts of the run.
         round_: The round, whose limits a release may change.
-        state: The state that clients are sent.
+        state: The state that clients are sent in this round, dropped when the round has closed.
     """
 
     budget: ClassVar[type[PrivacyBudget] | None] = None  # the account of a private release

@@ -135,6 +135,7 @@ class ReplyCollector:
             node.answered(self._kind)
             node.has_fixed = self._message_builder.fixed is not None  # it has them now
             yield sent, checked
+            del checked  # an update may be as large as the model
 
     def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
         """Add a sent message to the outstanding ones."""

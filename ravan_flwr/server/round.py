@@ -29,7 +29,7 @@ class Round:
         self.collector = ReplyCollector(federation.message_builder, self.log)
         self.recipients: set[int] = set()  # ids of the nodes that were asked
         self.broadcasts: dict[float, ArrayRecord] = {}  # by budget fraction, as they travel
-        # When the wait for replies ends.
+        # When the wait for replies ends. Releases and transports change these when they open.
         self.least = config.min_replies  # valid replies that the round needs
         self.asks_more = True  # are further clients asked if fewer have replied?
         self.enough: float = config.clients_per_round  # valid replies that end the wait at once

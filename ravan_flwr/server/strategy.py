@@ -89,6 +89,7 @@ class FederatedTuning(Strategy):
             config, loaded, self.registry, self.sampler, self.state, self.message_builder,
             privacy, start.trained,
         )  # fmt: skip
+        # Of the run; the calibration has a plain one.
         self._transport = transport_class(config)(self.federation, start.memory)
 
     def start(
@@ -188,9 +189,11 @@ class FederatedTuning(Strategy):
         stays, and the record has the reason.
         """
         round_, release = self.round, self.release
+        # Lazy: the next reply is fetched, and the wait for it may end, after this one is used.
         for sent, update in round_.collector.valid(replies, self._read):
             heads = release.add(update)
             self._log_use(update, heads, sent)
+            del update  # it may be as large as the model
         if len(round_.log.clients) < round_.least:
             raise RuntimeError(round_.log.too_few_replies_message(round_.least))
         try:
@@ -203,6 +206,7 @@ class FederatedTuning(Strategy):
                 "round %d has no effect, the state stays as it was: %s; the record lists clients",
                 server_round, error,
             )  # fmt: skip
+        release.state = {}  # the old state
         loss = round_.log.train_loss
         metrics = MetricRecord({} if loss is None else {"train-loss": loss})
         return to_record(self.state.tensors), metrics
