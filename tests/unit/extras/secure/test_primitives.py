@@ -122,6 +122,15 @@ def test_two_shares_of_three_reveal_the_secret_and_one_reveals_nothing():
         shamir.unpack(b"\0" * 32)
 
 
+def test_the_first_number_that_is_no_secret_and_the_first_that_is_no_share():
+    assert shamir.join({0: (2**256 - 1).to_bytes(33, "big")}, 1) == b"\xff" * 32
+    with pytest.raises(ValueError, match="do not belong together"):
+        shamir.join({0: (2**256).to_bytes(33, "big")}, 1)
+    assert shamir.unpack((shamir.PRIME - 1).to_bytes(33, "big")) == 2**256 + 296
+    with pytest.raises(ValueError, match="below the prime"):
+        shamir.unpack(shamir.PRIME.to_bytes(33, "big"))
+
+
 def test_false_shares_give_another_secret_or_an_error():
     shares = dict(enumerate(shamir.split(bytes(32), 3, 5)))
     shares[0] = (shamir.unpack(shares[0]) ^ 1).to_bytes(33, "big")
