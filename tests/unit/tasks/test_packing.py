@@ -153,6 +153,11 @@ CARRYING = {
     "mamba": lambda: transformers.MambaForCausalLM(
         transformers.MambaConfig(**_SIZES, state_size=4)
     ),
+    "recurrent_gemma": lambda: transformers.RecurrentGemmaForCausalLM(
+        transformers.RecurrentGemmaConfig(
+            **_SIZES, intermediate_size=24, num_attention_heads=2, lru_width=16
+        )
+    ),
     "lfm2": lambda: transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
             **_SIZES, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
