@@ -45,9 +45,17 @@ def without_moving(state, network, step):
     state.tensors = places
 
 
+def with_the_first_rate(state, network, step):
+    """Move a client's tensors, but keep the learning rate of the captured step."""
+    rate = state.rate.clone()
+    ADOPT(state, network, step)
+    state.rate.copy_(rate)
+
+
 @pytest.mark.slow
-def test_a_wrong_replay_is_noticed(monkeypatch):
-    monkeypatch.setattr(FixedState, "adopt", without_moving)
+@pytest.mark.parametrize("mutant", [without_moving, with_the_first_rate])
+def test_a_wrong_replay_is_noticed(mutant, monkeypatch):
+    monkeypatch.setattr(FixedState, "adopt", mutant)
     monkeypatch.setattr(CapturedClient, "finish", lambda client: client.step.skipped)
     okay, line = check_method({"method": "fedit"}, "cpu", Recorder())
     assert not okay
