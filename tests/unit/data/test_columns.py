@@ -68,7 +68,7 @@ def test_a_hundred_thousand_values_are_partitioned_quickly():
     began = time.process_time()
     distinct, numbers = numbered(values)
     rows = rows_by_number(numbers, len(distinct))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 20  # 0.3 s; each value against all would take hours
     assert len(rows) == 100_001
     assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(values)))
 

@@ -64,7 +64,7 @@ def test_absurd_sizes_are_refused_before_anything_is_built(kind, changes, messag
     ):
         with pytest.raises(ValueError, match=f"its config.json cannot be used .*{message}"):
             use()
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 60  # a second; a billion layers would take hours
     assert tracemalloc.get_traced_memory()[1] < 2**25
     tracemalloc.stop()
 
@@ -94,7 +94,7 @@ def test_a_network_is_no_larger_than_its_weights(kind, changes, tmp_path, monkey
     start = time.process_time()
     with pytest.raises(ValueError, match="describes a larger network than the weights are"):
         build(kind, folder)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 60  # a thousand layers without weights take 4 seconds
 
 
 @pytest.mark.parametrize("kind", MODELS)
