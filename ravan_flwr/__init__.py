@@ -22,15 +22,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ravan_flwr.lab.running import run_study
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.peft import RavanConfig
-    from ravan_flwr.reports.evaluation import evaluate, result_of
-    from ravan_flwr.reports.export import export_run
-    from ravan_flwr.reports.prediction import predict
-    from ravan_flwr.reports.report import write_report
-    from ravan_flwr.reports.spectrum import write_spectra
+    from ravan_flwr.results.evaluation import evaluate, result_of
+    from ravan_flwr.results.export import export_run
+    from ravan_flwr.results.prediction import predict
+    from ravan_flwr.results.report import write_report
+    from ravan_flwr.results.spectrum import write_spectra
     from ravan_flwr.runs.callback import Callback
-    from ravan_flwr.studies.running import run_study
     from ravan_flwr.training.plan import plan_of
 
 # Imported on first use, since most of them import torch and Flower.
@@ -38,15 +38,15 @@ _MODULES = {
     "Callback": "ravan_flwr.runs.callback",
     "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
-    "evaluate": "ravan_flwr.reports.evaluation",
-    "export_run": "ravan_flwr.reports.export",
+    "evaluate": "ravan_flwr.results.evaluation",
+    "export_run": "ravan_flwr.results.export",
     "plan_of": "ravan_flwr.training.plan",
-    "predict": "ravan_flwr.reports.prediction",
-    "result_of": "ravan_flwr.reports.evaluation",
-    "run_study": "ravan_flwr.studies.running",
+    "predict": "ravan_flwr.results.prediction",
+    "result_of": "ravan_flwr.results.evaluation",
+    "run_study": "ravan_flwr.lab.running",
     "simulate": "ravan_flwr.launch.in_process",
-    "write_report": "ravan_flwr.reports.report",
-    "write_spectra": "ravan_flwr.reports.spectrum",
+    "write_report": "ravan_flwr.results.report",
+    "write_spectra": "ravan_flwr.results.spectrum",
 }
 
 __all__ = [

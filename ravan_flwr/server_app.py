@@ -17,9 +17,9 @@ from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import DELIVER_AT_END, load
-from ravan_flwr.reports.card import write_card
-from ravan_flwr.reports.classes import write_classes
-from ravan_flwr.reports.export import natural_form, write_result
+from ravan_flwr.results.card import write_card
+from ravan_flwr.results.classes import write_classes
+from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import Progress, log_to_stdout, log_without_traceback, logging_to
 from ravan_flwr.runs.directory import (
@@ -283,7 +283,7 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
         return None
     folder = directory.path / "report"
     try:
-        from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (imports Matplotlib)
+        from ravan_flwr.results.report import write_report  # noqa: PLC0415 (imports Matplotlib)
 
         return write_report([directory.path], folder)
     except Exception as error:  # noqa: BLE001 (the result is saved already)

@@ -7,7 +7,7 @@ must be in one of these tables, or be the difference between two rows of one tab
 
 A table is between marks (`<!-- study NAME: TITLE -->`). Its study's file defines the rows, and
 its record (`NAME.jsonl`) has the results of their runs. No code is shared with
-`ravan_flwr/studies`. It ends with 1 and a line for each cell on which the two disagree.
+`ravan_flwr/lab`. It ends with 1 and a line for each cell on which the two disagree.
 """
 
 import itertools

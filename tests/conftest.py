@@ -191,7 +191,7 @@ def without_charts(monkeypatch):
     """
     from markupsafe import Markup
 
-    from ravan_flwr.reports.charts import Chart
+    from ravan_flwr.results.charts import Chart
 
     empty = Markup('<svg role="img" aria-label="{}"></svg>')
     monkeypatch.setattr(Chart, "png", lambda *_: b"\x89PNG\r\n\x1a\n")

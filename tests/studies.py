@@ -1,7 +1,7 @@
 """Made-up results of runs, for tests of studies."""
 
-from ravan_flwr.studies.choosing import candidates, choose, table_runs
-from ravan_flwr.studies.results import Result
+from ravan_flwr.lab.choosing import candidates, choose, table_runs
+from ravan_flwr.lab.results import Result
 
 
 def result(value, metric="accuracy", rate=1e-3, **changes):

@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.reports.report import write_report  # noqa: PLC0415
+    from ravan_flwr.results.report import write_report  # noqa: PLC0415
     from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
 
     log_to_stdout()
@@ -62,14 +62,14 @@ def _report(parsed: argparse.Namespace) -> None:
 
 
 def _evaluate(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.reports.evaluation import as_text, evaluate  # noqa: PLC0415
+    from ravan_flwr.results.evaluation import as_text, evaluate  # noqa: PLC0415
 
     content = evaluate(parsed.run, parsed.data, parsed.client, parsed.model)
     sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
 
 
 def _predict(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.reports.prediction import predict  # noqa: PLC0415
+    from ravan_flwr.results.prediction import predict  # noqa: PLC0415
 
     result = predict(parsed.run, parsed.data, parsed.output, parsed.client, parsed.model)
     for problem in result.problems:
@@ -83,7 +83,7 @@ def _predict(parsed: argparse.Namespace) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.reports.export import export_run  # noqa: PLC0415
+    from ravan_flwr.results.export import export_run  # noqa: PLC0415
 
     export_run(parsed.run, parsed.form, parsed.folder, parsed.client, parsed.model)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

@@ -92,7 +92,7 @@ def _plan(parsed: argparse.Namespace) -> None:
 def _show_partition(config: Mapping[str, Scalar], num_clients: int | None) -> None:
     report_loading()
     with importing():
-        from ravan_flwr.reports.partition import as_text, assign  # noqa: PLC0415
+        from ravan_flwr.lab.partition import as_text, assign  # noqa: PLC0415
 
     write_stdout(as_text(assign(config, num_clients)) + "\n")
 

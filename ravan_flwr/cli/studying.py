@@ -44,8 +44,8 @@ def _check_options(parsed: argparse.Namespace) -> None:
 
 
 def _study(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.lab.running import run_study  # noqa: PLC0415
     from ravan_flwr.runs.console import log_to_stdout  # noqa: PLC0415
-    from ravan_flwr.studies.running import run_study  # noqa: PLC0415
 
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one as in conf/studies/")
@@ -65,9 +65,9 @@ def _study(parsed: argparse.Namespace) -> None:
 
 
 def _tune(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.lab.running import RunOptions  # noqa: PLC0415
+    from ravan_flwr.lab.tuning import adopt, plan_tuning, summary, tune  # noqa: PLC0415
     from ravan_flwr.runs.console import log, log_to_stdout  # noqa: PLC0415
-    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
-    from ravan_flwr.studies.tuning import adopt, plan_tuning, summary, tune  # noqa: PLC0415
 
     _check_options(parsed)
     settings, num_clients = read_settings(parsed.settings)

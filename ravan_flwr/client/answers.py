@@ -229,7 +229,7 @@ def keep_delivered(client: ClientRequest) -> RecordDict:
 
 
 def _keep(client: ClientRequest) -> dict[str, Any]:
-    from ravan_flwr.reports.device_result import save_result  # noqa: PLC0415 (no round needs it)
+    from ravan_flwr.results.device_result import save_result  # noqa: PLC0415 (no round needs it)
 
     node = client.node
     parcel = read_parcel(client.content.config_records["config"])

@@ -20,7 +20,7 @@ from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
-from ravan_flwr.reports.card import result_metrics
+from ravan_flwr.results.card import result_metrics
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary

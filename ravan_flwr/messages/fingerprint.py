@@ -9,11 +9,11 @@ from pathlib import Path
 # Subpackages that no app imports and the app bundle omits.
 NOT_IN_APPS = (
     "cli",
+    "lab",
     "launch",
     "peft",
     "preset_wizard",
     "strategies",
-    "studies",
 )
 
 

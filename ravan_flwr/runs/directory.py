@@ -4,7 +4,7 @@ config.json        the resolved configuration
 settings.json      the settings that were given last, with which the run is resumed
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the result: method, parameters, metrics, bytes, seconds
-classes.json       the last evaluation on the server, class by class (reports/classes.py)
+classes.json       the last evaluation on the server, class by class (results/classes.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ravan_flwr.reports.evaluation import result_of
+from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.training.network import build_network
 from tests.flower import NEEDS_PROC
 from tests.support.deployment import ROUNDS_TIMEOUT, wait_for

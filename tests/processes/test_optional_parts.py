@@ -31,7 +31,7 @@ print("without optional parts:", ravan_flwr.__file__)
 @pytest.mark.slow
 def test_the_core_runs_every_method_without_the_optional_parts(tmp_path):
     """Nor does it need the tools of researchers, which are no part of the app."""
-    without = shutil.ignore_patterns("extras", "studies", "strategies", "peft", "__pycache__")
+    without = shutil.ignore_patterns("extras", "lab", "strategies", "peft", "__pycache__")
     shutil.copytree(ROOT / "ravan_flwr", tmp_path / "ravan_flwr", ignore=without)
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     code = RUNS.replace("METHODS", repr([*METHODS]))

@@ -69,7 +69,7 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
         ("EXTENSIONS", 0),
         ("grid_around", lambda rate: [rate, 3 * rate]),
     ):
-        monkeypatch.setattr(f"ravan_flwr.studies.tuning.{name}", value)
+        monkeypatch.setattr(f"ravan_flwr.lab.tuning.{name}", value)
     printed, run = [], ""
     for language, text in blocks():
         if language == "python":

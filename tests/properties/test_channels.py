@@ -42,7 +42,7 @@ from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import check_independent
-from ravan_flwr.reports.card import fill_card
+from ravan_flwr.results.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
@@ -55,7 +55,7 @@ from ravan_flwr.training import private_steps
 from ravan_flwr.training.local_steps import steps_of
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
 from ravan_flwr.training.private_steps import PrivateStepper
-from tests.unit.reports.test_card import CONFIG
+from tests.unit.results.test_card import CONFIG
 
 # One example of a device: any example, for any message of the server.
 

@@ -5,7 +5,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.reports.evaluation import result_of
+from ravan_flwr.results.evaluation import result_of
 from tests.methods import build, build_with_network
 from tests.short_runs import records_of, run
 

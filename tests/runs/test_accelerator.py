@@ -11,7 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy.example_gradients import check_independent
-from ravan_flwr.reports.spectrum import Spectra
+from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.update_norm_check import UpdateNormCheck

@@ -23,7 +23,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
-from ravan_flwr.reports.export import merged_network
+from ravan_flwr.results.export import merged_network
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task

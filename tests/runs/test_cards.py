@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ravan_flwr import export_run, predict
-from ravan_flwr.reports.card import fill_card
+from ravan_flwr.results.card import fill_card
 from ravan_flwr.runs.directory import RunDirectory
 from tests.runs.in_use import digit_images, docstrings, run_of_digits, run_of_images, run_of_texts
 

@@ -13,9 +13,9 @@ from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports import device_result
-from ravan_flwr.reports.evaluation import result_of
-from ravan_flwr.reports.export import export_run
+from ravan_flwr.results import device_result
+from ravan_flwr.results.evaluation import result_of
+from ravan_flwr.results.export import export_run
 from ravan_flwr.specs import Scalar
 from tests import short_runs
 from tests.runs.in_use import check_logits, examples_and_logits

@@ -11,7 +11,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.peft import RavanLinear
-from ravan_flwr.reports.evaluation import result_of
+from ravan_flwr.results.evaluation import result_of
 from tests import short_runs
 from tests.runs.in_use import check_logits, error_of, examples_and_logits
 

@@ -16,7 +16,7 @@ from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.reports.report import write_report
+from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.cost import step_memory

@@ -11,7 +11,7 @@ from ravan_flwr.adapters import multihead
 from ravan_flwr.adapters.stored import BITS, dense_weight, quantizable, quantize, weight_norm
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports.export import merged_network
+from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.local_steps import train_locally

@@ -15,10 +15,10 @@ from tensorboardX.proto.event_pb2 import Event
 from ravan_flwr import write_spectra
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.reports.evaluation import result_of
-from ravan_flwr.reports.report import write_report
-from ravan_flwr.reports.run_charts import run_charts
-from ravan_flwr.reports.spectrum import Spectra, effective_rank
+from ravan_flwr.results.evaluation import result_of
+from ravan_flwr.results.report import write_report
+from ravan_flwr.results.run_charts import run_charts
+from ravan_flwr.results.spectrum import Spectra, effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking

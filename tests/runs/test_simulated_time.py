@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ravan_flwr import server_app, simulate
 from ravan_flwr.flower_private import TaskType
-from ravan_flwr.reports.report import write_report
+from ravan_flwr.results.report import write_report
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.buffered import Buffered
 from ravan_flwr.training.plan import plan_of

@@ -10,7 +10,7 @@ from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters.stored import StoredEmbedding, StoredLinear, store_in
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports.export import merged_network
+from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.local_steps import train_locally

@@ -10,16 +10,16 @@ import pytest
 
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder
-from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import candidates, runs_of, table_runs
-from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.spec import read_study
-from ravan_flwr.studies.tables import markdown, rows_as_csv
+from ravan_flwr.lab import spec
+from ravan_flwr.lab.choosing import candidates, runs_of, table_runs
+from ravan_flwr.lab.results import Results
+from ravan_flwr.lab.running import run_study
+from ravan_flwr.lab.spec import read_study
+from ravan_flwr.lab.tables import markdown, rows_as_csv
 from ravan_flwr.training.machine import CORES, usable_cores
 from tests.hand_made import SUMMARY
 from tests.studies import chosen as choice_of
-from tests.unit.studies import written
+from tests.unit.lab import written
 
 SETTINGS = {"num-rounds": 1, "local-steps": 1, "classifier": "frozen"}
 TABLES = [

@@ -15,9 +15,9 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder, with_preset_path
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import RateChoice, Score
-from ravan_flwr.studies.tuning import _check_examples, adopt, plan_tuning
+from ravan_flwr.lab import spec
+from ravan_flwr.lab.choosing import RateChoice, Score
+from ravan_flwr.lab.tuning import _check_examples, adopt, plan_tuning
 from ravan_flwr.training import model_and_data
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
@@ -26,7 +26,7 @@ SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 @pytest.fixture
 def forked_runs(python, monkeypatch):
     """Start runs as forks, with two seeds for each rate."""
-    monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)
+    monkeypatch.setattr("ravan_flwr.lab.tuning.SEEDS", 2)
     monkeypatch.setattr(sys, "executable", python.executable)
 
 
@@ -74,8 +74,8 @@ def test_a_tuning_extends_its_grid_resumes_and_draws(tmp_path, forked_runs, monk
     # With a wrong default the best rate is at the grid's edge, so the grid is extended.
     out = tmp_path / "out"
     words = ["tune", *SHORT, "--output", str(out), "--jobs", "2"]
-    monkeypatch.setattr("ravan_flwr.studies.tuning.grid_around", lambda _: [1e-5, 3e-5, 1e-4])
-    monkeypatch.setattr("ravan_flwr.studies.tuning.EXTENSIONS", 1)
+    monkeypatch.setattr("ravan_flwr.lab.tuning.grid_around", lambda _: [1e-5, 3e-5, 1e-4])
+    monkeypatch.setattr("ravan_flwr.lab.tuning.EXTENSIONS", 1)
     before = (conf_folder() / "digits-vit.yaml").read_text()
     main(words)
     output = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_a_missing_device_is_an_error_before_any_run(words, tmp_path, monkeypatc
 
 def test_an_interrupted_tuning_prints_how_to_continue(tmp_path, monkeypatch, capsys):
     interrupt = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("ravan_flwr.studies.tuning.run_missing", interrupt)
+    monkeypatch.setattr("ravan_flwr.lab.tuning.run_missing", interrupt)
     with pytest.raises(SystemExit) as end:
         main(["tune", *SHORT, "--output", str(tmp_path)])
     assert end.value.code == 130

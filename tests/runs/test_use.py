@@ -15,8 +15,8 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 from ravan_flwr import evaluate, predict, simulate, write_report
 from ravan_flwr.cli import main
 from ravan_flwr.data.rows import rows_of
-from ravan_flwr.reports import prediction
-from ravan_flwr.reports.evaluation import _is_trained_on
+from ravan_flwr.results import prediction
+from ravan_flwr.results.evaluation import _is_trained_on
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.text import Text
 from tests.runs.in_use import (

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from scipy import stats
 
-from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import read_study
-from ravan_flwr.studies.tables import Page
+from ravan_flwr.lab.results import Results
+from ravan_flwr.lab.spec import read_study
+from ravan_flwr.lab.tables import Page
 from scripts import check_results
 from tests.studies import fill
 from tests.support import ROOT

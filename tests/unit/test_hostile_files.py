@@ -28,7 +28,7 @@ from ravan_flwr.data.examples import device_examples, load_splits, other_example
 from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.data_summary import summarise_data
-from ravan_flwr.reports.prediction import new_table
+from ravan_flwr.results.prediction import new_table
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec

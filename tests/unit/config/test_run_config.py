@@ -11,10 +11,10 @@ import yaml
 from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, NOT_OF_RESULT, RUN, read_settings
 from ravan_flwr.config.presets import PresetPath, conf_folder
 from ravan_flwr.config.run_config import read_config, recorded_config
+from ravan_flwr.lab import spec
 from ravan_flwr.launch.start import read_start
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
-from ravan_flwr.studies import spec
 from ravan_flwr.tasks import TASKS
 from scripts import list_keys
 from tests import ROOT

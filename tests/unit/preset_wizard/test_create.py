@@ -18,7 +18,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.reports.partition import assign
+from ravan_flwr.lab.partition import assign
 from tests.docstrings import docstrings, lines
 from tests.support.tiny import DATA, MODELS, features, save_data, save_model
 

@@ -11,13 +11,13 @@ from flwr.proto.federation_config_pb2 import SimulationConfig
 from benchmarks.gpu import classes, fitting
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.lab import running
+from ravan_flwr.lab.choosing import table_runs
+from ravan_flwr.lab.results import Results
+from ravan_flwr.lab.spec import read_study
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, Sharing, share_gpus
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies import running
-from ravan_flwr.studies.choosing import table_runs
-from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import read_study
 from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory, pick_device, release_cached_memory

@@ -1,0 +1,1 @@
+"""For researchers' machines: studies and tuning. No app imports it."""

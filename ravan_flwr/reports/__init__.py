@@ -1,1 +1,0 @@
-"""Reports of runs; evaluation, prediction and export with a run's result."""

@@ -1,0 +1,1 @@
+"""A run's result put to use: evaluation, prediction, export, and pages of charts."""

@@ -1,1 +1,0 @@
-"""Studies: read a grid of settings and seeds, run it, and write its tables and pictures."""
