@@ -1,5 +1,7 @@
 """A fork and its proxy process behave as an ordinary process."""
 
+import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -47,6 +49,25 @@ def test_the_proxy_ends_with_the_forks_status(bare, code, status, errors):
     assert bool(ended.stderr) == bool(errors)
 
 
+def test_a_fork_has_the_proxys_folder_environment_arguments_and_parent(bare, tmp_path):
+    (tmp_path / "mine.py").write_text("said = 'imported'")
+    code = (
+        "import json, mine, os, sys; "
+        "print(json.dumps([mine.said, os.getcwd(), dict(os.environ), sys.argv, os.getppid()]))"
+    )
+    given = {"PYTHONPATH": str(tmp_path), "A": "é", "LC_ALL": "C.UTF-8"}
+    ended = bare.run(["-c", code, "one", "two"], environment=given, folder=tmp_path)
+    output = json.loads(ended.stdout)
+    assert output == ["imported", str(tmp_path), given, ["-c", "one", "two"], os.getpid()]
+
+
+def test_no_library_changes_a_forks_logging(python):
+    """A handler of the root logger would write the lines of Flower's logger a second time."""
+    code = "import logging; print(logging.root.handlers, logging.root.manager.disable)"
+    ended = subprocess.run([python.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "[] 0\n", ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_reaches_the_fork(bare, number):
     before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by forks
@@ -55,6 +76,16 @@ def test_a_signal_reaches_the_fork(bare, number):
         signal.signal(number, before)
         process.send_signal(number)
         assert process.wait() == 40
+
+
+def test_forks_end_with_the_server():
+    with ForkServer([]) as server:
+        process = started(server)
+        fork = fork_of(process.pid)
+    wait_for(lambda: not Path(f"/proc/{fork}").exists(), "the fork to be killed")
+    assert process.wait() == 1
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 def test_a_fork_ends_with_its_proxy(bare):

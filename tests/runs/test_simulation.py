@@ -26,7 +26,7 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.model_and_data import get_model_and_data
 from tests import short_runs
-from tests.short_runs import SHORT, records_of, same_bits, saved
+from tests.short_runs import SHORT, records_of, same_bits, saved, state_of
 
 run = functools.partial(short_runs.run, clients=4)
 TRAIN = "ravan_flwr.client.answers.train_locally"
@@ -523,9 +523,11 @@ def test_a_run_learns_and_resumes_to_the_same_bits(tmp_path, settings):
 
 
 @pytest.mark.slow
-def test_a_server_optimizer_changes_the_result(tmp_path):
-    plain, adam = run(tmp_path), run(tmp_path, server_optimizer="adam")
-    assert plain.summary["metrics"] != adam.summary["metrics"]
+@pytest.mark.parametrize(("method", "optimizer"), [("ravan", "adam"), ("fedit", "momentum")])
+def test_a_server_optimizer_changes_the_result(tmp_path, method, optimizer):
+    plain = run(tmp_path, method=method)
+    changed = run(tmp_path, method=method, server_optimizer=optimizer)
+    assert not same_bits(state_of(plain, 2), state_of(changed, 2))
 
 
 @pytest.mark.slow(kept=1)
