@@ -38,6 +38,7 @@ PAPERS = {
     # Rotations, partial ranks, and alternation of the factor that is trained, before a mean.
     "fedrot-lora": USUAL | {"by_example"},
     "fed-plora": USUAL | {"by_example"},
+    "fslora": USUAL | {"by_example"},  # random sketches: changes averaged over all clients
     "rolora": USUAL | {"by_example"},
     # LoRA-FAIR corrects B on the server.
     "lora-fair": COMBINED | {"by_example"},

@@ -1,0 +1,98 @@
+"""FSLoRA against its definition, by float64 loops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.methods import affordable
+from tests.methods import (
+    LAYERS,
+    aggregate,
+    assert_close,
+    build_with_network,
+    deltas,
+    some_state,
+    train_client,
+)
+from tests.properties.test_newer import factors, loop_product, replies
+
+CLIENTS = st.lists(
+    st.tuples(st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]), st.integers(0, 99)),
+    min_size=1,
+    max_size=5,
+)
+FULL = st.lists(st.tuples(st.just(1.0), st.integers(0, 99)), min_size=1, max_size=5)
+TIGHT = {"rtol": 1e-6, "atol": 1e-6}
+
+
+# FSLoRA
+
+
+@given(CLIENTS)
+def test_fslora_averages_changes_over_all_clients_zero_where_the_sketch_is(clients):
+    method, adapters, _ = build_with_network("fslora", rank=4)
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, clients)
+    new = aggregate(method, state, sent)
+    for layer, (old_B, old_A) in enumerate(factors(state, 4)):
+        B, A = old_B.clone(), old_A.clone()
+        total = sum(weight for *_, weight in sent)
+        for upload, fraction, weight in sent:
+            own_B, own_A = factors(upload, affordable(fraction, 4))[layer]
+            drawn = [j for j in range(4) if int(upload["modules"][0]) >> j & 1]
+            for place, j in enumerate(drawn):
+                B[:, j] += weight / total * (own_B[:, place] - old_B[:, j])
+                A[j] += weight / total * (own_A[place] - old_A[j])
+        assert_close(factors(new, 4)[layer], (B, A), **TIGHT)
+
+
+@given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 0.75, 1.0]))
+def test_an_fslora_client_computes_with_its_sketch_and_trains_its_ranks_alone(seed, fraction):
+    method, adapters, network = build_with_network("fslora", rank=4, lora_scale=0.5)
+    pretrained = [network.get_submodule(layer.name).base.weight.double() for layer in LAYERS]
+    state = some_state(method, adapters)
+    method.load(adapters, state)
+    method.choose(
+        adapters, fraction, torch.Generator().manual_seed(seed), lambda: pytest.fail("a pass")
+    )
+    drawn = int(method.upload(adapters)["modules"][0])
+    number = affordable(fraction, 4)
+    entries = [4 / number if drawn >> j & 1 else 0.0 for j in range(4)]
+    assert entries.count(0.0) == 4 - number
+    S = torch.diag(torch.tensor(entries, dtype=torch.float64))
+    for layer, W, (B, A) in zip(LAYERS, pretrained, factors(state, 4), strict=True):
+        module = network.get_submodule(layer.name)
+        x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(seed))
+        expected = x.double() @ (W + 0.5 * loop_product(loop_product(B, S), A)).T
+        assert_close([module(x)], [expected + module.base.bias], **TIGHT)
+    trained = [tuple(p.shape) for p in method.parameters(adapters)]
+    assert trained == [(6, number), (number, 5), (4, number), (number, 7)]
+
+
+def test_the_mean_of_fsloras_sketches_is_the_servers_model():
+    """Each rank is drawn equally often, so the mean over the draws of B S A is B A."""
+    method, adapters, _ = build_with_network("fslora", rank=4)
+    state = some_state(method, adapters)
+    expected = deltas(method, adapters, state)
+    found = {}
+    for seed in range(60):
+        method.load(adapters, state)
+        method.choose(adapters, 0.5, torch.Generator().manual_seed(seed), lambda: None)
+        drawn = int(method.upload(adapters)["modules"][0])
+        found[drawn] = [delta.double() for delta in method.delta_weights(adapters)]
+    assert len(found) == 6  # pairs of four ranks
+    means = [torch.stack(each).mean(0) for each in zip(*found.values(), strict=True)]
+    assert_close(means, expected, **TIGHT)
+
+
+def test_fslora_with_whole_budgets_is_fedit():
+    sent = {}
+    for name in ("fslora", "fedit"):
+        method, adapters, _ = build_with_network(name, rank=4)
+        state = some_state(method, adapters)
+        uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(3)]
+        sent[name] = aggregate(method, state, uploads)
+    assert sent["fslora"].keys() == sent["fedit"].keys()
+    for name, tensor in sent["fedit"].items():
+        assert_close([sent["fslora"][name]], [tensor], **TIGHT)
