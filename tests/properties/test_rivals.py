@@ -1,4 +1,4 @@
-"""FSLoRA against its definition, by float64 loops."""
+"""FSLoRA and FedMomentum against their definitions, by float64 loops."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.methods import (
     train_client,
 )
 from tests.properties.test_newer import factors, loop_product, replies
+from tests.reference import weighted_mean
 
 CLIENTS = st.lists(
     st.tuples(st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]), st.integers(0, 99)),
@@ -96,3 +97,61 @@ def test_fslora_with_whole_budgets_is_fedit():
     assert sent["fslora"].keys() == sent["fedit"].keys()
     for name, tensor in sent["fedit"].items():
         assert_close([sent["fslora"][name]], [tensor], **TIGHT)
+
+
+# Methods that add to W
+
+
+def rounds_of(name, rounds):
+    """Run rounds of clients; yield the method, the state before, the replies, the state after."""
+    method, adapters, _ = build_with_network(name, rank=2, lora_scale=0.5)
+    state = method.initial_state(adapters)
+    for clients in rounds:
+        sent = replies(method, adapters, state, clients)
+        before, state = state, aggregate(method, state, sent)
+        yield method, before, sent, state
+
+
+def residuals(method, state):
+    """Return what the state adds to the weights of the layers."""
+    return [part.dense().double() for part in method.residuals(state)]
+
+
+def mean_product(sent, layer):
+    """Compute mean_c(B_c A_c) of a layer, by the replies' weights."""
+    products = [
+        loop_product(*factors(upload, affordable(fraction, 2))[layer])
+        for upload, fraction, _ in sent
+    ]
+    return weighted_mean(products, [weight for *_, weight in sent])
+
+
+# FedMomentum
+
+
+@given(st.lists(FULL, min_size=1, max_size=3))
+def test_fedmomentum_keeps_the_leading_part_in_balanced_factors_and_the_rest_in_w(rounds):
+    for method, before, sent, after in rounds_of("fedmomentum", rounds):
+        for layer, (old, new) in enumerate(
+            zip(residuals(method, before), residuals(method, after), strict=True)
+        ):
+            M = mean_product(sent, layer)
+            B, A = factors(after, 2)[layer]
+            kept, rest, size = loop_product(B, A), new - old, M.norm()
+            assert_close([0.5 * kept + rest], [0.5 * M], rtol=0, atol=1e-6 * float(size))
+            S = torch.linalg.svdvals(M)
+            for gram in (B.T @ B, A @ A.T):
+                assert_close([gram], [S[:2].diag()], rtol=0, atol=1e-6 * float(size))
+            # Of all matrices of rank 2, only the leading part is as near to M as this.
+            assert_close([rest.norm()], [0.5 * S[2:].norm()], rtol=0, atol=1e-6 * float(size))
+
+
+def test_fedmomentums_factors_have_a_gradient_also_if_no_client_moved():
+    """With B = 0 in every reply all singular values are zero, and so may not be both factors."""
+    method, adapters, _ = build_with_network("fedmomentum", rank=2)
+    state = method.initial_state(adapters)
+    still = {name: tensor for name, tensor in state.items() if name in ("B", "A")}
+    new = aggregate(method, state, [(still, 1.0), (still, 1.0)])
+    for B, A in factors(new, 2):
+        assert not B.any()
+        assert_close([A @ A.T], [torch.eye(2)], **TIGHT)
