@@ -95,6 +95,7 @@ METHODS = {
     "raflora": MethodInfo(averages=False, by_example=True),
     "flora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedmomentum": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
+    "frlora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedrot-lora": MethodInfo(by_example=True),
     "fed-plora": MethodInfo(by_example=True),
     "fslora": MethodInfo(by_example=True),

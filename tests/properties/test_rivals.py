@@ -1,4 +1,4 @@
-"""FSLoRA and FedMomentum against their definitions, by float64 loops."""
+"""FSLoRA, FedMomentum and FRLoRA against their definitions, by float64 loops."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ravan_flwr.methods import affordable
 from tests.methods import (
     LAYERS,
+    Network,
     aggregate,
     assert_close,
     build_with_network,
@@ -155,3 +156,40 @@ def test_fedmomentums_factors_have_a_gradient_also_if_no_client_moved():
     for B, A in factors(new, 2):
         assert not B.any()
         assert_close([A @ A.T], [torch.eye(2)], **TIGHT)
+
+
+# FRLoRA
+
+
+@given(st.lists(FULL, min_size=1, max_size=3))
+def test_frlora_adds_the_gain_of_the_means_product_over_the_start(rounds):
+    for method, before, sent, after in rounds_of("frlora", rounds):
+        weights = [weight for *_, weight in sent]
+        for layer, (old, new) in enumerate(
+            zip(residuals(method, before), residuals(method, after), strict=True)
+        ):
+            pairs = [factors(upload, 2)[layer] for upload, *_ in sent]
+            B, A = (weighted_mean(each, weights) for each in zip(*pairs, strict=True))
+            gain = loop_product(B, A) - loop_product(*factors(before, 2)[layer])
+            assert_close([new - old], [0.5 * gain], rtol=1e-6, atol=3e-6)
+        assert all(torch.equal(before[name], after[name]) for name in ("B", "A"))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_every_frlora_round_starts_from_the_pretrained_weights_principal_directions(scale):
+    torch.default_generator.manual_seed(0)
+    pretrained = [module.weight.detach().double() for name, module in Network().named_children()
+                  if name in {layer.name for layer in LAYERS}]  # fmt: skip
+    method, adapters, network = build_with_network("frlora", rank=2, lora_scale=scale)
+    for state in (method.initial_state(adapters), some_state(method, adapters)):
+        method.load(adapters, state)
+        for W, adapter, added in zip(pretrained, adapters, residuals(method, state), strict=True):
+            U, S, Vh = torch.linalg.svd(W)
+            principal = loop_product(U[:, :2] @ S[:2].diag(), Vh[:2])
+            B, A = adapter.B.detach().double(), adapter.A.detach().double()
+            assert_close([scale * loop_product(B, A)], [principal], **TIGHT)
+            for gram in (B.T @ B, A @ A.T):
+                assert_close([gram], [S[:2].diag() / scale], rtol=1e-6, atol=3e-6)
+            # The frozen part makes up for the start: the model is the server's.
+            assert_close([adapter.base.weight], [W - principal + added], rtol=1e-6, atol=3e-6)
+    assert network.get_submodule("q") is adapters[0]

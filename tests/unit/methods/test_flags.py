@@ -38,6 +38,7 @@ PAPERS = {
     # What the factors do not hold goes into the weights: the rest of an SVD, the gain over a start
     # from principal directions, the leading part of the stacked product.
     "fedmomentum": COMBINED - {"frozen_backbone"} | {"by_example"},
+    "frlora": COMBINED - {"frozen_backbone"} | {"by_example"},
     # Rotations, partial ranks, and alternation of the factor that is trained, before a mean.
     "fedrot-lora": USUAL | {"by_example"},
     "fed-plora": USUAL | {"by_example"},
