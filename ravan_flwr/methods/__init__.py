@@ -96,6 +96,7 @@ METHODS = {
     "flora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedmomentum": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "frlora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
+    "florist": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedrot-lora": MethodInfo(by_example=True),
     "fed-plora": MethodInfo(by_example=True),
     "fslora": MethodInfo(by_example=True),

@@ -1,4 +1,4 @@
-"""FSLoRA, FedMomentum and FRLoRA against their definitions, by float64 loops."""
+"""FSLoRA, FedMomentum, FRLoRA and FLoRIST against their definitions, by float64 loops."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.methods import affordable
+from ravan_flwr.methods.florist import smallest_rank
 from tests.methods import (
     LAYERS,
     Network,
@@ -17,7 +18,7 @@ from tests.methods import (
     train_client,
 )
 from tests.properties.test_newer import factors, loop_product, replies
-from tests.reference import weighted_mean
+from tests.reference import leading_part, weighted_mean
 
 CLIENTS = st.lists(
     st.tuples(st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]), st.integers(0, 99)),
@@ -193,3 +194,29 @@ def test_every_frlora_round_starts_from_the_pretrained_weights_principal_directi
             # The frozen part makes up for the start: the model is the server's.
             assert_close([adapter.base.weight], [W - principal + added], rtol=1e-6, atol=3e-6)
     assert network.get_submodule("q") is adapters[0]
+
+
+# FLoRIST
+
+
+@given(st.lists(CLIENTS, min_size=1, max_size=3))
+def test_florist_adds_the_fewest_directions_that_have_the_part_tau_of_the_energy(rounds):
+    for method, before, sent, after in rounds_of("florist", rounds):
+        ranks = []
+        for layer, (old, new) in enumerate(
+            zip(residuals(method, before), residuals(method, after), strict=True)
+        ):
+            M = mean_product(sent, layer)
+            kept, p = leading_part(M)
+            ranks.append(p)
+            assert_close([new - old], [0.5 * kept], rtol=0, atol=3e-6 * float(1 + new.norm()))
+        assert int(after["residual-rank"]) == int(before["residual-rank"]) + max(ranks)
+        assert int(after["rounds"]) == int(before["rounds"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("values", "rank"), [([10, 1, 0], 1), ([9.9, 1, 0.1], 2), ([1, 1, 1], 3), ([0, 0, 0], 1)]
+)
+def test_florists_rank_is_the_smallest_that_reaches_the_threshold(values, rank):
+    """100 of 101 is 0.990099; 98.01 of 99.02 is 0.98980: with tau = 0.99 on either side."""
+    assert smallest_rank(torch.tensor(values, dtype=torch.float64)) == rank

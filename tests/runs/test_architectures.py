@@ -60,7 +60,7 @@ def loss_of(network, loaded):
 
 
 # Methods that change pretrained weights.
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora"}
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 # Personalised methods have the layers of fedit (tests/runs/test_personal.py).
 OF_ADAPTERS = [
     name

@@ -13,7 +13,7 @@ from ravan_flwr.training.plan import describe
 from tests import short_runs
 from tests.short_runs import SHORT, records_of
 
-GROWING = ("fedex-lora", "flora", "fedmomentum", "frlora")
+GROWING = ("fedex-lora", "flora", "fedmomentum", "frlora", "florist")
 TINY = {"clients-per-round": 4, "local-steps": 1, "learning-rate": 1e-4}
 
 

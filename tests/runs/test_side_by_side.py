@@ -33,7 +33,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 # Other methods that adapt to budgets, as RAVAN.
 WITH_SMALL_BUDGETS = (
-    "hetlora", "flexlora", "raflora", "flora", "fed-plora", "fslora",
+    "hetlora", "flexlora", "raflora", "flora", "florist", "fed-plora", "fslora",
 )  # fmt: skip
 AVERAGED: dict[str, Any] = {"weighting": "median", "server-optimizer": "momentum"}
 METHODS += [

@@ -39,6 +39,7 @@ PAPERS = {
     # from principal directions, the leading part of the stacked product.
     "fedmomentum": COMBINED - {"frozen_backbone"} | {"by_example"},
     "frlora": COMBINED - {"frozen_backbone"} | {"by_example"},
+    "florist": COMBINED - {"frozen_backbone"} | {"by_example"},
     # Rotations, partial ranks, and alternation of the factor that is trained, before a mean.
     "fedrot-lora": USUAL | {"by_example"},
     "fed-plora": USUAL | {"by_example"},
