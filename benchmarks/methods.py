@@ -79,6 +79,7 @@ FORMULAS: dict[str, Formula] = {
     "fedsa-lora": lambda s, _: (s.r * s.ins, s.r * s.ins),
     **dict.fromkeys(("local", "none"), lambda *_: (0, 0)),
     "fedex-lora": lambda s, t: (s.both, s.both + s.residual(t, (s.replies - 1) * s.r)),
+    "frlora": lambda s, t: (s.both, s.both + s.residual(t, 2 * s.r)),
     "ffa-lora": lambda s, _: (s.r * s.out, s.r * s.out),
     "fed-sb": lambda s, t: (s.n * s.r**2, s.n * s.r**2 + (s.both if t == 1 else 0)),
     "fedsvd": lambda s, _: (s.r * s.out, s.both),

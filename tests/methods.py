@@ -22,7 +22,8 @@ SETTINGS = Settings(
 # (The last four of these have a model for each client; in `centralised` one client trains.)
 INEXACT = (
     "fedit", "slora", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
-    "centralised", "fedrpca", "fedalt", "feddpa", "fedsa-lora", "local",
+    "fslora", "frlora", "florist", "centralised", "fedrpca", "fedalt", "feddpa", "fedsa-lora",
+    "local",
 )  # fmt: skip
 
 

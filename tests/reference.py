@@ -72,3 +72,20 @@ def best_of_rank(matrix: Tensor, rank: int) -> Tensor:
     U, S, Vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     best: Tensor = U[:, :rank] @ S[:rank].diag() @ Vh[:rank]
     return best
+
+
+def leading_part(product: Tensor, tau: float = 0.99) -> tuple[Tensor, int]:
+    """FLoRIST: the sum of the fewest singular directions with tau of the energy, and their number.
+
+    One direction after the other is added, from the eigenvectors of the product's Gram matrix.
+    """
+    product = product.double()
+    values, vectors = torch.linalg.eigh(product.T @ product)  # ascending
+    values = values.clamp(min=0)
+    kept, energy = torch.zeros_like(product), 0.0
+    for number in range(1, 1 + min(product.shape)):
+        v = vectors[:, -number]
+        kept, energy = kept + torch.outer(product @ v, v), energy + float(values[-number])
+        if energy >= tau * float(values.sum()):
+            break
+    return kept, number

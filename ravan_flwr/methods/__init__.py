@@ -94,8 +94,12 @@ METHODS = {
     "fedsvd": MethodInfo(3e-3, averages=False, by_example=True),
     "raflora": MethodInfo(averages=False, by_example=True),
     "flora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
+    "fedmomentum": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
+    "frlora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
+    "florist": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedrot-lora": MethodInfo(by_example=True),
     "fed-plora": MethodInfo(by_example=True),
+    "fslora": MethodInfo(by_example=True),
     "rolora": MethodInfo(by_example=True),
     "lora-fair": MethodInfo(averages=False, by_example=True),
     # The server's state is the mean of all clients' personal heads.

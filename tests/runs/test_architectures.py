@@ -59,7 +59,8 @@ def loss_of(network, loaded):
         return loaded.task.loss(network.eval(), batch_of(loaded))
 
 
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # methods that change pretrained weights
+# Methods that change pretrained weights.
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 # Personalised methods have the layers of fedit (tests/runs/test_personal.py).
 OF_ADAPTERS = [
     name

@@ -21,7 +21,7 @@ from tests import short_runs
 from tests.runs.in_use import check_logits, examples_and_logits
 from tests.support.tiny import save_data, save_model
 
-OF_WEIGHTS = {"full", "fedex-lora", "flora"}
+OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 NO_RESULT_PATH = "its node config has no result-path"
 
 

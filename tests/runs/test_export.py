@@ -16,7 +16,8 @@ from tests import short_runs
 from tests.runs.in_use import check_logits, error_of, examples_and_logits
 
 METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # also exported as heads
-METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # methods that change pretrained weights
+# Methods that change pretrained weights.
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora", "fedmomentum", "frlora", "florist"}
 
 
 def run_of(folder, clients=3, **settings):

@@ -32,7 +32,9 @@ METHODS: list[dict[str, Any]] = [
     {"method": "full", "server-optimizer": "adam"},
 ]
 # Other methods that adapt to budgets, as RAVAN.
-WITH_SMALL_BUDGETS = ("hetlora", "flexlora", "raflora", "flora", "fed-plora")
+WITH_SMALL_BUDGETS = (
+    "hetlora", "flexlora", "raflora", "flora", "florist", "fed-plora", "fslora",
+)  # fmt: skip
 AVERAGED: dict[str, Any] = {"weighting": "median", "server-optimizer": "momentum"}
 METHODS += [
     {"method": name}

@@ -35,9 +35,15 @@ PAPERS = {
     "raflora": COMBINED | {"by_example"},
     # FLoRA stacks the clients' factors and adds the product to the weights.
     "flora": COMBINED - {"frozen_backbone"} | {"by_example"},
+    # What the factors do not hold goes into the weights: the rest of an SVD, the gain over a start
+    # from principal directions, the leading part of the stacked product.
+    "fedmomentum": COMBINED - {"frozen_backbone"} | {"by_example"},
+    "frlora": COMBINED - {"frozen_backbone"} | {"by_example"},
+    "florist": COMBINED - {"frozen_backbone"} | {"by_example"},
     # Rotations, partial ranks, and alternation of the factor that is trained, before a mean.
     "fedrot-lora": USUAL | {"by_example"},
     "fed-plora": USUAL | {"by_example"},
+    "fslora": USUAL | {"by_example"},  # random sketches: changes averaged over all clients
     "rolora": USUAL | {"by_example"},
     # LoRA-FAIR corrects B on the server.
     "lora-fair": COMBINED | {"by_example"},
