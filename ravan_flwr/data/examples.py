@@ -23,7 +23,7 @@ from ravan_flwr.data.hub import (
     no_bars,
     visible_files,
 )
-from ravan_flwr.data.rows import IMAGES, match_columns
+from ravan_flwr.data.rows import IMAGES, list_some, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -188,11 +188,6 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*selection]).rename_columns(renamed)
 
 
-def some_of(names: Sequence[object], most: int = 20) -> str:
-    """Return the first `most` names or numbers as text."""
-    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
-
-
 _WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 
@@ -235,7 +230,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         expected = ", ".join(labels)
     if wrong:
         raise ValueError(
-            f"{where}: got unknown labels {some_of(wrong)}; expected {expected}; add them to the "
+            f"{where}: got unknown labels {list_some(wrong)}; expected {expected}; add them to the "
             "labels of the preset, rename them, or take the examples out"
         )
     return numbers

@@ -233,20 +233,18 @@ def columns_of(path: Path) -> dict[str, type]:
 
 def _plain_columns(schema: pa.Schema) -> dict[str, type]:
     """Return the columns of texts, numbers and times, with the type that holds their values."""
-    columns: dict[str, type] = {}
+    types, columns = pa.types, dict[str, type]()
+    of_no_cell = (
+        types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary
+    )  # fmt: skip
     for name, kind in zip(schema.names, schema.types, strict=True):
-        if pa.types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
+        if types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
             columns[name] = int
-        elif pa.types.is_floating(kind):
+        elif types.is_floating(kind):
             columns[name] = float
-        elif not (pa.types.is_nested(kind) or _is_bytes(kind)):
+        elif not any(test(kind) for test in of_no_cell):
             columns[name] = str
     return columns
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    tests = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
-    return any(test(kind) for test in tests)
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
@@ -272,10 +270,14 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
     return names
 
 
+def list_some(names: Sequence[object], max_shown: int = 20) -> str:
+    """Return the first names or numbers as text."""
+    return ", ".join(map(str, names[:max_shown])) + (", ..." if len(names) > max_shown else "")
+
+
 def quoted(names: Collection[str]) -> str:
-    """Return names in quotation marks, shortened, the first twenty."""
-    shown = [repr(str(name)[:60]) for name in [*names][:20]]
-    return (", ".join(shown) or "(none)") + (", ..." if len(names) > 20 else "")
+    """Return the first twenty names in quotation marks, shortened."""
+    return list_some([repr(str(name)[:60]) for name in names]) or "(none)"
 
 
 # Pillow's other formats are rarely used for examples; its EPS reader starts the program `gs`.

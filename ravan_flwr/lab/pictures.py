@@ -43,7 +43,8 @@ def charts(table: Table, results: Results) -> list[Chart]:
         }
         if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
             pictures += spectrum_charts(spectra, top=64)
-    return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in pictures]
+    prefix = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
+    return [replace(chart, name=f"{prefix}-{chart.name}") for chart in pictures]
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
@@ -63,11 +64,6 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
     title = f"{metric.capitalize()} by table"
     caption = Caption(f"{OVERVIEW}-{metric}", title, about)
     return [points(caption, list(tables), values, metric)]
-
-
-def slug(title: str) -> str:
-    """Return a title as a part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

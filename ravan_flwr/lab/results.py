@@ -27,6 +27,7 @@ from ravan_flwr.files import append, first_error, write_atomically
 from ravan_flwr.lab.spec import MIN_SEEDS, PlannedRun
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.history import Curve, client_seconds, curve_of
+from ravan_flwr.runs.record import parse_json
 from ravan_flwr.tasks import TIME
 
 NAME = "runs.jsonl"  # the record's file name, in the folder of a study
@@ -159,10 +160,6 @@ def _hash_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
-
-
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the lines of a record by run; drop a last line that is cut off."""
     if not path.is_file():
@@ -174,7 +171,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for number, text in enumerate(lines, start=1):
         try:
-            line = json.loads(text.decode(), parse_constant=_reject_constant)
+            line = parse_json(text, finite=True)
             if "failed" not in line:
                 Result.model_validate(line)
             records[line["run"]] = line

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from ravan_flwr.files import write_atomically
 from ravan_flwr.messages import plain_text
+from ravan_flwr.runs.history import shorten
 
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
@@ -388,7 +389,10 @@ def heatmap(
     """
     table = np.asarray(values, float)
     top = float(table.max()) or 1.0
-    rows, columns = [*map(_shortened, rows)], [*map(_shortened, columns)]
+    rows, columns = (
+        [plain(shorten(" ".join(name.split()), _NAME_LETTERS)) for name in names]
+        for names in (rows, columns)
+    )
     longest = max(map(len, columns))
     turned = longest > 3
     below = 0.06 * longest * turned  # inches
@@ -419,11 +423,6 @@ def heatmap(
                     va="center",
                 )  # fmt: skip
     return Chart(*caption, figure, broad=width > _WIDTH)
-
-
-def _shortened(name: str) -> str:
-    name, half = " ".join(name.split()), _NAME_LETTERS // 2  # names of layers differ at their ends
-    return plain(name if len(name) <= _NAME_LETTERS else f"{name[: half - 1]}…{name[-half:]}")
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

@@ -7,9 +7,10 @@ timestamps, above the progress bar if there is one.
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -117,7 +118,7 @@ class Progress:
         """Log a finished round."""
         self._bytes += record["bytes-up"] + record["bytes-down"]
         self._seconds.append(record["seconds"])
-        left = remaining_seconds(self._seconds, self.last - record["round"])
+        left = fmean(self._seconds[-10:]) * max(0, self.last - record["round"])
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
@@ -168,12 +169,6 @@ def _budgets(clients: list[ClientRecord]) -> str:
             same = f"{most:g} x {len(values)}"
             return f"{name} {same if least == most else f'{least:g} to {most:g}'}  "
     return ""
-
-
-def remaining_seconds(seconds: Sequence[float], rounds: int) -> float:
-    """Estimate the seconds of so many more rounds, from the mean of the last ten rounds."""
-    last = seconds[-10:]
-    return sum(last) / len(last) * max(0, rounds)
 
 
 def count(number: int, noun: str) -> str:

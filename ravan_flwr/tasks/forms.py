@@ -156,7 +156,11 @@ class Form:
 
     def __init__(self, reader: Any, prompts: Sequence[str], messages_role: str) -> None:
         self.reader, self.messages_role = reader, messages_role
-        self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
+        parsed = {prompt: [*Formatter().parse(prompt)] for prompt in prompts}
+        # Each prompt, and the roles in its braces.
+        self.prompts = [
+            (prompt, [role for _, role, *_ in fields if role]) for prompt, fields in parsed.items()
+        ]
 
     @property
     def may_have_messages(self) -> bool:
@@ -251,8 +255,3 @@ def check_template(reader: Any) -> None:
         )
     with suppress(UnreadableError):  # a valid template may reject this conversation
         render(reader, [{"role": "user", "content": "Hi"}])
-
-
-def roles_in(prompt: str) -> list[str]:
-    """Return the roles in the braces of a prompt."""
-    return [field for _, field, *_ in Formatter().parse(prompt) if field]

@@ -18,14 +18,10 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, narrow, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import device_examples, load_splits, some_of, with_labels
+from ravan_flwr.data.examples import device_examples, load_splits, with_labels
 from ravan_flwr.data.model_folder import model_folder
-from ravan_flwr.data.partition import (
-    Partition,
-    column_of,
-    partition_rows,
-    values_of,
-)
+from ravan_flwr.data.partition import Partition, column_of, partition_rows, values_of
+from ravan_flwr.data.rows import list_some
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
@@ -39,7 +35,6 @@ from ravan_flwr.training.device import free_memory, pick_device, suitable_thread
 from ravan_flwr.training.local_steps import LocalResult, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
-    DTYPES,
     backbone_dtype,
     backbone_fingerprint,
     build_network,
@@ -50,6 +45,7 @@ from ravan_flwr.training.network import (
     prepare_network,
 )
 from ravan_flwr.training.private_steps import encode_each
+from ravan_flwr.training.step import DTYPES
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
@@ -235,7 +231,7 @@ class ModelAndData:
             return
         if lost := set(values_of(examples, column)) - set(values_of(train, column)):
             raise ValueError(
-                f"partition = 'natural': no example of {some_of(sorted(map(repr, lost)))} can be "
+                f"partition = 'natural': no example of {list_some(sorted(map(repr, lost)))} can be "
                 f"learned, expected one for each value of {column!r}; take these out of the data"
             )
 

@@ -35,6 +35,7 @@ from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
+from ravan_flwr.training.step import DTYPES
 
 log = getLogger(__name__)
 
@@ -354,9 +355,6 @@ def backbone_fingerprint(spec: ModelSpec) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def backbone_dtype(config: Config, device: str) -> torch.dtype:

@@ -8,7 +8,18 @@ from torch import Tensor, nn
 
 from ravan_flwr.tasks.base import Batch
 
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(device: str, precision: str, *, cache_enabled: bool | None = None) -> torch.autocast:
+    """Return a context in which matrix products are computed in this precision."""
+    dtype = None if precision == "float32" else DTYPES[precision]
+    return torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
+
+
+def no_scaler(device: torch.device) -> torch.amp.GradScaler:
+    """Return a gradient scaler that scales nothing: only float16 needs one."""
+    return torch.amp.GradScaler(device.type, enabled=False)
 
 
 @dataclass(frozen=True)

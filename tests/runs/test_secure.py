@@ -28,7 +28,7 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.results.run_view import view_of
+from ravan_flwr.results.report import view_of
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation

@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.results.run_view import view_of
+from ravan_flwr.results.report import view_of
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.stop_conditions import check_limits, reached
 from tests import short_runs

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from ravan_flwr.results.report import render
+from ravan_flwr.results.report import LISTED_CLIENTS, render, view_of
 from ravan_flwr.results.run_charts import run_charts
-from ravan_flwr.results.run_view import LISTED_CLIENTS, view_of
 from ravan_flwr.runs.history import RecordedRun
 from tests.hostile_texts import HOSTILE
 from tests.records import client, record
