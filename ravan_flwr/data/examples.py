@@ -244,10 +244,10 @@ def with_labels(spec: DataSpec) -> DataSpec:
     if spec.labels_known:
         return spec
     splits = load_splits(spec)
-    return replace(spec, labels=labels_of(splits, f"data {spec.name or spec.source}"))
+    return replace(spec, labels=find_labels(splits, f"data {spec.name or spec.source}"))
 
 
-def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
+def find_labels(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
     numbered = isinstance(feature, datasets.ClassLabel)

@@ -36,7 +36,7 @@ def pretrained_folder(name: str) -> Path:
 
 def model_folder(spec: ModelSpec) -> Path:
     """Return the folder with a model's files, a user's or one in the hub's cache, after checks."""
-    folder = _folder_of(spec, FILES, missing_file)
+    folder = _find_folder(spec, FILES, missing_file)
     if missing := missing_file(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -55,9 +55,9 @@ def model_folder(spec: ModelSpec) -> Path:
     return folder
 
 
-def config_of(spec: ModelSpec) -> dict[str, Any]:
+def read_config_json(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, whether its weights are present or not."""
-    folder = _folder_of(spec, ["config.json"], lambda path: not (path / "config.json").exists())
+    folder = _find_folder(spec, ["config.json"], lambda path: not (path / "config.json").exists())
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
@@ -129,7 +129,9 @@ def model_file_errors(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _folder_of(spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path], object]) -> Path:
+def _find_folder(
+    spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path], object]
+) -> Path:
     """Return a user's folder, or the one in the hub's cache; download if that is incomplete."""
     folder = Path(spec.name)
     if folder.is_dir():

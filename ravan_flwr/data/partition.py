@@ -34,14 +34,14 @@ SEEDS = 20  # that are tried in turn, until every client has enough examples
 Values = Sequence[str | float]  # of the column to partition by; row numbers where none is read
 
 
-def column_of(spec: DataSpec) -> str:
+def find_column(spec: DataSpec) -> str:
     """Return the name of the column to partition by after columns are renamed to roles."""
     roles = {column: role for role, column in spec.columns}
     by = spec.partition_by
     return by if by in roles.values() else roles.get(by, by)
 
 
-def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
+def read_values(examples: datasets.Dataset, column: str) -> list[str | float]:
     """Return the column's value of each example; ValueError for a missing value or a wrong type."""
     if column not in examples.column_names:
         raise ValueError(
@@ -88,7 +88,7 @@ def partition_rows(train: datasets.Dataset, partition: Partition, column: str) -
     The column is read only by the partitions in `BY_COLUMN`.
     """
     check_enough_examples(partition.number, len(train))
-    values = values_of(train, column) if partition.kind in BY_COLUMN else range(len(train))
+    values = read_values(train, column) if partition.kind in BY_COLUMN else range(len(train))
     random = np.random.default_rng(_seed(partition))
     parts = PARTITIONERS[partition.kind](values, partition, random, column)
     if unused := len(train) - sum(map(len, parts)):

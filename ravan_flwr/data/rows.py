@@ -49,7 +49,7 @@ class Row:
         return self.file or f"row {self.number}"
 
 
-def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def read_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     """Read the rows of a file, or the images of a folder; `columns` has the needed ones by role.
 
     A column may have its role as name instead. Raise ValueError immediately, not at the first row,
@@ -109,7 +109,7 @@ def _images_below(path: Path) -> Iterator[Path]:
 
 
 def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
-    # Bytes that are not UTF-8 become surrogates, which `text_of` finds in each value.
+    # Bytes that are not UTF-8 become surrogates, which `check_text` finds in each value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _fields(path, file)
         header = csv_header(lines, f"data = {str(path)!r}")
@@ -215,8 +215,8 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 }
 
 
-def columns_of(path: Path) -> dict[str, type]:
-    """Return the columns of a table that `rows_of` reads, with the type of their values.
+def read_columns(path: Path) -> dict[str, type]:
+    """Return the columns of a table that `read_rows` reads, with the type of their values.
 
     A column of JSON lines is one that the first object has. Images, bytes and nested values of
     parquet are left out.
@@ -297,7 +297,7 @@ def check_bits(mode: str, subject: str) -> None:
         )
 
 
-def text_of(role: str, value: Any) -> str:
+def check_text(role: str, value: Any) -> str:
     """Return a text; raise UnreadableError for any other value, and for a blank text."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise UnreadableError(f"its {role} is missing")
@@ -308,7 +308,7 @@ def text_of(role: str, value: Any) -> str:
     return value
 
 
-def image_of(value: Any, folder: Path) -> Image.Image:
+def read_image(value: Any, folder: Path) -> Image.Image:
     """Return an image, rotated by its EXIF orientation; `value` is as for `opened_image`."""
     try:
         with opened_image(value, folder) as image:

@@ -10,8 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.lab.choosing import RateChoice, choices_of, runs_of
-from ravan_flwr.lab.lines import Line, lines_of
+from ravan_flwr.lab.choosing import RateChoice, choose_all, list_runs
+from ravan_flwr.lab.lines import Line, compare_rows
 from ravan_flwr.lab.results import Results, interval
 from ravan_flwr.lab.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
 from ravan_flwr.results.charts import (
@@ -32,13 +32,13 @@ from ravan_flwr.tasks import TIME, is_fraction
 
 def charts(table: Table, results: Results) -> list[Chart]:
     """Return a table's charts, and its rows' spectra if the table has `spectra`."""
-    rows = lines_of(table, results)
+    rows = compare_rows(table, results)
     pictures = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
     pictures += _sensitivity(table, results)
     if table.spectra:  # of the runs whose directories exist
         folder = results.folder
         paths = {
-            name: [path for run in runs_of(row, results) if (path := run.directory(folder))]
+            name: [path for run in list_runs(row, results) if (path := run.directory(folder))]
             for name, row in table.rows.items()
         }
         if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
@@ -49,7 +49,7 @@ def charts(table: Table, results: Results) -> list[Chart]:
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
     """Return a chart of each row's final metric in each table, as points with intervals."""
-    tables = {table.title: lines_of(table, results) for table in study.tables}
+    tables = {table.title: compare_rows(table, results) for table in study.tables}
     tables = {title: lines for title, lines in tables.items() if lines}
     names = list(dict.fromkeys(line.row for lines in tables.values() for line in lines))
     metrics = {line.metric for lines in tables.values() for line in lines}
@@ -117,7 +117,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     moving = {row: xs for row, xs in curves.items() if any(len(x["round"]) > 1 for x in xs)}
     keys = ["round"] if moving else []
     keys.append("bytes")
-    if all(row.mean_of("client_seconds") is not None for row in rows):
+    if all(row.average("client_seconds") is not None for row in rows):
         keys.append("client-seconds")
     if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)
@@ -136,7 +136,7 @@ def _band_caption(rows: Sequence[Line]) -> str:
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
     """Return a chart of the metric by rate, a panel for each row whose rate is chosen."""
-    choices = choices_of(table, results)
+    choices = choose_all(table, results)
     if not choices:
         return []
     scores = next(iter(choices.values())).scores

@@ -26,7 +26,7 @@ from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.files import append, first_error, write_atomically
 from ravan_flwr.lab.spec import MIN_SEEDS, PlannedRun
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.history import Curve, client_seconds, curve_of
+from ravan_flwr.runs.history import Curve, client_seconds, make_curve
 from ravan_flwr.runs.record import parse_json
 from ravan_flwr.tasks import TIME
 
@@ -69,7 +69,7 @@ class Result(BaseModel):
         seconds = round(sum(map(client_seconds, rounds)), 3)
         final: dict[str, float] = dict(summary["metrics"]["final"])
         timed = directory.read_config().get("devices") is not None
-        curve = curve_of(rounds, summary["metric"])
+        curve = make_curve(rounds, summary["metric"])
         for name in curve.keys() & final.keys():
             curve[name] = [float(f"{value:.{_DIGITS}g}") for value in curve[name]]
         if not timed:
@@ -142,7 +142,7 @@ class Results:
         identity = {"run": run.name, "clients": run.num_clients, "settings": str(run)}
         line = {**identity, "config": run.digest, **content}
         if (data := dict(run.settings + run.overrides).get("data")) and Path(str(data)).is_dir():
-            line["data-hash"] = _hash_of(Path(str(data)))
+            line["data-hash"] = _hash_folder(Path(str(data)))
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("ab") as file:
             append(file, json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -150,7 +150,7 @@ class Results:
 
 
 @cache
-def _hash_of(folder: Path) -> str:
+def _hash_folder(folder: Path) -> str:
     """Return the hash of the files of a folder of data: `train.*` first, then by name."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*"), key=lambda path: (path.stem != "train", path)):

@@ -405,7 +405,7 @@ class _TableReader:
         if table.equal_parameters:
             self._check_equal_parameters()
         if source:
-            rows |= self._with_rates_of(rows, source)
+            rows |= self._take_rates(rows, source)
         options = table.model_dump(include={*TableOptions.model_fields} - {"against"})
         return Table(
             **options, against=against, rows=rows, chosen_key=key, grid=grid,
@@ -475,7 +475,7 @@ class _TableReader:
         )
         return by_title.get(title)
 
-    def _with_rates_of(self, rows: Mapping[str, Row], source: Table) -> dict[str, Row]:
+    def _take_rates(self, rows: Mapping[str, Row], source: Table) -> dict[str, Row]:
         """Return the rows that have a grid, with the rates of another table's rows."""
         taking = {name: row for name, row in rows.items() if row.grid}
         source_rows = {name: row for name, row in source.rows.items() if row.grid}

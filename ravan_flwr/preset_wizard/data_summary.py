@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 
 from ravan_flwr.config.presets import parse_location
-from ravan_flwr.data.examples import labels_of, load_splits
+from ravan_flwr.data.examples import find_labels, load_splits
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.rows import list_some, quoted
 from ravan_flwr.specs import DataSpec
@@ -67,7 +67,7 @@ def summarise_data(
     )
     used = load_splits(spec)
     if "label" in columns:
-        spec = dataclasses.replace(spec, labels=labels_of(used, where))
+        spec = dataclasses.replace(spec, labels=find_labels(used, where))
     unused = sorted({*splits["train"].column_names} - {*columns.values()})
     return DataSummary(spec, used["train"], used["test"], not test, unused)
 

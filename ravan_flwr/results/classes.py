@@ -63,7 +63,7 @@ def write_classes(
     directory.write(CLASSES, text + "\n")
 
 
-def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
+def read_classes(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
     """Read a run's file; None unless it is of the last evaluated round.
 
     Runs of earlier versions have no file, nor do runs whose clients evaluate. After a run goes

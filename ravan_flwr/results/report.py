@@ -19,9 +19,9 @@ from markupsafe import Markup
 
 from ravan_flwr.config.keys import as_typed
 from ravan_flwr.files import write_atomically
-from ravan_flwr.results.card import privacy_of
+from ravan_flwr.results.card import describe_privacy
 from ravan_flwr.results.charts import Chart
-from ravan_flwr.results.classes import class_table, classes_of
+from ravan_flwr.results.classes import class_table, read_classes
 from ravan_flwr.results.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.console import megabytes, minutes, uploads_seen
 from ravan_flwr.runs.history import Groups, NoRoundError, RecordedRun, common_metric, group_runs
@@ -65,7 +65,7 @@ def write_report(
         compared += charts_of_runs([run.path for run in runs])
     charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
     rows = {run.path: row for row, members in groups.items() for run in members}
-    views = [view_of(run, row=rows[run.path]) for run in runs]  # before anything is drawn
+    views = [describe_run(run, row=rows[run.path]) for run in runs]  # before anything is drawn
     page = folder / "index.html"
     earlier = _files_beside(page)
     written = [path for chart in chain(compared, *charts) for path in chart.write(folder)]
@@ -73,10 +73,10 @@ def write_report(
         path.unlink(missing_ok=True)
     for view, group in zip(views, charts, strict=True):
         view["pictures"] = group if several else [*compared, *group]
-    title = ", ".join(dict.fromkeys(title_of(run.config) for run in runs))
+    title = ", ".join(dict.fromkeys(make_title(run.config) for run in runs))
     comparison = None
     if several:
-        comparison = comparison_of(groups) | {"pictures": compared}
+        comparison = compare_groups(groups) | {"pictures": compared}
     files = [path.name for path in written]
     write_atomically(page, render(views, title, comparison=comparison, files=files))
     return page
@@ -124,18 +124,20 @@ def render(
     return page.lstrip().encode(errors="backslashreplace")
 
 
-def view_of(run: RecordedRun, pictures: Sequence[Chart] = (), *, row: str = "") -> dict[str, Any]:
+def describe_run(
+    run: RecordedRun, pictures: Sequence[Chart] = (), *, row: str = ""
+) -> dict[str, Any]:
     """Return the page's content for one run; `row` is its row in a comparison."""
     config = run.config
     row = row or config.get("method", "")
-    classes = classes_of(run.path, run.rounds)
+    classes = read_classes(run.path, run.rounds)
     return {
-        "title": title_of(config) or run.path.name,
+        "title": make_title(config) or run.path.name,
         "name": f"{row}, seed {config.get('seed', '?')}: {run.path.name}",
         "path": str(run.path),
         "finished": run.summary is not None,
         "collapsed": _collapsed(run),
-        "facts": facts_of(run, classes),
+        "facts": collect_facts(run, classes),
         "pictures": pictures,
         "classes": class_table(classes) if classes else None,
         "clients": _clients(run),
@@ -159,12 +161,12 @@ def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
             yield before + name, as_typed(value)
 
 
-def title_of(config: Mapping[str, Any]) -> str:
+def make_title(config: Mapping[str, Any]) -> str:
     """Return "METHOD on PRESET"; empty before the run has written its settings."""
     return f"{config['method']} on {config['preset']}" if "method" in config else ""
 
 
-def facts_of(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str]:
+def collect_facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the main numbers of a run."""
     metric = common_metric([run])
     summary: Mapping[str, Any] = run.summary or {}
@@ -197,7 +199,7 @@ def facts_of(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, s
         outcome = "not reached" if reached is None else f"reached in round {reached}"
         facts["until-metric"] = f"{until:g}, {outcome}"
     if spent:
-        facts["privacy"] = privacy_of(spent)
+        facts["privacy"] = describe_privacy(spent)
     if "trainable-parameters" in summary:
         facts["trained parameters"] = f"{summary['trainable-parameters']:,}"
     return {name: value for name, value in facts.items() if value}
@@ -216,7 +218,7 @@ def _collapsed(run: RecordedRun) -> str:
     )
 
 
-def comparison_of(groups: Groups) -> dict[str, Any]:
+def compare_groups(groups: Groups) -> dict[str, Any]:
     """Return a table with a row for each line of the charts."""
     metric = common_metric([run for runs in groups.values() for run in runs])
     heads = ["", "runs", "rounds", f"{metric}, mean", "least to greatest", "sent, up and down"]

@@ -24,7 +24,7 @@ from ravan_flwr.results.charts import (
     min_and_max,
     panels,
 )
-from ravan_flwr.results.classes import classes_of
+from ravan_flwr.results.classes import read_classes
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
 from ravan_flwr.tasks import is_fraction
 
@@ -239,7 +239,7 @@ def _seconds(run: RecordedRun) -> Chart:
 
 def _confusion(run: RecordedRun) -> list[Chart]:
     """Draw the confusion matrix, if there is one."""
-    classes = classes_of(run.path, run.rounds)
+    classes = read_classes(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
     labels = [entry["label"] for entry in classes["classes"]]

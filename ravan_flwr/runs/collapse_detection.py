@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ravan_flwr.runs.record import Metrics, RoundRecord
-from ravan_flwr.tasks import lower_is_better, sign_of
+from ravan_flwr.tasks import get_sign, lower_is_better
 from ravan_flwr.tasks.tally import OTHER, Tally
 
 METRIC_FACTOR, LEAST_DROP, LOSS_FACTOR = 0.5, 0.1, 2.0
@@ -26,7 +26,7 @@ WARM_UP = 2  # rounds
 
 def merit(metrics: Metrics, metric: str) -> float:
     """Return a metric with its sign such that larger is better."""
-    return sign_of(metric) * float(metrics[metric])
+    return get_sign(metric) * float(metrics[metric])
 
 
 def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:

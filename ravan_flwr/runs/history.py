@@ -26,7 +26,7 @@ NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 Curve = dict[str, list[int | float]]
 
 
-def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:
+def make_curve(rounds: Sequence[RoundRecord], metric: str) -> Curve:
     """Return metrics, and cumulative bytes and seconds, of rounds that measured `metric`."""
     curve: Curve = {}
     sent = seconds = 0.0
@@ -93,7 +93,7 @@ class RecordedRun:
 
     def curve(self, metric: str) -> Curve:
         """Return the curve of a metric, by round and by cost."""
-        return curve_of(self.rounds, metric)
+        return make_curve(self.rounds, metric)
 
     @property
     def in_simulated_time(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
-from ravan_flwr.data.partition import column_of
+from ravan_flwr.data.partition import find_column
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import (
     IGNORED,
@@ -117,7 +117,7 @@ class Decoder(Predicts):
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
         """Tokenize all examples; leave out those that cannot be learned, and log how many."""
         self.check()
-        roles = {role for role, _ in self.data.columns} - {column_of(self.data)}
+        roles = {role for role, _ in self.data.columns} - {find_column(self.data)}
         keep = [name for name in examples.column_names if name not in roles]
         settings = {
             "reader": describe(self.reader),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.data.rows import text_of
+from ravan_flwr.data.rows import check_text
 from ravan_flwr.tasks.base import Batch, Columns, Task
 from ravan_flwr.tasks.tally import Tally
 
@@ -39,7 +39,7 @@ class Predicts(Task):
 
         Images are checked elsewhere.
         """
-        return text_of(role, value)
+        return check_text(role, value)
 
     @abstractmethod
     def inputs(self, columns: Mapping[str, Any]) -> Columns:

@@ -39,7 +39,7 @@ class Tokens:
         return Tokens(ids, self.learned[:first] + self.learned[end:], first)
 
 
-def tokens_of(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False) -> Tokens:
+def tokenize_text(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False) -> Tokens:
     """Tokenize a whole text for training; `learn_all` marks all tokens as learned."""
     ids = first_tokens(reader) if annotated.plain else []
     learned = [False] * len(ids)

@@ -33,7 +33,7 @@ from ravan_flwr.optional import ROUND_BYTES, load
 from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
-from ravan_flwr.training.attention import attention_of
+from ravan_flwr.training.attention import imitate_attention
 from ravan_flwr.training.device import computing_with, suitable_threads
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
@@ -186,7 +186,7 @@ def step_memory(config: Config, fraction: float) -> StepMemory:
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * skeleton.classifier_size if added else 0  # of the chosen heads
     number, task = config.micro_batch_size or config.batch_size, skeleton.task
-    with attention_of(config, network, task):
+    with imitate_attention(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
         activations = saved_for_backward(network, task, number, by_example)
     if by_example:
@@ -401,7 +401,7 @@ def evaluation_memory(config: Config) -> int:
 
     # Generation caches keys and values; the peak is a forward pass over a whole answer.
     network.register_forward_pre_hook(keep_cache, with_kwargs=True)
-    attention = attention_of(replace(config, batching="random"), network, task)
+    attention = imitate_attention(replace(config, batching="random"), network, task)
     with torch.no_grad(), attention, _PeakMemory(model_tensors) as memory:
         batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)

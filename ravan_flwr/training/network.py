@@ -24,9 +24,9 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.hub import NotAvailableError, no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
-    config_of,
     model_file_errors,
     model_folder,
+    read_config_json,
     settings_in,
     weight_files,
 )
@@ -78,7 +78,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype of a model's stored weights, which may be smaller than that of training."""
     if spec.source == "bundled":
         return torch.float32
-    settings = config_of(spec)
+    settings = read_config_json(spec)
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -309,7 +309,7 @@ LOADERS = {"bundled": _bundled, "hub": _from_folder}
 # By source: load the configuration only.
 CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "bundled": lambda spec: read_backbone_config(bundled_file(spec.name)),
-    "hub": config_of,
+    "hub": read_config_json,
 }
 
 
