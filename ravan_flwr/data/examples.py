@@ -236,7 +236,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     return numbers
 
 
-MOST_CLASSES = 10_000  # a column with more values than that is not a label column
+MAX_CLASSES = 10_000  # a column with more values than that is not a label column
 
 
 def with_labels(spec: DataSpec) -> DataSpec:
@@ -271,9 +271,9 @@ def _sorted_values(splits: datasets.DatasetDict, feature: Any, where: str) -> li
     classes = {value for split in splits.values() for value in split.unique("label")}
     if None in classes:
         raise ValueError(f"{where}: some examples have no label, expected one each; take them out")
-    if len(classes) > MOST_CLASSES:
+    if len(classes) > MAX_CLASSES:
         raise ValueError(
             f"{where}: the label column has {len(classes):,} different values, expected classes, "
-            f"{MOST_CLASSES:,} at most; name another column"
+            f"{MAX_CLASSES:,} at most; name another column"
         )
     return [str(value) for value in sorted(classes)]

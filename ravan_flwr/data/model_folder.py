@@ -22,7 +22,7 @@ from ravan_flwr.specs import ModelSpec
 
 # Weights are read from safetensors only: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-MOST_BYTES = 2**28  # of any file other than weights
+MAX_BYTES = 2**28  # of any file other than weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 PROCESSOR = "preprocessor_config.json"  # of images
@@ -50,7 +50,7 @@ def model_folder(spec: ModelSpec) -> Path:
     for path in folder.iterdir():
         if any(path.match(kind) for kind in FILES) and not path.is_dir():
             with model_file_errors(spec.name, path.name):
-                check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
+                check_file(path, LARGE if path.suffix == ".safetensors" else MAX_BYTES)
     settings_in(folder, spec.name)
     return folder
 
@@ -97,16 +97,16 @@ def _checked(key: str, value: Any) -> Any:
         return {name: inner for name, inner in values.items() if inner is not _REMOVED}
     if isinstance(value, list):
         return [_checked(key, inner) for inner in value]
-    most = _DEEPEST if _DEPTH_KEY.search(key) else _LARGEST
-    if type(value) is int and abs(value) > most and not _NOT_A_SIZE.search(key):
-        raise ValueError(f"{key} = {value:,}, expected {most:,} at most")
+    max_size = _DEEPEST if _DEPTH_KEY.search(key) else _LARGEST
+    if type(value) is int and abs(value) > max_size and not _NOT_A_SIZE.search(key):
+        raise ValueError(f"{key} = {value:,}, expected {max_size:,} at most")
     return value
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
     """Return the object in a JSON file of a model."""
     with model_file_errors(model, path.name):
-        content = json.loads(read_file(path, MOST_BYTES))
+        content = json.loads(read_file(path, MAX_BYTES))
         if not isinstance(content, dict):
             raise TypeError(f"it contains a {type(content).__name__}, not an object")
     return content

@@ -282,8 +282,8 @@ def quoted(names: Collection[str]) -> str:
 
 # Pillow's other formats are rarely used for examples; its EPS reader starts the program `gs`.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")
-MOST_PIXELS = 2**26  # 8192 x 8192
-MOST_ASPECT = 256  # ratio of the sides: an image processor may scale the shorter one up
+MAX_PIXELS = 2**26  # 8192 x 8192
+MAX_ASPECT = 256  # ratio of the sides: an image processor may scale the shorter one up
 
 
 def check_bits(mode: str, subject: str) -> None:
@@ -344,9 +344,9 @@ def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
     source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
     with Image.open(source, formats=FORMATS) as image:
         width, height = image.size
-        if width * height > MOST_PIXELS or max(image.size) > MOST_ASPECT * min(image.size):
+        if width * height > MAX_PIXELS or max(image.size) > MAX_ASPECT * min(image.size):
             raise UnreadableError(
-                f"its image has {width:,} x {height:,} pixels, expected {MOST_PIXELS:,} at most, "
-                f"and no side more than {MOST_ASPECT} times the other"
+                f"its image has {width:,} x {height:,} pixels, expected {MAX_PIXELS:,} at most, "
+                f"and no side more than {MAX_ASPECT} times the other"
             )
         yield image

@@ -188,8 +188,8 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         reference = next((x.values for x in lines if x.row == table.against), None)
         texts = [f"Row {table.against} is not done, so that there are no differences."]
         if reference is not None:
-            least = min(len(x.values.keys() & reference.keys()) for x in lines)
-            seeds = "one seed" if least == 1 else f"{least} seeds"
+            number = min(len(x.values.keys() & reference.keys()) for x in lines)
+            seeds = "one seed" if number == 1 else f"{number} seeds"
             texts = [f"With {seeds} there is no interval, so no row is called better than another."]
     elif (named["better"] or named["worse"]) and complete and all(complete):
         robust = ", ".join(line.row for line in lines if line.robust) or "none"

@@ -127,11 +127,12 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _band_caption(rows: Sequence[Line]) -> str:
-    least = min(len(row.values) for row in rows)
-    if least == 1:
+    num_seeds = min(len(row.values) for row in rows)
+    if num_seeds == 1:
         return "One seed."
-    kind = "95 % intervals of the mean" if least >= MIN_SEEDS else "from the least to the greatest"
-    return f"Bands: {kind} over {least} seeds."
+    if num_seeds >= MIN_SEEDS:
+        return f"Bands: 95 % intervals of the mean over {num_seeds} seeds."
+    return f"Bands: from the least to the greatest over {num_seeds} seeds."
 
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:

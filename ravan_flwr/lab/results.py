@@ -223,8 +223,8 @@ def difference(values: Mapping[int, float], reference: Mapping[int, float]) -> I
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """Return p-values corrected for multiple tests, by Holm's step-down method (1979)."""
-    corrected, least = {}, 0.0
+    corrected, floor = {}, 0.0
     for number, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        least = max(least, min(1.0, (len(p_values) - number) * p))
-        corrected[name] = least
+        floor = max(floor, min(1.0, (len(p_values) - number) * p))
+        corrected[name] = floor
     return corrected

@@ -113,7 +113,7 @@ def _utf8(cell: Any) -> Any:
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_MOST_PROBLEMS = 20  # unreadable rows with a message; the others are only in the output
+_MAX_PROBLEMS = 20  # unreadable rows with a message; the others are only in the output
 
 
 @dataclass
@@ -237,7 +237,7 @@ def _predicted(
                 yield [*key, *next(answers), None]
                 continue
             result.unreadable += 1
-            if len(result.problems) < _MOST_PROBLEMS:
+            if len(result.problems) < _MAX_PROBLEMS:
                 result.problems.append(f"{row.name}: {row.problem}")
             yield [*key, *[None] * len(task.prediction_columns), row.problem]
 

@@ -165,9 +165,9 @@ def _budgets(clients: list[ClientRecord]) -> str:
     }
     for name, values in budgets.items():
         if any(value != 1 for value in values):
-            least, most = min(values), max(values)
-            same = f"{most:g} x {len(values)}"
-            return f"{name} {same if least == most else f'{least:g} to {most:g}'}  "
+            low, high = min(values), max(values)
+            same = f"{high:g} x {len(values)}"
+            return f"{name} {same if low == high else f'{low:g} to {high:g}'}  "
     return ""
 
 
@@ -195,8 +195,8 @@ def uploads_seen(config: Mapping[str, Any]) -> str:
     """Describe what a server with secure aggregation sees of uploads; empty without it."""
     if not config.get("secure-aggregation"):
         return ""
-    least = config["secure-minimum"]
-    return f"masked: the server sees sums over at least {least} clients, head by head"
+    min_clients = config["secure-minimum"]
+    return f"masked: the server sees sums over at least {min_clients} clients, head by head"
 
 
 LOG_FILE = "log.txt"

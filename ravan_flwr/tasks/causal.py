@@ -22,7 +22,7 @@ from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
 from ravan_flwr.tasks.tokens import shortened, tokenize_text
 
-MOST_LOSS = 100.0  # by token; a much larger loss would overflow as perplexity
+MAX_LOSS = 100.0  # by token; a much larger loss would overflow as perplexity
 
 
 class Causal(Decoder, Packs, ByExample):
@@ -73,7 +73,7 @@ class Causal(Decoder, Packs, ByExample):
     def measures(self) -> Measures:
         def completed(means: Mapping[str, float]) -> dict[str, float]:
             loss = means["loss"]
-            return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
+            return {"loss": loss, "perplexity": math.exp(min(loss, MAX_LOSS))}
 
         return Measures(("loss",), "tokens", self.max_length - 1, completed)
 

@@ -101,14 +101,14 @@ class Decoder(Predicts):
             )
 
     def check(self) -> None:
-        most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
+        vocabulary_size, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
         tokens.pop(self.reader.pad_token, None)  # the network never reads it
         last = max(tokens, key=tokens.__getitem__)
-        if isinstance(most, int) and tokens[last] >= most:
+        if isinstance(vocabulary_size, int) and tokens[last] >= vocabulary_size:
             raise ValueError(
                 f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
-                f"vocab_size = {most}, expected every token below that; take the tokenizer that "
-                "belongs to the model"
+                f"vocab_size = {vocabulary_size}, expected every token below that; take the "
+                "tokenizer that belongs to the model"
             )
         self.form.check()
 
@@ -230,8 +230,8 @@ class Decoder(Predicts):
 
     @property
     def evaluation_batch(self) -> int:
-        most = EVALUATION_TOKENS // (self.texts * self.max_length)
-        return max(1, min(super().evaluation_batch, most))
+        max_texts = EVALUATION_TOKENS // (self.texts * self.max_length)
+        return max(1, min(super().evaluation_batch, max_texts))
 
     # Predictions.
 
@@ -245,11 +245,11 @@ class Decoder(Predicts):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
-        most = self.max_length - self._answer_tokens
+        max_tokens = self.max_length - self._answer_tokens
         questions = map(self.form.question, as_rows(columns, roles))
-        ids = [question_tokens(self.reader, question, most) for question in questions]
+        ids = [question_tokens(self.reader, question, max_tokens) for question in questions]
         lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
-        return {"input_ids": padded(ids, most).astype(np.int32), "length": lengths}
+        return {"input_ids": padded(ids, max_tokens).astype(np.int32), "length": lengths}
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         answers = _new_tokens(network, batch, self._ends(network), self._answer_tokens)
@@ -289,15 +289,15 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
     return {"input_ids": ids.gather(1, sources.clamp(min=0)) * mask, "attention_mask": mask.long()}
 
 
-def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
-    """Return at most `most` generated tokens for each prompt, up to the first end token.
+def _new_tokens(network: Any, batch: Batch, ends: list[int], max_tokens: int) -> list[list[int]]:
+    """Return at most `max_tokens` generated tokens for each prompt, up to the first end token.
 
     Decoding is greedy, with cached keys and values. The model's own generation config is ignored:
     no temperature, no penalty.
     """
     previous = network.generation_config
     network.generation_config = GenerationConfig(
-        max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
+        max_new_tokens=max_tokens, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
         pad_token_id=ends[0],
     )  # fmt: skip
     try:

@@ -76,8 +76,8 @@ class ByExample(Task):
                 elif dtype is torch.bool:  # networks derive such a mask from one by token
                     example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
                 else:
-                    most = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
-                    example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
+                    end = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
+                    example[name] = torch.randint(end, shape, generator=random, dtype=dtype)
             examples.append(example)
         return {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
 

@@ -30,7 +30,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from ravan_flwr.data.rows import UnreadableError, check_text
 
 ASSISTANT = "assistant"
-MOST_MESSAGES = 1_000  # the template renders a conversation again for each of its turns
+MAX_MESSAGES = 1_000  # the template renders a conversation again for each of its turns
 Message = dict[str, str]
 
 
@@ -51,8 +51,8 @@ def check_messages(value: Any) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise UnreadableError("its messages are no list of role and content")
-    if len(value) > MOST_MESSAGES:
-        raise UnreadableError(f"its conversation has more than {MOST_MESSAGES:,} messages")
+    if len(value) > MAX_MESSAGES:
+        raise UnreadableError(f"its conversation has more than {MAX_MESSAGES:,} messages")
     checked = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

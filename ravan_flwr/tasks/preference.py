@@ -109,9 +109,9 @@ class Preference(Decoder):
 TASK = Preference
 
 
-def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
-    """Cut the prompt's front, equally in both texts, so that the longer text has `most` tokens."""
-    excess = max(map(len, pair)) - most
+def _fitted(pair: Sequence[Tokens], max_tokens: int, overlong: str) -> list[Tokens]:
+    """Cut the prompt's front, equally in both texts: the longer text then has `max_tokens`."""
+    excess = max(map(len, pair)) - max_tokens
     if excess <= 0:
         return [*pair]
     if overlong == "drop":

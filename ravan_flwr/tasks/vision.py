@@ -104,13 +104,13 @@ class Vision(Classification):
             images = read_tensors(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        most = 255 if images.dtype.kind in "iu" else 1
-        if images.size and not (images.min() >= 0 and images.max() <= most):
+        max_value = 255 if images.dtype.kind in "iu" else 1
+        if images.size and not (images.min() >= 0 and images.max() <= max_value):
             raise ValueError(
                 f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
                 "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
             )
-        images = images.astype(np.uint8) if most > 1 else images
+        images = images.astype(np.uint8) if max_value > 1 else images
         # Bytes remain bytes until a batch is computed, which takes a quarter of the memory.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != shape:

@@ -49,7 +49,7 @@ from ravan_flwr.training.network import (
 from ravan_flwr.training.step import DTYPES, autocast
 
 # The most operations (on a CPU, on a GPU) and bytes of a step that a plan tries, for its time.
-MOST_TRIED, MOST_TRIED_BYTES = (1e11, 5e12), 1_000_000_000
+MAX_TRIED, MAX_TRIED_BYTES = (1e11, 5e12), 1_000_000_000
 # CUDA's context, kernels, and the workspaces of cuBLAS and cuDNN, for each process: 770 MB on an
 # H100 with PyTorch 2.11 for CUDA 13, rounded up; it depends on the GPU and on PyTorch's build.
 CONTEXT = 800_000_000
@@ -243,12 +243,14 @@ def step_seconds(config: Config) -> float:
     check_precision(config.precision, torch.device(device))
     on_gpu, memory = device == "cuda", step_memory(config, 1.0)
     each = max(1.0, operations / config.batch_size)
-    number = int(min(MOST_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))
+    number = int(min(MAX_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))
     if not number:
         raise ValueError(f"an example takes {each / 1e9:.0f} GFLOP, too many for a try")
-    most = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MOST_TRIED_BYTES
-    if (needs := memory.weights + memory.trained) > most:
-        raise ValueError(f"the model takes {needs / 1e9:.1f} GB, expected {most / 1e9:.1f} at most")
+    limit = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MAX_TRIED_BYTES
+    if (needs := memory.weights + memory.trained) > limit:
+        raise ValueError(
+            f"the model takes {needs / 1e9:.1f} GB, expected {limit / 1e9:.1f} at most"
+        )
     skeleton = Skeleton(config)
     skeleton.receive(1.0)
     skeleton.choose(1.0)

@@ -241,8 +241,8 @@ def measured_sums(
     sums: dict[str, float] = {}
     network: Any = model.network.eval()
     if model.captured_evaluation is not None and isinstance(task, Classification):
-        least = len(examples) // max(1, len(order))
-        network = CapturedNetwork(model.captured_evaluation, network, least, precision)
+        min_size = len(examples) // max(1, len(order))
+        network = CapturedNetwork(model.captured_evaluation, network, min_size, precision)
     with _inference(model.network, precision):
         batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):

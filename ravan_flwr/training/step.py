@@ -97,13 +97,13 @@ class Step:
 
     def _clip(self) -> None:
         """Clip each client's gradient to the greatest norm."""
-        most = self.steps.max_gradient_norm
+        max_norm = self.steps.max_gradient_norm
         if self.clients == 1:
-            nn.utils.clip_grad_norm_(self.parameters, most)
+            nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return
         gradients = [p.grad.view(self.clients, -1) for p in self.parameters if p.grad is not None]
         norms = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0).sqrt()
-        factors = (most / (norms + 1e-6)).clamp(max=1)  # as clip_grad_norm_
+        factors = (max_norm / (norms + 1e-6)).clamp(max=1)  # as clip_grad_norm_
         for gradient in gradients:
             gradient.mul_(factors[:, None])
 
