@@ -76,7 +76,7 @@ def read_values(examples: datasets.Dataset, column: str) -> list[str | float]:
 class Partition:
     """How the training examples are partitioned among simulated clients."""
 
-    kind: str  # the first word of `partition`
+    scheme: str  # the first word of `partition`
     amount: float  # alpha of a Dirichlet distribution, or classes or shards per client
     number: int  # of clients
     seed: int
@@ -88,13 +88,13 @@ def partition_rows(train: datasets.Dataset, partition: Partition, column: str) -
     The column is read only by the partitions in `BY_COLUMN`.
     """
     check_enough_examples(partition.number, len(train))
-    values = read_values(train, column) if partition.kind in BY_COLUMN else range(len(train))
+    values = read_values(train, column) if partition.scheme in BY_COLUMN else range(len(train))
     random = np.random.default_rng(_seed(partition))
-    parts = PARTITIONERS[partition.kind](values, partition, random, column)
+    parts = PARTITIONERS[partition.scheme](values, partition, random, column)
     if unused := len(train) - sum(map(len, parts)):
         log.info(
             "partition=%s: %d of %d examples belong to no client",
-            partition.kind,
+            partition.scheme,
             unused,
             len(train),
         )

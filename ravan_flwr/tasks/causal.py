@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ravan_flwr.tasks.base import IGNORED, Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, ExampleTokens, next_is_learned
 from ravan_flwr.tasks.extensions import ByExample, Packs
-from ravan_flwr.tasks.forms import Row, check_messages, conversation
+from ravan_flwr.tasks.prompts import Row, check_messages, conversation
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
 from ravan_flwr.tasks.tokens import shortened, tokenize_text
@@ -35,7 +35,7 @@ class Causal(Decoder, Packs, ByExample):
     def read(self, row: Row) -> ExampleTokens:
         learn_all = self.data.loss_on == "all"
         if self.data.prompts:
-            annotated = self.form.answered(row, "completion")
+            annotated = self.prompt_format.answered(row, "completion")
         else:
             annotated = conversation(self.reader, check_messages(row["messages"]))
         all_tokens = tokenize_text(self.reader, annotated, learn_all=learn_all)

@@ -33,7 +33,7 @@ from ravan_flwr.tasks.base import (
     mapped,
 )
 from ravan_flwr.tasks.extensions import Predicts
-from ravan_flwr.tasks.forms import Form, Row, end_of_turn
+from ravan_flwr.tasks.prompts import PromptFormat, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer, rounded_up
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
 from ravan_flwr.tasks.tokens import (
@@ -72,9 +72,9 @@ class Decoder(Predicts):
     messages_role: ClassVar[str]  # the role of the column with whole conversations
 
     @cached_property
-    def form(self) -> Form:
-        """Return the `Form` that converts examples to texts."""
-        return Form(self.reader, self.data.prompts, self.messages_role)
+    def prompt_format(self) -> PromptFormat:
+        """Return the `PromptFormat` that converts examples to texts."""
+        return PromptFormat(self.reader, self.data.prompts, self.messages_role)
 
     @abstractmethod
     def read(self, row: Row) -> ExampleTokens:
@@ -110,7 +110,7 @@ class Decoder(Predicts):
                 f"vocab_size = {vocabulary_size}, expected every token below that; take the "
                 "tokenizer that belongs to the model"
             )
-        self.form.check()
+        self.prompt_format.check()
 
     # From examples to tokens.
 
@@ -236,7 +236,7 @@ class Decoder(Predicts):
     # Predictions.
 
     def checked(self, role: str, value: Any) -> Any:
-        return self.form.checked(role, value)
+        return self.prompt_format.checked(role, value)
 
     @property
     def _answer_tokens(self) -> int:
@@ -246,7 +246,7 @@ class Decoder(Predicts):
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
         max_tokens = self.max_length - self._answer_tokens
-        questions = map(self.form.question, as_rows(columns, roles))
+        questions = map(self.prompt_format.question, as_rows(columns, roles))
         ids = [question_tokens(self.reader, question, max_tokens) for question in questions]
         lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
         return {"input_ids": padded(ids, max_tokens).astype(np.int32), "length": lengths}
@@ -259,7 +259,7 @@ class Decoder(Predicts):
         """Return the tokens that end an answer: the model's, the tokenizer's, the template's."""
         eos = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        if self.form.may_have_messages and (after := end_of_turn(self.reader)):
+        if self.prompt_format.may_have_messages and (after := end_of_turn(self.reader)):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)

@@ -25,7 +25,7 @@ from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
 from ravan_flwr.tasks.decoder import Decoder, ExampleTokens
-from ravan_flwr.tasks.forms import Row, check_messages
+from ravan_flwr.tasks.prompts import Row, check_messages
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import losses_of_texts
 from ravan_flwr.tasks.tokens import Tokens, tokenize_text
@@ -51,7 +51,7 @@ class Preference(Decoder):
             first, second = (check_messages(row[role])[:-1] for role in PAIR)
             if first != second:
                 raise UnreadableError("its conversations differ before their last answers")
-        pair = [tokenize_text(self.reader, self.form.answered(row, role)) for role in PAIR]
+        pair = [tokenize_text(self.reader, self.prompt_format.answered(row, role)) for role in PAIR]
         if pair[0].ids == pair[1].ids:
             raise UnreadableError("its chosen and rejected answers are the same")
         fitting = _fitted(pair, self.max_length, self.data.overlong)

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import AnnotatedText
+from ravan_flwr.tasks.prompts import AnnotatedText
 
 log = logging.getLogger(__name__)
 

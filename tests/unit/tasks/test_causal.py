@@ -18,7 +18,7 @@ import transformers
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.forms import MAX_MESSAGES, check_messages, render
+from ravan_flwr.tasks.prompts import MAX_MESSAGES, check_messages, render
 from ravan_flwr.tasks.token_loss import check_logits
 from ravan_flwr.training.local_steps import measured_sums
 from tests.support.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts

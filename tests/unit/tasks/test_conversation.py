@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import AnnotatedText, conversation, question
+from ravan_flwr.tasks.prompts import AnnotatedText, conversation, question
 from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokenize_text
 from tests.support.tiny import CHAT, WORDS, save_bytes_tokenizer
 

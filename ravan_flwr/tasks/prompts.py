@@ -1,4 +1,4 @@
-"""Convert the examples of a language model to texts. An example has one of two forms:
+"""Convert the examples of a language model to texts. An example is one of two:
 
 - `messages`: a conversation, which the tokenizer's chat template renders;
 - a prompt, made of any columns, and an answer column. Prompt and answer are concatenated as they
@@ -146,7 +146,7 @@ def end_of_turn(reader: Any) -> str:
 Row = Mapping[str, Any]  # an example's values by role
 
 
-class Form:
+class PromptFormat:
     """Convert examples to texts; UnreadableError for an invalid example.
 
     Without prompts the column `messages_role` has whole conversations. Otherwise an answer follows
