@@ -51,7 +51,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import model_and_data
-from ravan_flwr.training.footprint import Footprint, footprint
+from ravan_flwr.training.cost import Footprint, footprint
 from ravan_flwr.training.local_steps import Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.step import LocalSteps

@@ -37,7 +37,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.captured import Capture, CapturedSteps, CudaGraphs
 from ravan_flwr.training.local_steps import LocalResult, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.step import PRECISIONS, LocalSteps
+from ravan_flwr.training.step import LocalSteps, autocast
 from ravan_flwr.training.together import ClientWork, reason_for_one_by_one, train_together
 from tests.support.recorder import Recorder
 
@@ -248,7 +248,7 @@ def peft(options: argparse.Namespace) -> float:
         began = time.perf_counter()
         for _ in range(number):
             optimizer.zero_grad()
-            with torch.autocast(device.type, PRECISIONS[precision], precision != "float32"):
+            with autocast(device.type, precision):
                 loss = model(pixel_values=pixels, labels=labels).loss
             loss.backward()
             optimizer.step()

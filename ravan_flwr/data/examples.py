@@ -23,7 +23,7 @@ from ravan_flwr.data.hub import (
     no_bars,
     visible_files,
 )
-from ravan_flwr.data.rows import IMAGES, match_columns
+from ravan_flwr.data.rows import IMAGES, list_some, match_columns
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -188,11 +188,6 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     return examples.select_columns([*selection]).rename_columns(renamed)
 
 
-def some_of(names: Sequence[object], most: int = 20) -> str:
-    """Return the first `most` names or numbers as text."""
-    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
-
-
 _WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 
@@ -235,13 +230,13 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         expected = ", ".join(labels)
     if wrong:
         raise ValueError(
-            f"{where}: got unknown labels {some_of(wrong)}; expected {expected}; add them to the "
+            f"{where}: got unknown labels {list_some(wrong)}; expected {expected}; add them to the "
             "labels of the preset, rename them, or take the examples out"
         )
     return numbers
 
 
-MOST_CLASSES = 10_000  # a column with more values than that is not a label column
+MAX_CLASSES = 10_000  # a column with more values than that is not a label column
 
 
 def with_labels(spec: DataSpec) -> DataSpec:
@@ -249,10 +244,10 @@ def with_labels(spec: DataSpec) -> DataSpec:
     if spec.labels_known:
         return spec
     splits = load_splits(spec)
-    return replace(spec, labels=labels_of(splits, f"data {spec.name or spec.source}"))
+    return replace(spec, labels=find_labels(splits, f"data {spec.name or spec.source}"))
 
 
-def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
+def find_labels(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
     """Return the names of the classes: of a ClassLabel or of folders, or else the sorted values."""
     feature = splits["train"].features["label"]
     numbered = isinstance(feature, datasets.ClassLabel)
@@ -276,9 +271,9 @@ def _sorted_values(splits: datasets.DatasetDict, feature: Any, where: str) -> li
     classes = {value for split in splits.values() for value in split.unique("label")}
     if None in classes:
         raise ValueError(f"{where}: some examples have no label, expected one each; take them out")
-    if len(classes) > MOST_CLASSES:
+    if len(classes) > MAX_CLASSES:
         raise ValueError(
             f"{where}: the label column has {len(classes):,} different values, expected classes, "
-            f"{MOST_CLASSES:,} at most; name another column"
+            f"{MAX_CLASSES:,} at most; name another column"
         )
     return [str(value) for value in sorted(classes)]

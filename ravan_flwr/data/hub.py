@@ -271,13 +271,12 @@ def cache_folder(path: Path, files: Sequence[Path]) -> Path:
 
 def as_files(examples: datasets.Dataset) -> datasets.Dataset:
     """Leave images undecoded: `datasets` would open any file, whatever it contains."""
+
+    def undecode(feature: Any) -> Any:  # None: it stays as it is
+        return replace(feature, decode=False) if getattr(feature, "decode", False) else None
+
     for name, feature in examples.features.items():
-        undecoded = _visit(feature, _undecoded)
+        undecoded = _visit(feature, undecode)
         if undecoded != feature:
             examples = examples.cast_column(name, undecoded)
     return examples
-
-
-def _undecoded(feature: Any) -> Any:
-    """Return a feature of files without decoding; None for any other feature."""
-    return replace(feature, decode=False) if getattr(feature, "decode", False) else None

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 SPLITS = {"train": "train", "test": "t10k"}  # the prefixes of their file names
 DIMENSIONS = {"images": 3, "labels": 1}
-MOST_EXAMPLES, MOST_BYTES = 2**24, 2**31 - 1  # of one file
+MAX_EXAMPLES, MAX_BYTES = 2**24, 2**31 - 1  # of one file
 _BYTES = 8  # the code of the type
 _GZIPPED = b"\x1f\x8b"
 
@@ -91,11 +91,11 @@ def _array(path: Path, file: BinaryIO, kind: str) -> np.ndarray:
     number = DIMENSIONS[kind]
     begin, *sizes = struct.unpack(f">4s{number}I", file.read(4 + 4 * number))
     magic, size = bytes([0, 0, _BYTES, number]), math.prod(sizes)
-    if begin != magic or not size or sizes[0] > MOST_EXAMPLES or size > MOST_BYTES:
+    if begin != magic or not size or sizes[0] > MAX_EXAMPLES or size > MAX_BYTES:
         shape = " x ".join(f"{side:,}" for side in sizes)
         raise ValueError(
             f"data {path}: its header says {begin.hex(' ')} and {shape}, expected {magic.hex(' ')} "
-            f"(bytes), 1 to {MOST_EXAMPLES:,} {kind} and {MOST_BYTES:,} bytes at most; restore it"
+            f"(bytes), 1 to {MAX_EXAMPLES:,} {kind} and {MAX_BYTES:,} bytes at most; restore it"
         )
     content = file.read(size + 1)
     if len(content) != size:

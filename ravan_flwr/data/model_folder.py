@@ -22,7 +22,7 @@ from ravan_flwr.specs import ModelSpec
 
 # Weights are read from safetensors only: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-MOST_BYTES = 2**28  # of any file other than weights
+MAX_BYTES = 2**28  # of any file other than weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 PROCESSOR = "preprocessor_config.json"  # of images
@@ -36,7 +36,7 @@ def pretrained_folder(name: str) -> Path:
 
 def model_folder(spec: ModelSpec) -> Path:
     """Return the folder with a model's files, a user's or one in the hub's cache, after checks."""
-    folder = _folder_of(spec, FILES, missing_file)
+    folder = _find_folder(spec, FILES, missing_file)
     if missing := missing_file(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -50,14 +50,14 @@ def model_folder(spec: ModelSpec) -> Path:
     for path in folder.iterdir():
         if any(path.match(kind) for kind in FILES) and not path.is_dir():
             with model_file_errors(spec.name, path.name):
-                check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
+                check_file(path, LARGE if path.suffix == ".safetensors" else MAX_BYTES)
     settings_in(folder, spec.name)
     return folder
 
 
-def config_of(spec: ModelSpec) -> dict[str, Any]:
+def read_config_json(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, whether its weights are present or not."""
-    folder = _folder_of(spec, ["config.json"], lambda path: not (path / "config.json").exists())
+    folder = _find_folder(spec, ["config.json"], lambda path: not (path / "config.json").exists())
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
@@ -97,16 +97,16 @@ def _checked(key: str, value: Any) -> Any:
         return {name: inner for name, inner in values.items() if inner is not _REMOVED}
     if isinstance(value, list):
         return [_checked(key, inner) for inner in value]
-    most = _DEEPEST if _DEPTH_KEY.search(key) else _LARGEST
-    if type(value) is int and abs(value) > most and not _NOT_A_SIZE.search(key):
-        raise ValueError(f"{key} = {value:,}, expected {most:,} at most")
+    max_size = _DEEPEST if _DEPTH_KEY.search(key) else _LARGEST
+    if type(value) is int and abs(value) > max_size and not _NOT_A_SIZE.search(key):
+        raise ValueError(f"{key} = {value:,}, expected {max_size:,} at most")
     return value
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
     """Return the object in a JSON file of a model."""
     with model_file_errors(model, path.name):
-        content = json.loads(read_file(path, MOST_BYTES))
+        content = json.loads(read_file(path, MAX_BYTES))
         if not isinstance(content, dict):
             raise TypeError(f"it contains a {type(content).__name__}, not an object")
     return content
@@ -129,7 +129,9 @@ def model_file_errors(model: str, files: str) -> Iterator[None]:
         ) from error
 
 
-def _folder_of(spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path], object]) -> Path:
+def _find_folder(
+    spec: ModelSpec, files: list[str], is_incomplete: Callable[[Path], object]
+) -> Path:
     """Return a user's folder, or the one in the hub's cache; download if that is incomplete."""
     folder = Path(spec.name)
     if folder.is_dir():

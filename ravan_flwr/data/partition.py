@@ -27,21 +27,21 @@ from ravan_flwr.specs import DataSpec
 log = logging.getLogger(__name__)
 
 SCALING_STEPS = 200  # the error that remains is less than rounding changes
-LEAST_PROPORTION = 1e-9  # a proportion of zero could not be scaled
+MIN_PROPORTION = 1e-9  # a proportion of zero could not be scaled
 DRAWS = 11  # with one seed, until every client has enough examples
 SEEDS = 20  # that are tried in turn, until every client has enough examples
 
 Values = Sequence[str | float]  # of the column to partition by; row numbers where none is read
 
 
-def column_of(spec: DataSpec) -> str:
+def find_column(spec: DataSpec) -> str:
     """Return the name of the column to partition by after columns are renamed to roles."""
     roles = {column: role for role, column in spec.columns}
     by = spec.partition_by
     return by if by in roles.values() else roles.get(by, by)
 
 
-def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
+def read_values(examples: datasets.Dataset, column: str) -> list[str | float]:
     """Return the column's value of each example; ValueError for a missing value or a wrong type."""
     if column not in examples.column_names:
         raise ValueError(
@@ -76,7 +76,7 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
 class Partition:
     """How the training examples are partitioned among simulated clients."""
 
-    kind: str  # the first word of `partition`
+    scheme: str  # the first word of `partition`
     amount: float  # alpha of a Dirichlet distribution, or classes or shards per client
     number: int  # of clients
     seed: int
@@ -88,13 +88,13 @@ def partition_rows(train: datasets.Dataset, partition: Partition, column: str) -
     The column is read only by the partitions in `BY_COLUMN`.
     """
     check_enough_examples(partition.number, len(train))
-    values = values_of(train, column) if partition.kind in BY_COLUMN else range(len(train))
+    values = read_values(train, column) if partition.scheme in BY_COLUMN else range(len(train))
     random = np.random.default_rng(_seed(partition))
-    parts = PARTITIONERS[partition.kind](values, partition, random, column)
+    parts = PARTITIONERS[partition.scheme](values, partition, random, column)
     if unused := len(train) - sum(map(len, parts)):
         log.info(
             "partition=%s: %d of %d examples belong to no client",
-            partition.kind,
+            partition.scheme,
             unused,
             len(train),
         )
@@ -135,7 +135,7 @@ def counts_by_client(
     proportions: np.ndarray, clients: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:
     """Return integers near the proportions, (clients, classes), with these row and column sums."""
-    table = np.maximum(proportions, LEAST_PROPORTION)
+    table = np.maximum(proportions, MIN_PROPORTION)
     for _ in range(SCALING_STEPS):
         table *= (clients / table.sum(1))[:, None]
         table *= classes / table.sum(0)
@@ -162,18 +162,18 @@ def _rounded(table: np.ndarray, clients: np.ndarray, classes: np.ndarray) -> np.
 
 def _lower_to(counts: np.ndarray, sums: np.ndarray) -> None:
     """Lower the largest entries of each row until the row's sum is at most the given one."""
-    for row, most in zip(counts, sums, strict=True):
-        while row.sum() > most:
+    for row, max_sum in zip(counts, sums, strict=True):
+        while row.sum() > max_sum:
             row[row.argmax()] -= 1
 
 
 def partition_by_class(
-    labels: np.ndarray, clients: int, alpha: float, least: int, random: np.random.Generator
+    labels: np.ndarray, clients: int, alpha: float, min_size: int, random: np.random.Generator
 ) -> list[np.ndarray] | None:
     """Split the rows of each class over the clients, by proportions drawn for that class.
 
-    The draw is repeated while a client has fewer than `least` rows. Return None if that holds for
-    all draws.
+    The draw is repeated while a client has fewer than `min_size` rows. Return None if that holds
+    for all draws.
     """
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     for _ in range(DRAWS):
@@ -183,7 +183,7 @@ def partition_by_class(
         ends[:, -1] = classes  # despite rounding
         counts = np.diff(ends, axis=1, prepend=0)
         sizes = counts.sum(0)
-        if sizes.min() >= least:
+        if sizes.min() >= min_size:
             break
     else:
         return None
@@ -299,14 +299,14 @@ def _dirichlet(values: Values, partition: Partition, *_: object) -> list[np.ndar
     too few rows is repeated, ten times per seed as in flwr-datasets, then with further seeds.
     """
     labels, clients, alpha = numbered(values)[1], partition.number, partition.amount
-    least = max(1, min(10, len(values) // (4 * clients)))
+    min_size = max(1, min(10, len(values) // (4 * clients)))
     for attempt in range(SEEDS):
         random = np.random.default_rng(_seed(partition) + attempt)
-        parts = partition_by_class(labels, clients, alpha, least, random)
+        parts = partition_by_class(labels, clients, alpha, min_size, random)
         if parts is not None:
             return parts
     raise ValueError(
-        f"partition = 'dirichlet:{alpha:g}': {clients} clients got fewer than {least} of "
+        f"partition = 'dirichlet:{alpha:g}': {clients} clients got fewer than {min_size} of "
         f"{len(values)} examples in every of {SEEDS * DRAWS} draws; raise alpha, use fewer "
         "clients, or partition=dirichlet-by-client"
     )

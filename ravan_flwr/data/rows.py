@@ -49,7 +49,7 @@ class Row:
         return self.file or f"row {self.number}"
 
 
-def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def read_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     """Read the rows of a file, or the images of a folder; `columns` has the needed ones by role.
 
     A column may have its role as name instead. Raise ValueError immediately, not at the first row,
@@ -109,7 +109,7 @@ def _images_below(path: Path) -> Iterator[Path]:
 
 
 def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
-    # Bytes that are not UTF-8 become surrogates, which `text_of` finds in each value.
+    # Bytes that are not UTF-8 become surrogates, which `check_text` finds in each value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _fields(path, file)
         header = csv_header(lines, f"data = {str(path)!r}")
@@ -215,8 +215,8 @@ _TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
 }
 
 
-def columns_of(path: Path) -> dict[str, type]:
-    """Return the columns of a table that `rows_of` reads, with the type of their values.
+def read_columns(path: Path) -> dict[str, type]:
+    """Return the columns of a table that `read_rows` reads, with the type of their values.
 
     A column of JSON lines is one that the first object has. Images, bytes and nested values of
     parquet are left out.
@@ -233,20 +233,18 @@ def columns_of(path: Path) -> dict[str, type]:
 
 def _plain_columns(schema: pa.Schema) -> dict[str, type]:
     """Return the columns of texts, numbers and times, with the type that holds their values."""
-    columns: dict[str, type] = {}
+    types, columns = pa.types, dict[str, type]()
+    of_no_cell = (
+        types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary
+    )  # fmt: skip
     for name, kind in zip(schema.names, schema.types, strict=True):
-        if pa.types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
+        if types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
             columns[name] = int
-        elif pa.types.is_floating(kind):
+        elif types.is_floating(kind):
             columns[name] = float
-        elif not (pa.types.is_nested(kind) or _is_bytes(kind)):
+        elif not any(test(kind) for test in of_no_cell):
             columns[name] = str
     return columns
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    tests = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
-    return any(test(kind) for test in tests)
 
 
 def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str) -> dict[str, str]:
@@ -272,16 +270,20 @@ def match_columns(header: Sequence[str], columns: Mapping[str, str], where: str)
     return names
 
 
+def list_some(names: Sequence[object], max_shown: int = 20) -> str:
+    """Return the first names or numbers as text."""
+    return ", ".join(map(str, names[:max_shown])) + (", ..." if len(names) > max_shown else "")
+
+
 def quoted(names: Collection[str]) -> str:
-    """Return names in quotation marks, shortened, the first twenty."""
-    shown = [repr(str(name)[:60]) for name in [*names][:20]]
-    return (", ".join(shown) or "(none)") + (", ..." if len(names) > 20 else "")
+    """Return the first twenty names in quotation marks, shortened."""
+    return list_some([repr(str(name)[:60]) for name in names]) or "(none)"
 
 
 # Pillow's other formats are rarely used for examples; its EPS reader starts the program `gs`.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")
-MOST_PIXELS = 2**26  # 8192 x 8192
-MOST_ASPECT = 256  # ratio of the sides: an image processor may scale the shorter one up
+MAX_PIXELS = 2**26  # 8192 x 8192
+MAX_ASPECT = 256  # ratio of the sides: an image processor may scale the shorter one up
 
 
 def check_bits(mode: str, subject: str) -> None:
@@ -295,7 +297,7 @@ def check_bits(mode: str, subject: str) -> None:
         )
 
 
-def text_of(role: str, value: Any) -> str:
+def check_text(role: str, value: Any) -> str:
     """Return a text; raise UnreadableError for any other value, and for a blank text."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise UnreadableError(f"its {role} is missing")
@@ -306,7 +308,7 @@ def text_of(role: str, value: Any) -> str:
     return value
 
 
-def image_of(value: Any, folder: Path) -> Image.Image:
+def read_image(value: Any, folder: Path) -> Image.Image:
     """Return an image, rotated by its EXIF orientation; `value` is as for `opened_image`."""
     try:
         with opened_image(value, folder) as image:
@@ -342,9 +344,9 @@ def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
     source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
     with Image.open(source, formats=FORMATS) as image:
         width, height = image.size
-        if width * height > MOST_PIXELS or max(image.size) > MOST_ASPECT * min(image.size):
+        if width * height > MAX_PIXELS or max(image.size) > MAX_ASPECT * min(image.size):
             raise UnreadableError(
-                f"its image has {width:,} x {height:,} pixels, expected {MOST_PIXELS:,} at most, "
-                f"and no side more than {MOST_ASPECT} times the other"
+                f"its image has {width:,} x {height:,} pixels, expected {MAX_PIXELS:,} at most, "
+                f"and no side more than {MAX_ASPECT} times the other"
             )
         yield image

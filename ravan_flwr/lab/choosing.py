@@ -16,7 +16,7 @@ from itertools import chain
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.lab.results import Result, Results, interval
 from ravan_flwr.lab.spec import RATE, Grid, PlannedRun, Row, Study, Table
-from ravan_flwr.tasks import sign_of
+from ravan_flwr.tasks import get_sign
 
 _HALF_DECADE = (2.9, 3.5)  # bounds of a step of two rates a decade: 3 or 10 / 3
 
@@ -47,7 +47,7 @@ class Score:
     @property
     def sort_key(self) -> tuple[float, float]:
         """Return a key that sorts by the mean metric, ties by the smaller loss."""
-        return sign_of(self.metric) * self.mean, -statistics.mean(self.losses or [0.0])
+        return get_sign(self.metric) * self.mean, -statistics.mean(self.losses or [0.0])
 
     def without(self, number: int) -> "Score":
         """Return the score without one seed, given by its position."""
@@ -61,7 +61,7 @@ class Score:
         seeds have no interval: then the means decide, ties by the smaller loss.
         """
         pairs = zip(self.values, other.values, strict=True)
-        difference = interval([sign_of(self.metric) * (a - b) for a, b in pairs])
+        difference = interval([get_sign(self.metric) * (a - b) for a, b in pairs])
         if difference.contains_zero is None:
             return self.sort_key > other.sort_key
         return difference.mean > 0 and not difference.contains_zero
@@ -196,7 +196,7 @@ def _extension(grid: Grid, scores_of_rates: Scores, tried: Sequence[float]) -> l
     return []
 
 
-def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
+def choose_all(table: Table, results: Results) -> dict[str, RateChoice]:
     """Return the choice of each row that chooses in this table and has a measured rate."""
     if table.rates_of:
         return {}
@@ -204,7 +204,7 @@ def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
     return {name: choice for name, choice in choices.items() if choice and choice.scores}
 
 
-def runs_of(row: Row, results: Results) -> list[PlannedRun]:
+def list_runs(row: Row, results: Results) -> list[PlannedRun]:
     """Return a row's runs for its table; none while its rate is not chosen."""
     choice = choose(row, results)
     if choice is None:
@@ -231,7 +231,7 @@ def candidates(study: Study, results: Results) -> list[PlannedRun]:
 
 def table_runs(study: Study, results: Results) -> list[PlannedRun]:
     """Return the runs of the tables, each once, as far as rates are chosen."""
-    best = (run for row in study.rows for run in runs_of(row, results))
+    best = (run for row in study.rows for run in list_runs(row, results))
     alternatives = (runs for row in study.rows for runs in runs_as_good(row, results).values())
     return unique_runs(chain(best, chain.from_iterable(alternatives)))
 

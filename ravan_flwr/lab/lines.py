@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ravan_flwr.lab.choosing import RateChoice, choose, runs_as_good, runs_of
+from ravan_flwr.lab.choosing import RateChoice, choose, list_runs, runs_as_good
 from ravan_flwr.lab.results import Interval, Result, Results, difference, holm, interval
 from ravan_flwr.lab.spec import PlannedRun, Table
-from ravan_flwr.tasks import sign_of
+from ravan_flwr.tasks import get_sign
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Line:
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
         """Return a row's line; None if no run is done, or a run missed its target."""
         row = table.rows[name]
-        by_seed = _by_seed(runs_of(row, results), results)
+        by_seed = _by_seed(list_runs(row, results), results)
         if not by_seed or any(result.missed_target(table.metric) for result in by_seed.values()):
             return None
 
-        def values_of(by_seed: Mapping[int, Result]) -> dict[int, float]:
+        def measure(by_seed: Mapping[int, Result]) -> dict[int, float]:
             last = table.mean_of_last or 0
             return {
                 seed: result.value(table.metric, last)
@@ -51,9 +51,9 @@ class Line:
             row=name,
             metric=table.metric or next(iter(by_seed.values())).metric,
             results=by_seed,
-            values=values_of(by_seed),
+            values=measure(by_seed),
             as_good={
-                rate: values_of(_by_seed(runs, results))
+                rate: measure(_by_seed(runs, results))
                 for rate, runs in runs_as_good(row, results).items()
             },
             seeds=len(row.seeds),
@@ -75,9 +75,9 @@ class Line:
     @property
     def merit(self) -> float:
         """Return the mean with a sign such that larger is better."""
-        return sign_of(self.metric) * self.interval.mean
+        return get_sign(self.metric) * self.interval.mean
 
-    def mean_of(self, name: str) -> float | None:
+    def average(self, name: str) -> float | None:
         """Return the mean over seeds of a field of the results; None if a run did not record it."""
         numbers = [getattr(result, name) for result in self.results.values()]
         return None if None in numbers else statistics.mean(numbers)
@@ -120,7 +120,7 @@ class Line:
             return ""
         if difference.contains_zero:
             return "alike"
-        return "better" if sign_of(self.metric) * difference.mean > 0 else "worse"
+        return "better" if get_sign(self.metric) * difference.mean > 0 else "worse"
 
     def shift(self, rate: float) -> Interval | None:
         """Return the difference that another of the rates as good makes to the values."""
@@ -132,7 +132,7 @@ def _by_seed(runs: Sequence[PlannedRun], results: Results) -> dict[int, Result]:
     return {seed: result for seed, result in by_seed.items() if result is not None}
 
 
-def lines_of(table: Table, results: Results) -> list[Line]:
+def compare_rows(table: Table, results: Results) -> list[Line]:
     """Return the table's lines, compared, of the rows with at least one finished run."""
     lines = [line for name in table.rows if (line := Line.of(table, name, results)) is not None]
     reference = next((line for line in lines if line.row == table.against), None)
@@ -157,7 +157,7 @@ def runs_without_time(table: Table, results: Results) -> dict[str, str]:
     """Return texts by row, "1 of 3 runs": the runs that ended before their target."""
     counts = {}
     for name, row in table.rows.items():
-        run_results = _by_seed(runs_of(row, results), results).values()
+        run_results = _by_seed(list_runs(row, results), results).values()
         if num_missed := sum(result.missed_target(table.metric) for result in run_results):
             counts[name] = f"{num_missed} of {len(run_results)} runs"
     return counts
@@ -188,8 +188,8 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         reference = next((x.values for x in lines if x.row == table.against), None)
         texts = [f"Row {table.against} is not done, so that there are no differences."]
         if reference is not None:
-            least = min(len(x.values.keys() & reference.keys()) for x in lines)
-            seeds = "one seed" if least == 1 else f"{least} seeds"
+            number = min(len(x.values.keys() & reference.keys()) for x in lines)
+            seeds = "one seed" if number == 1 else f"{number} seeds"
             texts = [f"With {seeds} there is no interval, so no row is called better than another."]
     elif (named["better"] or named["worse"]) and complete and all(complete):
         robust = ", ".join(line.row for line in lines if line.robust) or "none"

@@ -10,11 +10,11 @@ import pandas as pd
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import BY_COLUMN, column_of, numbered, partition_rows, values_of
+from ravan_flwr.data.partition import BY_COLUMN, find_column, numbered, partition_rows, read_values
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.model_and_data import partition_of, settle, validation_size
+from ravan_flwr.training.model_and_data import make_partition, settle, validation_size
 
 ROWS = 40  # clients with a line, at most
 CLASSES = 20  # classes with a column, at most
@@ -70,11 +70,11 @@ def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> As
     number = number_of_clients(config, num_clients)
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
-    column = column_of(config.data)
-    parts = partition_rows(train, partition_of(config, number), column)
+    column = find_column(config.data)
+    parts = partition_rows(train, make_partition(config, number), column)
     natural = config.partition_scheme == "natural"
     classes = _class_column(config, train, column)
-    report = report_of(train, parts, classes, config.data.labels, column if natural else "")
+    report = count_examples(train, parts, classes, config.data.labels, column if natural else "")
     sizes = [size - validation_size(config, size) for size in report.sizes.tolist()]
     return Assignment(config, report, classes, np.array([config.steps_of(size) for size in sizes]))
 
@@ -87,7 +87,7 @@ def _class_column(config: Config, train: datasets.Dataset, column: str) -> str:
     return next((name for name in ("label", fallback) if name in train.column_names), "")
 
 
-def report_of(
+def count_examples(
     train: datasets.Dataset,
     parts: Sequence[np.ndarray],
     classes: str,
@@ -102,20 +102,20 @@ def report_of(
     owners = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
     ids, class_names = np.zeros(number, np.int64), [""]
     if classes:
-        values, row_classes = numbered(values_of(train, classes))
-        class_names = [_name_of(train, classes, value, labels) for value in values]
+        values, row_classes = numbered(read_values(train, classes))
+        class_names = [_read_name(train, classes, value, labels) for value in values]
         ids = row_classes[np.concatenate(parts)]
     counts = np.bincount(owners * len(class_names) + ids, minlength=len(parts) * len(class_names))
     clients = train[names][:] if names else []
     return PartitionReport(
         counts.reshape(len(parts), len(class_names)),
         tuple(class_names) if classes else (),
-        tuple(_name_of(train, names, clients[rows[0]], labels) for rows in parts if clients),
+        tuple(_read_name(train, names, clients[rows[0]], labels) for rows in parts if clients),
         len(train) - number,
     )
 
 
-def _name_of(
+def _read_name(
     train: datasets.Dataset, column: str, value: str | float, labels: Sequence[str]
 ) -> str:
     """Return the name of a class or a client, whose value may be a number."""

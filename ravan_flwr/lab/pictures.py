@@ -10,8 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.lab.choosing import RateChoice, choices_of, runs_of
-from ravan_flwr.lab.lines import Line, lines_of
+from ravan_flwr.lab.choosing import RateChoice, choose_all, list_runs
+from ravan_flwr.lab.lines import Line, compare_rows
 from ravan_flwr.lab.results import Results, interval
 from ravan_flwr.lab.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
 from ravan_flwr.results.charts import (
@@ -32,23 +32,24 @@ from ravan_flwr.tasks import TIME, is_fraction
 
 def charts(table: Table, results: Results) -> list[Chart]:
     """Return a table's charts, and its rows' spectra if the table has `spectra`."""
-    rows = lines_of(table, results)
+    rows = compare_rows(table, results)
     pictures = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
     pictures += _sensitivity(table, results)
     if table.spectra:  # of the runs whose directories exist
         folder = results.folder
         paths = {
-            name: [path for run in runs_of(row, results) if (path := run.directory(folder))]
+            name: [path for run in list_runs(row, results) if (path := run.directory(folder))]
             for name, row in table.rows.items()
         }
         if spectra := {name: [*map(Spectra.of, runs)] for name, runs in paths.items() if runs}:
             pictures += spectrum_charts(spectra, top=64)
-    return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in pictures]
+    prefix = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
+    return [replace(chart, name=f"{prefix}-{chart.name}") for chart in pictures]
 
 
 def overview_charts(study: Study, results: Results) -> list[Chart]:
     """Return a chart of each row's final metric in each table, as points with intervals."""
-    tables = {table.title: lines_of(table, results) for table in study.tables}
+    tables = {table.title: compare_rows(table, results) for table in study.tables}
     tables = {title: lines for title, lines in tables.items() if lines}
     names = list(dict.fromkeys(line.row for lines in tables.values() for line in lines))
     metrics = {line.metric for lines in tables.values() for line in lines}
@@ -63,11 +64,6 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
     title = f"{metric.capitalize()} by table"
     caption = Caption(f"{OVERVIEW}-{metric}", title, about)
     return [points(caption, list(tables), values, metric)]
-
-
-def slug(title: str) -> str:
-    """Return a title as a part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +117,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     moving = {row: xs for row, xs in curves.items() if any(len(x["round"]) > 1 for x in xs)}
     keys = ["round"] if moving else []
     keys.append("bytes")
-    if all(row.mean_of("client_seconds") is not None for row in rows):
+    if all(row.average("client_seconds") is not None for row in rows):
         keys.append("client-seconds")
     if all(TIME in curve for row_curves in curves.values() for curve in row_curves):
         keys.append(TIME)
@@ -131,16 +127,17 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _band_caption(rows: Sequence[Line]) -> str:
-    least = min(len(row.values) for row in rows)
-    if least == 1:
+    num_seeds = min(len(row.values) for row in rows)
+    if num_seeds == 1:
         return "One seed."
-    kind = "95 % intervals of the mean" if least >= MIN_SEEDS else "from the least to the greatest"
-    return f"Bands: {kind} over {least} seeds."
+    if num_seeds >= MIN_SEEDS:
+        return f"Bands: 95 % intervals of the mean over {num_seeds} seeds."
+    return f"Bands: from the least to the greatest over {num_seeds} seeds."
 
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
     """Return a chart of the metric by rate, a panel for each row whose rate is chosen."""
-    choices = choices_of(table, results)
+    choices = choose_all(table, results)
     if not choices:
         return []
     scores = next(iter(choices.values())).scores

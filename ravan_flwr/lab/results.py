@@ -26,7 +26,8 @@ from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.files import append, first_error, write_atomically
 from ravan_flwr.lab.spec import MIN_SEEDS, PlannedRun
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.history import Curve, client_seconds, curve_of
+from ravan_flwr.runs.history import Curve, client_seconds, make_curve
+from ravan_flwr.runs.record import parse_json
 from ravan_flwr.tasks import TIME
 
 NAME = "runs.jsonl"  # the record's file name, in the folder of a study
@@ -68,7 +69,7 @@ class Result(BaseModel):
         seconds = round(sum(map(client_seconds, rounds)), 3)
         final: dict[str, float] = dict(summary["metrics"]["final"])
         timed = directory.read_config().get("devices") is not None
-        curve = curve_of(rounds, summary["metric"])
+        curve = make_curve(rounds, summary["metric"])
         for name in curve.keys() & final.keys():
             curve[name] = [float(f"{value:.{_DIGITS}g}") for value in curve[name]]
         if not timed:
@@ -141,7 +142,7 @@ class Results:
         identity = {"run": run.name, "clients": run.num_clients, "settings": str(run)}
         line = {**identity, "config": run.digest, **content}
         if (data := dict(run.settings + run.overrides).get("data")) and Path(str(data)).is_dir():
-            line["data-hash"] = _hash_of(Path(str(data)))
+            line["data-hash"] = _hash_folder(Path(str(data)))
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("ab") as file:
             append(file, json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -149,7 +150,7 @@ class Results:
 
 
 @cache
-def _hash_of(folder: Path) -> str:
+def _hash_folder(folder: Path) -> str:
     """Return the hash of the files of a folder of data: `train.*` first, then by name."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*"), key=lambda path: (path.stem != "train", path)):
@@ -157,10 +158,6 @@ def _hash_of(folder: Path) -> str:
             with path.open("rb") as file:
                 hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
-
-
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -174,7 +171,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for number, text in enumerate(lines, start=1):
         try:
-            line = json.loads(text.decode(), parse_constant=_reject_constant)
+            line = parse_json(text, finite=True)
             if "failed" not in line:
                 Result.model_validate(line)
             records[line["run"]] = line
@@ -226,8 +223,8 @@ def difference(values: Mapping[int, float], reference: Mapping[int, float]) -> I
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """Return p-values corrected for multiple tests, by Holm's step-down method (1979)."""
-    corrected, least = {}, 0.0
+    corrected, floor = {}, 0.0
     for number, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        least = max(least, min(1.0, (len(p_values) - number) * p))
-        corrected[name] = least
+        floor = max(floor, min(1.0, (len(p_values) - number) * p))
+        corrected[name] = floor
     return corrected

@@ -80,8 +80,8 @@ def run_study(
     missing = [run for run in runs if results.of(run) is None]
     suffix = "; nothing is run" * tables_only
     # Runs with rates that are still to be chosen are not known yet.
-    least = "at least " * bool(missing and any(row.grid for row in study.rows))
-    numbers = least, len(missing), len(runs)
+    at_least = "at least " * bool(missing and any(row.grid for row in study.rows))
+    numbers = at_least, len(missing), len(runs)
     log.info("%s: %s%d runs of %d are not done%s", study.title, *numbers, suffix)
     failed = {str(run): reason for run in missing if (reason := results.failure(run)) is not None}
     for run, reason in failed.items():

@@ -405,7 +405,7 @@ class _TableReader:
         if table.equal_parameters:
             self._check_equal_parameters()
         if source:
-            rows |= self._with_rates_of(rows, source)
+            rows |= self._take_rates(rows, source)
         options = table.model_dump(include={*TableOptions.model_fields} - {"against"})
         return Table(
             **options, against=against, rows=rows, chosen_key=key, grid=grid,
@@ -453,10 +453,10 @@ class _TableReader:
         self._require(
             all(seeds), "its rates are chosen, expected seeds for that in choose; add some"
         )
-        least = min(seeds, default=0)
+        num_seeds = min(seeds, default=0)
         self._require(
-            least >= MIN_SEEDS or not (table.run_as_good or table.leave_one_seed_out),
-            f"run-as-good, and leave-one-seed-out, where rates are chosen with {least} seeds; "
+            num_seeds >= MIN_SEEDS or not (table.run_as_good or table.leave_one_seed_out),
+            f"run-as-good, and leave-one-seed-out, where rates are chosen with {num_seeds} seeds; "
             f"expected rates to choose from, with {MIN_SEEDS} seeds at least; add them",
         )
         self._require(
@@ -475,7 +475,7 @@ class _TableReader:
         )
         return by_title.get(title)
 
-    def _with_rates_of(self, rows: Mapping[str, Row], source: Table) -> dict[str, Row]:
+    def _take_rates(self, rows: Mapping[str, Row], source: Table) -> dict[str, Row]:
         """Return the rows that have a grid, with the rates of another table's rows."""
         taking = {name: row for name, row in rows.items() if row.grid}
         source_rows = {name: row for name, row in source.rows.items() if row.grid}
@@ -545,9 +545,9 @@ class _TableReader:
     def _check_last(self, key: str, last: int | None, bound: Callable[..., int]) -> None:
         """Raise ValueError if `last` exceeds the evaluations of the row with most, or fewest."""
         times = (math.ceil(x.num_rounds / x.eval_every) for x in self.configs.values())
-        most = bound(times, default=0)
+        limit = bound(times, default=0)
         self._require(
-            last is None or 2 <= last <= most,
-            f"{key} = {last}, expected 2 evaluations or more, and no more than the {most} of a "
+            last is None or 2 <= last <= limit,
+            f"{key} = {last}, expected 2 evaluations or more, and no more than the {limit} of a "
             "row's run; change it, or eval-every",
         )

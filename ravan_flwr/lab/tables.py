@@ -21,8 +21,8 @@ from pathlib import Path
 import pandas as pd
 
 from ravan_flwr.files import write_atomically
-from ravan_flwr.lab.choosing import RateChoice, choices_of
-from ravan_flwr.lab.lines import Line, lines_of, runs_without_time, sentence
+from ravan_flwr.lab.choosing import RateChoice, choose_all
+from ravan_flwr.lab.lines import Line, compare_rows, runs_without_time, sentence
 from ravan_flwr.lab.pictures import charts, overview_charts
 from ravan_flwr.lab.results import Interval, Results, interval
 from ravan_flwr.lab.spec import MIN_SEEDS, OVERVIEW, RATE, Study, Table
@@ -43,7 +43,7 @@ clients, a run.
 def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
     """Write `results.md`, two CSV files and the pictures, from the finished and failed runs."""
     folder = results.folder
-    pictures = pictures_of(study, results)
+    pictures = draw_pictures(study, results)
     text = markdown(study, results, pictures)
     if failed:
         text += "\n".join(["## Failed", "", *(f"- `{k}`: {v}" for k, v in failed.items()), ""])
@@ -54,7 +54,7 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
         chart.write(folder)
 
 
-def pictures_of(study: Study, results: Results) -> dict[str, list[Chart]]:
+def draw_pictures(study: Study, results: Results) -> dict[str, list[Chart]]:
     """Return the charts of each table, by its title."""
     overview = {OVERVIEW: overview_charts(study, results)} if study.tables_share_rows else {}
     return {table.title: charts(table, results) for table in study.tables} | overview
@@ -86,7 +86,7 @@ def markdown(
 
 def table_lines(table: Table, results: Results) -> list[str]:
     """Return the lines of one table, and the sentence on significant differences."""
-    lines, without_time = lines_of(table, results), runs_without_time(table, results)
+    lines, without_time = compare_rows(table, results), runs_without_time(table, results)
     if not lines and not without_time:
         return ["No run of this table is done yet."]
     key_name = table.chosen_key_name
@@ -133,7 +133,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells[f"the same, last {table.compare_last}"] = _signed(line.metric, line.late)
     if table.change_from:
         cells[f"from {table.change_from.title}"] = _signed(line.metric, line.change)
-    of_rate, seconds = table.chosen_key == RATE, line.mean_of("client_seconds")
+    of_rate, seconds = table.chosen_key == RATE, line.average("client_seconds")
     cells["learning rate"] = _chosen_rate(line) if of_rate else f"{line.first.learning_rate:g}"
     if any_choice and not of_rate:
         cells[table.chosen_key_name] = _chosen_rate(line) if line.choice else "-"
@@ -143,8 +143,8 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     return cells | {
         "rank": str(line.first.rank or "-"),
         "parameters": f"{line.first.parameters:,}",
-        "up": megabytes(round(line.mean_of("bytes_up") or 0)),
-        "down": megabytes(round(line.mean_of("bytes_down") or 0)),
+        "up": megabytes(round(line.average("bytes_up") or 0)),
+        "down": megabytes(round(line.average("bytes_down") or 0)),
         "client s": "-" if seconds is None else f"{seconds:.0f}",
     }
 
@@ -202,7 +202,7 @@ def as_text(metric: str, value: float) -> str:
 
 def overview_lines(study: Study, results: Results) -> list[str]:
     """Return a table with each row's value in every table, and its change from another table."""
-    tables = {t.title: {x.row: x for x in lines_of(t, results)} for t in study.tables}
+    tables = {t.title: {x.row: x for x in compare_rows(t, results)} for t in study.tables}
     tables = {title: lines for title, lines in tables.items() if lines}
     if not tables:
         return ["No run of this study is done yet."]
@@ -221,7 +221,7 @@ def overview_lines(study: Study, results: Results) -> list[str]:
 
 def rates_lines(table: Table, results: Results) -> list[str]:
     """Return a table of each rate's metric: a line for each row."""
-    choices = choices_of(table, results)
+    choices = choose_all(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []  # fixed by the settings, or not measured yet
@@ -245,7 +245,7 @@ def rates_lines(table: Table, results: Results) -> list[str]:
 def rows_as_csv(study: Study, results: Results) -> str:
     """Return every row of every table as CSV; intervals are half-widths."""
     contrasts = any(table.contrasts for table in study.tables)
-    lines = [line for table in study.tables for line in lines_of(table, results)]
+    lines = [line for table in study.tables for line in compare_rows(table, results)]
     rows = [_csv_values(line, contrasts=contrasts) for line in lines]
     columns = None if rows else ["table", "row"]  # no run is done yet
     return str(pd.DataFrame(rows, columns=columns, dtype=object).to_csv(index=False))
@@ -269,9 +269,9 @@ def _csv_values(line: Line, *, contrasts: bool) -> dict[str, object]:
         "chosen": choice is not None,
         "rank": first.rank,
         "parameters": first.parameters,
-        "bytes-up": line.mean_of("bytes_up"),
-        "bytes-down": line.mean_of("bytes_down"),
-        "seconds": line.mean_of("seconds"),
+        "bytes-up": line.average("bytes_up"),
+        "bytes-down": line.average("bytes_down"),
+        "seconds": line.average("seconds"),
         "paper": table.paper.get(line.row),
         "interval": line.interval.half_width,
         "seeds": _joined(line.values),
@@ -279,7 +279,7 @@ def _csv_values(line: Line, *, contrasts: bool) -> dict[str, object]:
         **_estimate_columns("difference", line.difference),
         **_estimate_columns("change", line.change),
         "best": line.best,
-        "client-seconds": line.mean_of("client_seconds"),
+        "client-seconds": line.average("client_seconds"),
         "key": table.chosen_key if choice else None,
         "rate": rate,
         "tried": _joined(choice.tried) if choice else None,
@@ -306,7 +306,7 @@ def rates_as_csv(study: Study, results: Results) -> str:
     rows = [
         (table.title, row, table.chosen_key, rate, seed, score.metric, value)
         for table in study.tables
-        for row, choice in choices_of(table, results).items()
+        for row, choice in choose_all(table, results).items()
         for rate, score in sorted(choice.scores.items())
         for seed, value in zip(choice.grid.seeds, score.values, strict=True)
     ]
@@ -377,7 +377,7 @@ class Page:
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
         titles = {title.removeprefix(_RATES) for title in marked}
-        pictures = pictures_of(self.study, results)
+        pictures = draw_pictures(self.study, results)
         for chart in (chart for title in titles for chart in pictures.get(title, ())):
             replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
         write_atomically(self.path, self.with_tables(text, results).encode())

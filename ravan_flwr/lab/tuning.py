@@ -118,12 +118,13 @@ def _check_examples(tuning: Tuning) -> None:
         config = replace(data.config, seed=seed)
         of_seed = ModelAndData(config)
         of_seed.splits = data.splits  # read once
-        fewest = min(map(len, of_seed.rows(tuning.row.num_clients)))
-        if validation_size(config, fewest) >= fewest:
+        min_examples = min(map(len, of_seed.rows(tuning.row.num_clients)))
+        if validation_size(config, min_examples) >= min_examples:
             raise ValueError(
-                f"tune: a client has {count(fewest, 'example')} under seed {seed}, expected some "
-                f"for training and some for a validation split of {100 * config.validation_share:g}"
-                " %; use fewer clients with num-clients=..., or more examples"
+                f"tune: a client has {count(min_examples, 'example')} under seed {seed}, expected "
+                "some for training and some for a validation split of "
+                f"{100 * config.validation_share:g} %; use fewer clients with num-clients=..., or "
+                "more examples"
             )
 
 

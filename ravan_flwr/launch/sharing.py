@@ -106,7 +106,7 @@ def share_gpus(
 
 def _most_fitting(config: Config, gpus: Sequence[Gpu], runs: int) -> int:
     """Return how many clients fit on the GPU with least room; the server is on the first GPU."""
-    from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
+    from ravan_flwr.training.cost import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
     rooms = [USABLE * _free(gpu, runs) for gpu in gpus]

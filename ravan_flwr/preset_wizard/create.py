@@ -9,7 +9,8 @@ import yaml
 from ravan_flwr.config.keys import RUN
 from ravan_flwr.config.preset import LORA_RANK, Preset, run_defaults
 from ravan_flwr.config.presets import conf_folder, new_preset_path
-from ravan_flwr.data.examples import label_numbers, some_of
+from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.data.rows import list_some
 from ravan_flwr.files import write_atomically
 from ravan_flwr.preset_wizard.data_summary import DataSummary, summarise_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, summarise_model
@@ -58,7 +59,7 @@ def _about_data(data: DataSummary) -> Iterator[str]:
         trained = {*label_numbers(data.train, spec.labels, "labels")}
         tested = {*label_numbers(data.test, spec.labels, "labels")}
         if untrained := [spec.labels[number] for number in sorted(tested - trained)]:
-            yield f"       no example to train has {some_of(untrained, 5)}, as some to test have"
+            yield f"       no example to train has {list_some(untrained, 5)}, as some to test have"
 
 
 def preset_text(

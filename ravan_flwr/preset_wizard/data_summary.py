@@ -8,9 +8,9 @@ from pathlib import Path
 import datasets
 
 from ravan_flwr.config.presets import parse_location
-from ravan_flwr.data.examples import labels_of, load_splits, some_of
+from ravan_flwr.data.examples import find_labels, load_splits
 from ravan_flwr.data.hub import every_split
-from ravan_flwr.data.rows import quoted
+from ravan_flwr.data.rows import list_some, quoted
 from ravan_flwr.specs import DataSpec
 
 # The roles of an example's columns: the first form counts of which the data have all columns.
@@ -67,7 +67,7 @@ def summarise_data(
     )
     used = load_splits(spec)
     if "label" in columns:
-        spec = dataclasses.replace(spec, labels=labels_of(used, where))
+        spec = dataclasses.replace(spec, labels=find_labels(used, where))
     unused = sorted({*splits["train"].column_names} - {*columns.values()})
     return DataSummary(spec, used["train"], used["test"], not test, unused)
 
@@ -143,7 +143,7 @@ def _check_complete(examples: datasets.Dataset, columns: Mapping[str, str], wher
         values = enumerate(examples[columns[role]], 1)
         if missing := [row for row, value in values if value in empty]:
             of_all = f"{len(missing)} of {len(examples)} examples have nothing in column"
-            found[role] = f"{of_all} {columns[role]!r} (row {some_of(missing)})"
+            found[role] = f"{of_all} {columns[role]!r} (row {list_some(missing)})"
     if found:
         raise ValueError(
             f"{where}: {', '.join(found.values())}, expected a {' and a '.join(found)} in each; "

@@ -9,7 +9,7 @@ from typing import Any
 from ravan_flwr.data.model_folder import PROCESSOR, read_json
 from ravan_flwr.files import write_atomically
 from ravan_flwr.methods import METHODS
-from ravan_flwr.results.classes import classes_of
+from ravan_flwr.results.classes import read_classes
 from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Metrics, Summary
@@ -42,7 +42,7 @@ def fill_card(
         channels=_channels(folder),
         where=_PLACES[summary.get("simulated")],
         uploads=uploads_seen(config),
-        privacy=privacy_of(summary) if "epsilon" in summary else "",
+        privacy=describe_privacy(summary) if "epsilon" in summary else "",
     )
     write_atomically(folder / "README.md", text.encode(errors="backslashreplace"))
 
@@ -55,7 +55,7 @@ _PLACES = {
 }
 
 
-def privacy_of(spent: Mapping[str, Any]) -> str:
+def describe_privacy(spent: Mapping[str, Any]) -> str:
     """Describe a run's privacy guarantee, for its clients, examples, or a larger federation."""
     unit = "each client"
     if spent.get("unit") == "example":
@@ -73,7 +73,7 @@ def privacy_of(spent: Mapping[str, Any]) -> str:
 def result_metrics(summary: Summary, directory: RunDirectory) -> Metrics:
     """Return the metrics of the result, with the macro-F1 if there are counts by class."""
     final = dict(summary["metrics"]["final"])
-    if classes := classes_of(directory.path, directory.read_rounds()):
+    if classes := read_classes(directory.path, directory.read_rounds()):
         final["macro-F1"] = classes["macro-f1"]
     return final
 

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from ravan_flwr.files import write_atomically
 from ravan_flwr.messages import plain_text
+from ravan_flwr.runs.history import shorten
 
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
@@ -119,8 +120,8 @@ _FAR = 20  # ratio of lines' ends beyond which the axis is logarithmic
 _LEGEND_LETTERS = 56  # in a row of a legend, of a figure of `_WIDTH`
 _LEGEND_ROWS = 8  # of all names together: less than a third of the figure
 _NAME_LETTERS = 32  # of a name beside a heat map
-_MOST_NAMES = 40  # beside a heat map, and below it
-_MOST_IN_CELLS = 20  # columns of a heat map with numbers in its cells
+_MAX_NAMES = 40  # beside a heat map, and below it
+_MAX_IN_CELLS = 20  # columns of a heat map with numbers in its cells
 _COLUMNS = 4  # of panels, at most
 _LARGEST = 1e30  # larger numbers are not drawn
 _GREY = "#7F7F7F"
@@ -388,7 +389,10 @@ def heatmap(
     """
     table = np.asarray(values, float)
     top = float(table.max()) or 1.0
-    rows, columns = [*map(_shortened, rows)], [*map(_shortened, columns)]
+    rows, columns = (
+        [plain(shorten(" ".join(name.split()), _NAME_LETTERS)) for name in names]
+        for names in (rows, columns)
+    )
     longest = max(map(len, columns))
     turned = longest > 3
     below = 0.06 * longest * turned  # inches
@@ -401,12 +405,12 @@ def heatmap(
         )
         scale: Any = figure.colorbar(image, ax=axes, label=label)
         scale.outline.set_visible(False)
-        down, across = max(1, -(-len(rows) // _MOST_NAMES)), -(-len(columns) // _MOST_NAMES)
+        down, across = max(1, -(-len(rows) // _MAX_NAMES)), -(-len(columns) // _MAX_NAMES)
         axes.set_yticks(range(0, len(rows), down), rows[::down], fontsize=10)
         rotation = 90 if turned else 0
         axes.set_xticks(range(0, len(columns), across), columns[::across], rotation=rotation)
         _name(axes, x, y)
-        if len(columns) <= _MOST_IN_CELLS and len(table) <= _MOST_NAMES:
+        if len(columns) <= _MAX_IN_CELLS and len(table) <= _MAX_NAMES:
             numbers = np.asarray(table if counts is None else counts)
             integers = bool((numbers == numbers.round()).all())
             written = np.vectorize(lambda x: f"{x:.0f}" if integers else f"{x:.2g}")(numbers)
@@ -419,11 +423,6 @@ def heatmap(
                     va="center",
                 )  # fmt: skip
     return Chart(*caption, figure, broad=width > _WIDTH)
-
-
-def _shortened(name: str) -> str:
-    name, half = " ".join(name.split()), _NAME_LETTERS // 2  # names of layers differ at their ends
-    return plain(name if len(name) <= _NAME_LETTERS else f"{name[: half - 1]}…{name[-half:]}")
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

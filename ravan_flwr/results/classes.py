@@ -6,7 +6,7 @@
      "confusion": [[35, 0, ...], ...],   rows: the right class, columns: the predicted one
      "no-label": [0, ...]}               answers that are no label, of a text-to-text model
 
-With more than `MOST_IN_MATRIX` classes there is no `confusion`.
+With more than `MAX_IN_MATRIX` classes there is no `confusion`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from ravan_flwr.runs.record import RoundRecord, check
 from ravan_flwr.tasks.tally import ClassScores, Tally, macro_f1
 
 CLASSES = "classes.json"
-MOST_IN_MATRIX = 100
+MAX_IN_MATRIX = 100
 
 _OfClass = TypedDict("_OfClass", get_type_hints(ClassScores))  # type: ignore[misc]
 _ClassesFile = TypedDict(
@@ -48,7 +48,7 @@ def class_report(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
         "macro-f1": macro_f1(scores),
         "classes": [dataclasses.asdict(scores_of_class) for scores_of_class in scores],
     }
-    if len(labels) <= MOST_IN_MATRIX:
+    if len(labels) <= MAX_IN_MATRIX:
         content["confusion"] = tally.matrix(len(labels))
         if any(no_label := tally.invalid_predictions(len(labels))):
             content["no-label"] = no_label
@@ -63,7 +63,7 @@ def write_classes(
     directory.write(CLASSES, text + "\n")
 
 
-def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
+def read_classes(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
     """Read a run's file; None unless it is of the last evaluated round.
 
     Runs of earlier versions have no file, nor do runs whose clients evaluate. After a run goes

@@ -36,7 +36,7 @@ def evaluate(
     """
     with result_of(run, client, model) as loaded:
         task = loaded.task
-        spec = _spec_of(str(data), task.data)
+        spec = _make_spec(str(data), task.data)
         examples, split = other_examples(spec)
         if split == "all examples" and _is_trained_on(spec.name, task.data):
             log.warning("%s: the run trained on most of these; the metrics are optimistic", data)
@@ -66,7 +66,7 @@ def _is_trained_on(name: str, spec: DataSpec) -> bool:
     return bool(spec.name) and (here == of_run or (here.parent, here.stem) == (of_run, spec.train))
 
 
-def _spec_of(data: str, spec: DataSpec) -> DataSpec:
+def _make_spec(data: str, spec: DataSpec) -> DataSpec:
     """Return the spec of other data, with the columns of the run's data."""
     file = Path(data).expanduser()
     if file.is_file():

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, columns_of, image_of, rows_of
+from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, read_columns, read_image, read_rows
 from ravan_flwr.files import flush
 from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.tasks.base import Columns
@@ -113,7 +113,7 @@ def _utf8(cell: Any) -> Any:
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_MOST_PROBLEMS = 20  # unreadable rows with a message; the others are only in the output
+_MAX_PROBLEMS = 20  # unreadable rows with a message; the others are only in the output
 
 
 @dataclass
@@ -140,14 +140,14 @@ def predict(
     with result_of(run, client, model) as loaded:
         task = task_with(Predicts, loaded.task, "predict")
         needed = {role: name for role, name in task.data.columns if role in task.input_roles}
-        rows = rows_of(data, needed)
+        rows = read_rows(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
         key: dict[str, type] = {"file": str} if by_file else {"row": int}
         kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
         answers = key | kinds | {"problem": str}
-        passed = {} if by_file else columns_of(data)
+        passed = {} if by_file else read_columns(data)
         columns = key | _renamed(passed, answers) | kinds | {"problem": str}
         with new_table(output, columns) as write:
             predicted = _predicted(loaded, task, encoded, result, passed)
@@ -185,14 +185,14 @@ def _encoded(
     """Yield rows with their network inputs; None, and a problem, for an unreadable row."""
     folder, shapes = data if data.is_dir() else data.parent, dict[str, tuple[int, ...]]()
 
-    def value_of(role: str, value: Any) -> Any:
-        return image_of(value, folder) if role == "image" else task.checked(role, value)
+    def check_value(role: str, value: Any) -> Any:
+        return read_image(value, folder) if role == "image" else task.checked(role, value)
 
     for row in rows:
         try:
             if row.problem:
                 raise UnreadableError(row.problem)
-            inputs = task.inputs({role: [value_of(role, x)] for role, x in row.values.items()})
+            inputs = task.inputs({role: [check_value(role, x)] for role, x in row.values.items()})
             row_shapes = {name: array.shape for name, array in inputs.items()}
             if (shapes := shapes or row_shapes) != row_shapes:
                 problem = f"it becomes {row_shapes}, expected {shapes} as the rows before"
@@ -237,7 +237,7 @@ def _predicted(
                 yield [*key, *next(answers), None]
                 continue
             result.unreadable += 1
-            if len(result.problems) < _MOST_PROBLEMS:
+            if len(result.problems) < _MAX_PROBLEMS:
                 result.problems.append(f"{row.name}: {row.problem}")
             yield [*key, *[None] * len(task.prediction_columns), row.problem]
 

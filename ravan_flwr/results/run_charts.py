@@ -24,13 +24,13 @@ from ravan_flwr.results.charts import (
     min_and_max,
     panels,
 )
-from ravan_flwr.results.classes import classes_of
+from ravan_flwr.results.classes import read_classes
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
 from ravan_flwr.tasks import is_fraction
 
-_MOST_KINDS = 40  # of devices
-_MOST_HEADS = int(KEYS["heads"].high)
-_MOST_TOGETHER = 6  # lines that a reader can distinguish in one picture
+_MAX_KINDS = 40  # of devices
+_MAX_HEADS = int(KEYS["heads"].high)
+_MAX_TOGETHER = 6  # lines that a reader can distinguish in one picture
 
 # The x axes of a metric, by the name in a curve: the unit, the suffix of the picture's name, the
 # heading, the label of the axis, and a sentence.
@@ -80,7 +80,7 @@ def _courses(
     ends: Ends = min_and_max, top: float | None = None,
 ) -> Chart:  # fmt: skip
     """Draw the series in one picture; many in a panel each, with the series `against` in all."""
-    if len(series) > _MOST_TOGETHER:
+    if len(series) > _MAX_TOGETHER:
         return panels(caption, series, against, x, y, ends=ends)
     return lines(caption, series, x, y, integers=x == "round", ends=ends, top=top)
 
@@ -139,7 +139,7 @@ def _devices(run: RecordedRun) -> list[Chart]:
         busy[partition] += end - begin
         kinds[partition] = client.get("device", f"client {partition}")
     updates = Counter(kinds[client["partition-id"]] for client in clients)
-    shown = sorted(updates)[:: -(-len(updates) // _MOST_KINDS)]
+    shown = sorted(updates)[:: -(-len(updates) // _MAX_KINDS)]
     fractions = {kind: 100 * updates[kind] / updates.total() for kind in shown}
     about = "For each kind of device: its fraction of all updates that were used."
     charts = [bars(Caption("devices", "Updates by device", about), fractions, "device", "%")]
@@ -195,7 +195,7 @@ def _heads_trained(run: RecordedRun, num_heads: int) -> list[list[int]]:
         return []
     layers = [Counter(chain(*trained)) for trained in zip(*replies, strict=True)]
     numbers = {head for layer in layers for head in layer}
-    if any(not 0 <= head < _MOST_HEADS for head in numbers):
+    if any(not 0 <= head < _MAX_HEADS for head in numbers):
         return []
     heads = range(max([num_heads, *(head + 1 for head in numbers)]))
     return [[layer[head] for head in heads] for layer in layers]
@@ -239,7 +239,7 @@ def _seconds(run: RecordedRun) -> Chart:
 
 def _confusion(run: RecordedRun) -> list[Chart]:
     """Draw the confusion matrix, if there is one."""
-    classes = classes_of(run.path, run.rounds)
+    classes = read_classes(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
     labels = [entry["label"] for entry in classes["classes"]]

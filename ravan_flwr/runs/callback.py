@@ -58,7 +58,8 @@ class Callbacks(Callback):
 
     def _call(self, hook: str, *arguments: object) -> None:
         for callback in self.all:
-            getattr(callback, hook, _do_nothing)(*arguments)
+            if (call := getattr(callback, hook, None)) is not None:
+                call(*arguments)
 
     def on_run_begin(self) -> None:
         self._call("on_run_begin")
@@ -68,7 +69,3 @@ class Callbacks(Callback):
 
     def on_run_end(self) -> None:
         self._call("on_run_end")
-
-
-def _do_nothing(*_: object) -> None:
-    """Do nothing, for a callback that lacks the hook."""

@@ -17,16 +17,16 @@ import math
 from collections.abc import Sequence
 
 from ravan_flwr.runs.record import Metrics, RoundRecord
-from ravan_flwr.tasks import lower_is_better, sign_of
+from ravan_flwr.tasks import get_sign, lower_is_better
 from ravan_flwr.tasks.tally import OTHER, Tally
 
-METRIC_FACTOR, LEAST_DROP, LOSS_FACTOR = 0.5, 0.1, 2.0
+METRIC_FACTOR, MIN_DROP, LOSS_FACTOR = 0.5, 0.1, 2.0
 WARM_UP = 2  # rounds
 
 
 def merit(metrics: Metrics, metric: str) -> float:
     """Return a metric with its sign such that larger is better."""
-    return sign_of(metric) * float(metrics[metric])
+    return get_sign(metric) * float(metrics[metric])
 
 
 def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:
@@ -63,10 +63,10 @@ def collapse_reason(
 def _decline(earlier: Sequence[RoundRecord], now: Metrics, metric: str) -> str | None:
     """Return why an evaluation is far worse than earlier ones; None if it is not."""
     if earlier and not lower_is_better(metric):
-        value, most = now[metric], max(r["metrics"][metric] for r in earlier)
-        if value < METRIC_FACTOR * most and most - value >= LEAST_DROP:
+        value, best_value = now[metric], max(r["metrics"][metric] for r in earlier)
+        if value < METRIC_FACTOR * best_value and best_value - value >= MIN_DROP:
             best = best_round(earlier, metric)
-            return f"{metric} fell to {value:.4g}, below half of {most:.4g} in round {best}"
+            return f"{metric} fell to {value:.4g}, below half of {best_value:.4g} in round {best}"
     losses = [(r["metrics"]["loss"], r["round"]) for r in earlier if "loss" in r["metrics"]]
     if losses and now.get("loss", 0.0) > LOSS_FACTOR * losses[0][0]:
         first, number = losses[0]

@@ -7,9 +7,10 @@ timestamps, above the progress bar if there is one.
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -117,7 +118,7 @@ class Progress:
         """Log a finished round."""
         self._bytes += record["bytes-up"] + record["bytes-down"]
         self._seconds.append(record["seconds"])
-        left = remaining_seconds(self._seconds, self.last - record["round"])
+        left = fmean(self._seconds[-10:]) * max(0, self.last - record["round"])
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
@@ -164,16 +165,10 @@ def _budgets(clients: list[ClientRecord]) -> str:
     }
     for name, values in budgets.items():
         if any(value != 1 for value in values):
-            least, most = min(values), max(values)
-            same = f"{most:g} x {len(values)}"
-            return f"{name} {same if least == most else f'{least:g} to {most:g}'}  "
+            low, high = min(values), max(values)
+            same = f"{high:g} x {len(values)}"
+            return f"{name} {same if low == high else f'{low:g} to {high:g}'}  "
     return ""
-
-
-def remaining_seconds(seconds: Sequence[float], rounds: int) -> float:
-    """Estimate the seconds of so many more rounds, from the mean of the last ten rounds."""
-    last = seconds[-10:]
-    return sum(last) / len(last) * max(0, rounds)
 
 
 def count(number: int, noun: str) -> str:
@@ -200,8 +195,8 @@ def uploads_seen(config: Mapping[str, Any]) -> str:
     """Describe what a server with secure aggregation sees of uploads; empty without it."""
     if not config.get("secure-aggregation"):
         return ""
-    least = config["secure-minimum"]
-    return f"masked: the server sees sums over at least {least} clients, head by head"
+    min_clients = config["secure-minimum"]
+    return f"masked: the server sees sums over at least {min_clients} clients, head by head"
 
 
 LOG_FILE = "log.txt"

@@ -184,14 +184,10 @@ class RunDirectory:
 
     def append_round(self, record: RoundRecord) -> None:
         """Append a line to `rounds.jsonl`; it is on disk when this returns."""
-        self.append_lines("rounds.jsonl", [json.dumps(record, allow_nan=False)])
-
-    def append_lines(self, name: str, lines: Sequence[str]) -> None:
-        """Append lines to the file `name`; they are on disk when this returns."""
-        path = self.path / name
+        path, line = self.path / "rounds.jsonl", json.dumps(record, allow_nan=False)
         check_run_exists(self.path)
         with named_errors(path), path.open("ab") as file:
-            append(file, "".join(f"{line}\n" for line in lines).encode())
+            append(file, f"{line}\n".encode())
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; an incomplete last line is ignored."""
@@ -291,15 +287,9 @@ def write_error_message(error: OSError, run: Path) -> str:
 def resume_advice(run: Path) -> str:
     """Return how to resume a stopped run, or that there is nothing to resume."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
-        return f"to continue: {how_to_resume(run)}"
+        with_flower = f"with flwr run: resume='{run}' beside the same settings"
+        return f"to continue: ravan-flwr simulate resume={run}; {with_flower}"
     return f"no round has finished, so there is nothing to resume: {run}"
-
-
-def how_to_resume(run: Path) -> str:
-    """Return what continues a run: a command, or a setting of `flwr run`."""
-    return (
-        f"ravan-flwr simulate resume={run}; with flwr run: resume='{run}' beside the same settings"
-    )
 
 
 # A full disk, a quota, a failing disk, a read-only disk, a file that is too large.

@@ -26,7 +26,7 @@ NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 Curve = dict[str, list[int | float]]
 
 
-def curve_of(rounds: Sequence[RoundRecord], metric: str) -> Curve:
+def make_curve(rounds: Sequence[RoundRecord], metric: str) -> Curve:
     """Return metrics, and cumulative bytes and seconds, of rounds that measured `metric`."""
     curve: Curve = {}
     sent = seconds = 0.0
@@ -54,11 +54,6 @@ class NoRoundError(ValueError):
     """Raised for a run without a finished round, which has nothing to report."""
 
 
-def open_run(path: Path) -> RunDirectory:
-    """Open the directory of a run, which takes its lock before it writes its settings."""
-    return RunDirectory(path) if (path / LOCK).is_file() else RunDirectory.open(path, "report")
-
-
 @dataclass(frozen=True)
 class RecordedRun:
     """The records of a run directory."""
@@ -71,7 +66,9 @@ class RecordedRun:
     @classmethod
     def read(cls, path: Path) -> "RecordedRun":
         """Read a run directory; raise ValueError if it is none, or has no finished round."""
-        directory = open_run(path)
+        # A run takes its lock before it writes its settings.
+        begun = (path / LOCK).is_file()
+        directory = RunDirectory(path) if begun else RunDirectory.open(path, "report")
         rounds = directory.read_rounds()
         if not any(record["round"] for record in rounds):
             raise NoRoundError(
@@ -96,7 +93,7 @@ class RecordedRun:
 
     def curve(self, metric: str) -> Curve:
         """Return the curve of a metric, by round and by cost."""
-        return curve_of(self.rounds, metric)
+        return make_curve(self.rounds, metric)
 
     @property
     def in_simulated_time(self) -> bool:
@@ -166,7 +163,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
         alike.setdefault(_values(run, keys), []).append(run)
     groups: Groups = {}
     for values, members in alike.items():
-        name = ", ".join(map(_shortened, values)) or str(members[0].config["method"])
+        name = ", ".join(map(shorten, values)) or str(members[0].config["method"])
         groups[f"{name} ({len(groups) + 1})" if name in groups else name] = members
     return groups
 
@@ -192,10 +189,10 @@ def _values(run: RecordedRun, keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{k} {x}".removeprefix("method ") for k, x in set_.items())
 
 
-def _shortened(text: str) -> str:
-    """Shorten a long setting, such as a path, in its middle, since pictures show it."""
-    half = _LETTERS // 2
-    return text if len(text) <= _LETTERS else f"{text[: half - 1]}…{text[-half:]}"
+def shorten(text: str, letters: int = _LETTERS) -> str:
+    """Cut a long text, such as a path, in its middle: texts often differ at their ends."""
+    half = letters // 2
+    return text if len(text) <= letters else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def _given(run: RecordedRun) -> Collection[str]:

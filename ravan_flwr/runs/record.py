@@ -237,7 +237,7 @@ def check_line(line: bytes, previous: RoundRecord | None) -> RoundRecord:
     return record
 
 
-def statistics_of(values: Sequence[float]) -> ClientStatistics:
+def summarise(values: Sequence[float]) -> ClientStatistics:
     """Summarise the values of one metric, one for each client."""
     import numpy as np  # noqa: PLC0415 (`--help` needs none)
 
@@ -257,4 +257,4 @@ def statistics_of(values: Sequence[float]) -> ClientStatistics:
 
 def per_client_statistics(answers: Sequence[Mapping[str, float]]) -> dict[str, ClientStatistics]:
     """Summarise every metric of the clients' answers."""
-    return {name: statistics_of([answer[name] for answer in answers]) for name in answers[0]}
+    return {name: summarise([answer[name] for answer in answers]) for name in answers[0]}

@@ -99,7 +99,7 @@ class Trackers:
         """Log a finished round."""
         for name, (log_numbers, close) in [*self._all.items()]:
             try:
-                log_numbers(numbers_of(record), record["round"])
+                log_numbers(collect_numbers(record), record["round"])
             except Exception as error:  # noqa: BLE001 (whatever the package raises)
                 log.warning("tracking with %s stops: %s", name, error)
                 del self._all[name]
@@ -113,7 +113,7 @@ class Trackers:
                 close()
 
 
-def numbers_of(record: RoundRecord) -> dict[str, float]:
+def collect_numbers(record: RoundRecord) -> dict[str, float]:
     """Return the numbers of a round's record, by the names that trackers show."""
     evaluation = {f"evaluation/{name}": value for name, value in record["metrics"].items()}
     if (spent := record.get("privacy")) is not None:  # only numbers that its account covers

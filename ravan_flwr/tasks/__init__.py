@@ -109,7 +109,7 @@ def is_fraction(metric: str) -> bool:
     return not _is_among(metric, _NO_FRACTIONS)
 
 
-def sign_of(metric: str) -> int:
+def get_sign(metric: str) -> int:
     """Return -1 for a metric that is better when lower, else 1."""
     return -1 if lower_is_better(metric) else 1
 

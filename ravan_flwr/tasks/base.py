@@ -56,7 +56,7 @@ class Encoded:
         if isinstance(self.table, dict):
             index = torch.from_numpy(chosen).to(self.device, non_blocking=True)
             return {name: tensor.index_select(0, index) for name, tensor in self.table.items()}
-        return tensors_of(self.table, chosen)
+        return read_tensors(self.table, chosen)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +77,7 @@ class Encoded:
             return replace(self, table={n: t.to(device) for n, t in self.table.items()})
         number, table = len(self.table), Batch()
         for rows in np.array_split(np.arange(number), -(-number // BLOCK)):
-            for name, tensor in tensors_of(self.table, rows).items():
+            for name, tensor in read_tensors(self.table, rows).items():
                 if name not in table:
                     table[name] = tensor.new_empty(number, *tensor.shape[1:], device=device)
                 table[name][rows[0] : rows[-1] + 1] = tensor
@@ -89,7 +89,7 @@ class Encoded:
         column = {name: table[name]} if isinstance(table, dict) else table.select_columns(name)
         return replace(self, table=column)
 
-    def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
+    def read_answers(self, rows: np.ndarray) -> list[Sequence[str]]:
         """Return the correct answers of these rows; an empty list for tasks with labels only."""
         return [self.answers[row] for row in self.rows[rows]] if self.answers else []
 
@@ -276,10 +276,10 @@ def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
     """Return columns of numbers as encoded examples: small ones in memory, large ones by file."""
     rows = np.arange(len(encoded))
     small = encoded.data.nbytes <= IN_MEMORY
-    return Encoded(tensors_of(encoded, rows) if small else encoded, rows)
+    return Encoded(read_tensors(encoded, rows) if small else encoded, rows)
 
 
-def tensors_of(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
+def read_tensors(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
     """Return rows as tensors of the file's types, which no format of `datasets` preserves."""
     selection: np.ndarray | slice = rows
     if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ravan_flwr.tasks.base import IGNORED, Batch, Measures
 from ravan_flwr.tasks.decoder import Decoder, ExampleTokens, next_is_learned
 from ravan_flwr.tasks.extensions import ByExample, Packs
-from ravan_flwr.tasks.forms import Row, conversation, messages_of
+from ravan_flwr.tasks.prompts import Row, check_messages, conversation
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import packed, summed_loss
-from ravan_flwr.tasks.tokens import shortened, tokens_of
+from ravan_flwr.tasks.tokens import shortened, tokenize_text
 
-MOST_LOSS = 100.0  # by token; a much larger loss would overflow as perplexity
+MAX_LOSS = 100.0  # by token; a much larger loss would overflow as perplexity
 
 
 class Causal(Decoder, Packs, ByExample):
@@ -35,10 +35,10 @@ class Causal(Decoder, Packs, ByExample):
     def read(self, row: Row) -> ExampleTokens:
         learn_all = self.data.loss_on == "all"
         if self.data.prompts:
-            annotated = self.form.answered(row, "completion")
+            annotated = self.prompt_format.answered(row, "completion")
         else:
-            annotated = conversation(self.reader, messages_of(row["messages"]))
-        all_tokens = tokens_of(self.reader, annotated, learn_all=learn_all)
+            annotated = conversation(self.reader, check_messages(row["messages"]))
+        all_tokens = tokenize_text(self.reader, annotated, learn_all=learn_all)
         tokens = shortened(all_tokens, self.max_length, self.data.overlong, learn_all=learn_all)
         return ExampleTokens([tokens], len(all_tokens) > len(tokens), annotated.unlearned)
 
@@ -73,7 +73,7 @@ class Causal(Decoder, Packs, ByExample):
     def measures(self) -> Measures:
         def completed(means: Mapping[str, float]) -> dict[str, float]:
             loss = means["loss"]
-            return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
+            return {"loss": loss, "perplexity": math.exp(min(loss, MAX_LOSS))}
 
         return Measures(("loss",), "tokens", self.max_length - 1, completed)
 

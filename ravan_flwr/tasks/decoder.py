@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
-from ravan_flwr.data.partition import column_of
+from ravan_flwr.data.partition import find_column
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import (
     IGNORED,
@@ -33,7 +33,7 @@ from ravan_flwr.tasks.base import (
     mapped,
 )
 from ravan_flwr.tasks.extensions import Predicts
-from ravan_flwr.tasks.forms import Form, Row, end_of_turn
+from ravan_flwr.tasks.prompts import PromptFormat, Row, end_of_turn
 from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer, rounded_up
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits
 from ravan_flwr.tasks.tokens import (
@@ -72,9 +72,9 @@ class Decoder(Predicts):
     messages_role: ClassVar[str]  # the role of the column with whole conversations
 
     @cached_property
-    def form(self) -> Form:
-        """Return the `Form` that converts examples to texts."""
-        return Form(self.reader, self.data.prompts, self.messages_role)
+    def prompt_format(self) -> PromptFormat:
+        """Return the `PromptFormat` that converts examples to texts."""
+        return PromptFormat(self.reader, self.data.prompts, self.messages_role)
 
     @abstractmethod
     def read(self, row: Row) -> ExampleTokens:
@@ -101,23 +101,23 @@ class Decoder(Predicts):
             )
 
     def check(self) -> None:
-        most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
+        vocabulary_size, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
         tokens.pop(self.reader.pad_token, None)  # the network never reads it
         last = max(tokens, key=tokens.__getitem__)
-        if isinstance(most, int) and tokens[last] >= most:
+        if isinstance(vocabulary_size, int) and tokens[last] >= vocabulary_size:
             raise ValueError(
                 f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
-                f"vocab_size = {most}, expected every token below that; take the tokenizer that "
-                "belongs to the model"
+                f"vocab_size = {vocabulary_size}, expected every token below that; take the "
+                "tokenizer that belongs to the model"
             )
-        self.form.check()
+        self.prompt_format.check()
 
     # From examples to tokens.
 
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
         """Tokenize all examples; leave out those that cannot be learned, and log how many."""
         self.check()
-        roles = {role for role, _ in self.data.columns} - {column_of(self.data)}
+        roles = {role for role, _ in self.data.columns} - {find_column(self.data)}
         keep = [name for name in examples.column_names if name not in roles]
         settings = {
             "reader": describe(self.reader),
@@ -230,13 +230,13 @@ class Decoder(Predicts):
 
     @property
     def evaluation_batch(self) -> int:
-        most = EVALUATION_TOKENS // (self.texts * self.max_length)
-        return max(1, min(super().evaluation_batch, most))
+        max_texts = EVALUATION_TOKENS // (self.texts * self.max_length)
+        return max(1, min(super().evaluation_batch, max_texts))
 
     # Predictions.
 
     def checked(self, role: str, value: Any) -> Any:
-        return self.form.checked(role, value)
+        return self.prompt_format.checked(role, value)
 
     @property
     def _answer_tokens(self) -> int:
@@ -245,11 +245,11 @@ class Decoder(Predicts):
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
-        most = self.max_length - self._answer_tokens
-        questions = map(self.form.question, as_rows(columns, roles))
-        ids = [question_tokens(self.reader, question, most) for question in questions]
+        max_tokens = self.max_length - self._answer_tokens
+        questions = map(self.prompt_format.question, as_rows(columns, roles))
+        ids = [question_tokens(self.reader, question, max_tokens) for question in questions]
         lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
-        return {"input_ids": padded(ids, most).astype(np.int32), "length": lengths}
+        return {"input_ids": padded(ids, max_tokens).astype(np.int32), "length": lengths}
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         answers = _new_tokens(network, batch, self._ends(network), self._answer_tokens)
@@ -259,7 +259,7 @@ class Decoder(Predicts):
         """Return the tokens that end an answer: the model's, the tokenizer's, the template's."""
         eos = getattr(network.generation_config, "eos_token_id", None)
         ends = {self.reader.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        if self.form.may_have_messages and (after := end_of_turn(self.reader)):
+        if self.prompt_format.may_have_messages and (after := end_of_turn(self.reader)):
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
                 ends.add(first)
@@ -289,15 +289,15 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
     return {"input_ids": ids.gather(1, sources.clamp(min=0)) * mask, "attention_mask": mask.long()}
 
 
-def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
-    """Return at most `most` generated tokens for each prompt, up to the first end token.
+def _new_tokens(network: Any, batch: Batch, ends: list[int], max_tokens: int) -> list[list[int]]:
+    """Return at most `max_tokens` generated tokens for each prompt, up to the first end token.
 
     Decoding is greedy, with cached keys and values. The model's own generation config is ignored:
     no temperature, no penalty.
     """
     previous = network.generation_config
     network.generation_config = GenerationConfig(
-        max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
+        max_new_tokens=max_tokens, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
         pad_token_id=ends[0],
     )  # fmt: skip
     try:

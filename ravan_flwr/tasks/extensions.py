@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.data.rows import text_of
+from ravan_flwr.data.rows import check_text
 from ravan_flwr.tasks.base import Batch, Columns, Task
 from ravan_flwr.tasks.tally import Tally
 
@@ -39,7 +39,7 @@ class Predicts(Task):
 
         Images are checked elsewhere.
         """
-        return text_of(role, value)
+        return check_text(role, value)
 
     @abstractmethod
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
@@ -76,8 +76,8 @@ class ByExample(Task):
                 elif dtype is torch.bool:  # networks derive such a mask from one by token
                     example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
                 else:
-                    most = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
-                    example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
+                    end = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
+                    example[name] = torch.randint(end, shape, generator=random, dtype=dtype)
             examples.append(example)
         return {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
 

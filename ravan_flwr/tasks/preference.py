@@ -25,10 +25,10 @@ from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Encoded, Measures
 from ravan_flwr.tasks.decoder import Decoder, ExampleTokens
-from ravan_flwr.tasks.forms import Row, messages_of
+from ravan_flwr.tasks.prompts import Row, check_messages
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.token_loss import losses_of_texts
-from ravan_flwr.tasks.tokens import Tokens, tokens_of
+from ravan_flwr.tasks.tokens import Tokens, tokenize_text
 
 PAIR = TASKS["preference"].answers
 
@@ -48,10 +48,10 @@ class Preference(Decoder):
 
     def read(self, row: Row) -> ExampleTokens:
         if not self.data.prompts:
-            first, second = (messages_of(row[role])[:-1] for role in PAIR)
+            first, second = (check_messages(row[role])[:-1] for role in PAIR)
             if first != second:
                 raise UnreadableError("its conversations differ before their last answers")
-        pair = [tokens_of(self.reader, self.form.answered(row, role)) for role in PAIR]
+        pair = [tokenize_text(self.reader, self.prompt_format.answered(row, role)) for role in PAIR]
         if pair[0].ids == pair[1].ids:
             raise UnreadableError("its chosen and rejected answers are the same")
         fitting = _fitted(pair, self.max_length, self.data.overlong)
@@ -109,9 +109,9 @@ class Preference(Decoder):
 TASK = Preference
 
 
-def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
-    """Cut the prompt's front, equally in both texts, so that the longer text has `most` tokens."""
-    excess = max(map(len, pair)) - most
+def _fitted(pair: Sequence[Tokens], max_tokens: int, overlong: str) -> list[Tokens]:
+    """Cut the prompt's front, equally in both texts: the longer text then has `max_tokens`."""
+    excess = max(map(len, pair)) - max_tokens
     if excess <= 0:
         return [*pair]
     if overlong == "drop":

@@ -23,14 +23,14 @@ class TextToLabel(TextToText):
     classifies = True
 
     def check(self) -> None:
-        names, most = self.data.labels, self.data.target_length
+        names, max_tokens = self.data.labels, self.data.target_length
         counts = {name: len(read) for name, read in zip(names, self.tokens(names), strict=True)}
-        if long := {name: count for name, count in counts.items() if count > most}:
+        if long := {name: count for name, count in counts.items() if count > max_tokens}:
             shown = ", ".join(f"{name} ({count})" for name, count in [*long.items()][:20])
             raise ValueError(
-                f"target-length = {most}: got labels of more tokens: {shown}; expected at most "
-                f"{most} each, the end included; set target-length: {max(long.values())} in the "
-                "preset's data, or shorten the names"
+                f"target-length = {max_tokens}: got labels of more tokens: {shown}; expected at "
+                f"most {max_tokens} each, the end included; set target-length: "
+                f"{max(long.values())} in the preset's data, or shorten the names"
             )
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:

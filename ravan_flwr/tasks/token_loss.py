@@ -83,7 +83,7 @@ def hidden_states(
     return cast(Tensor, output.last_hidden_state)
 
 
-def logits_of(network: Any, hidden: Tensor) -> Tensor:
+def compute_logits(network: Any, hidden: Tensor) -> Tensor:
     """Return the logits of the last layer, scaled or capped as some architectures do."""
     config, logits = network.config, network.get_output_embeddings()(hidden)
     if scale := getattr(config, "logits_scaling", None):  # Granite
@@ -96,11 +96,11 @@ def logits_of(network: Any, hidden: Tensor) -> Tensor:
 
 
 def check_logits(network: Any) -> None:
-    """Raise ValueError if the network's logits differ from those of `logits_of`."""
+    """Raise ValueError if the network's logits differ from those of `compute_logits`."""
     tokens = torch.tensor([[0, 1]], device=next(network.parameters()).device)
     with torch.inference_mode():
         expected = network(input_ids=tokens, use_cache=False).logits
-        logits = logits_of(network, hidden_states(network, tokens))
+        logits = compute_logits(network, hidden_states(network, tokens))
     if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"model: the logits of {type(network).__name__} do not follow from its last layer "
@@ -109,7 +109,7 @@ def check_logits(network: Any) -> None:
 
 
 def _block(network: Any, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    logits = logits_of(network, hidden).float()
+    logits = compute_logits(network, hidden).float()
     return F.cross_entropy(logits, targets, reduction=reduction)
 
 

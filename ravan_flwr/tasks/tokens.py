@@ -14,11 +14,11 @@ from itertools import takewhile
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import AnnotatedText
+from ravan_flwr.tasks.prompts import AnnotatedText
 
 log = logging.getLogger(__name__)
 
-_MOST_PROBLEMS = 10  # that are listed
+_MAX_PROBLEMS = 10  # that are listed
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tokens:
         return Tokens(ids, self.learned[:first] + self.learned[end:], first)
 
 
-def tokens_of(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False) -> Tokens:
+def tokenize_text(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False) -> Tokens:
     """Tokenize a whole text for training; `learn_all` marks all tokens as learned."""
     ids = first_tokens(reader) if annotated.plain else []
     learned = [False] * len(ids)
@@ -53,13 +53,13 @@ def tokens_of(reader: Any, annotated: AnnotatedText, *, learn_all: bool = False)
     return Tokens(ids, learned, int(begins))
 
 
-def question_tokens(reader: Any, annotated: AnnotatedText, most: int) -> list[int]:
-    """Tokenize a prompt alone; cut its front to `most` tokens."""
+def question_tokens(reader: Any, annotated: AnnotatedText, max_tokens: int) -> list[int]:
+    """Tokenize a prompt alone; cut its front to `max_tokens` tokens."""
     ids = (first_tokens(reader) if annotated.plain else []) + _read(reader, annotated.text)
     if not ids:
         raise UnreadableError("its prompt has no token")
     first = int(ids[0] == reader.bos_token_id)
-    excess = len(ids) - most
+    excess = len(ids) - max_tokens
     return ids if excess <= 0 else ids[:first] + ids[first + excess :]
 
 
@@ -89,13 +89,13 @@ def first_tokens(reader: Any) -> list[int]:
     return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
 
-def shortened(tokens: Tokens, most: int, overlong: str, *, learn_all: bool = False) -> Tokens:
-    """Return at most `most` tokens, cut from the front, or raise UnreadableError.
+def shortened(tokens: Tokens, max_tokens: int, overlong: str, *, learn_all: bool = False) -> Tokens:
+    """Return at max_tokens `most` tokens, cut from the front, or raise UnreadableError.
 
     It is raised if `overlong` is "drop" and the text too long, or if no token can be learned. An
     answer whose beginning was cut is not learned.
     """
-    excess = len(tokens) - most
+    excess = len(tokens) - max_tokens
     if excess > 0 and overlong == "drop":
         raise UnreadableError("it has more tokens than max-length")
     if excess > 0:
@@ -119,7 +119,7 @@ def report_skipped_examples(problems: Sequence[str]) -> None:
     counts = Counter(filter(None, problems))
     reasons = "; ".join(
         f"{count}: {problem} (example {problems.index(problem) + 1})"
-        for problem, count in counts.most_common(_MOST_PROBLEMS)
+        for problem, count in counts.most_common(_MAX_PROBLEMS)
     )
     number = counts.total()
     if number == len(problems):

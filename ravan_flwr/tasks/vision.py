@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.data.model_folder import PROCESSOR, model_file_errors, read_json
-from ravan_flwr.data.rows import UnreadableError, check_bits, image_of
+from ravan_flwr.data.rows import UnreadableError, check_bits, read_image
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
@@ -29,7 +29,7 @@ from ravan_flwr.tasks.base import (
     Shapes,
     encoded_as_it_is,
     mapped,
-    tensors_of,
+    read_tensors,
 )  # fmt: skip
 from ravan_flwr.tasks.extensions import Classification
 
@@ -65,7 +65,7 @@ class Vision(Classification):
             wrong = []
             for value in examples["image"]:
                 try:
-                    image_of(value, Path())
+                    read_image(value, Path())
                 except UnreadableError as error:
                     name = (value or {}).get("path") or "an image without a name"
                     wrong.append(f"{name} ({error})")
@@ -101,16 +101,16 @@ class Vision(Classification):
             )
         elif getattr(feature, "dtype", "") == "uint8":  # the "numpy" format would widen it
             rows = np.arange(len(examples))
-            images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
+            images = read_tensors(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        most = 255 if images.dtype.kind in "iu" else 1
-        if images.size and not (images.min() >= 0 and images.max() <= most):
+        max_value = 255 if images.dtype.kind in "iu" else 1
+        if images.size and not (images.min() >= 0 and images.max() <= max_value):
             raise ValueError(
                 f"images: got numbers from {images.min():g} to {images.max():g}, expected whole "
                 "ones from 0 to 255, or others from 0 to 1; scale them, or give images as files"
             )
-        images = images.astype(np.uint8) if most > 1 else images
+        images = images.astype(np.uint8) if max_value > 1 else images
         # Bytes remain bytes until a batch is computed, which takes a quarter of the memory.
         pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != shape:
@@ -232,7 +232,7 @@ def _images(values: Sequence[Any], feature: Any) -> list[Any]:
     if not isinstance(feature, datasets.Image):
         return list(values)
     images = [
-        image_of(value, Path()) if value is None or isinstance(value, dict) else value
+        read_image(value, Path()) if value is None or isinstance(value, dict) else value
         for value in values
     ]
     return [image.convert(feature.mode) if feature.mode else image for image in images]

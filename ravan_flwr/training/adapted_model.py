@@ -4,7 +4,7 @@ The classifier is drawn from the seed. It is frozen as well, or trained and aver
 that has personal parameters (`Personal`), a trained classifier is one of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -15,9 +15,11 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
-from ravan_flwr.training.captured import CapturedSteps
+from ravan_flwr.tasks.base import Batch
+from ravan_flwr.training.captured import CapturedClient, CapturedSteps
 from ravan_flwr.training.device import computing_with, release_cached_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
+from ravan_flwr.training.step import LocalSteps, Step
 
 FINGERPRINT = "model/fingerprint"  # key in a checkpoint: numbers computed from bases and classifier
 
@@ -156,7 +158,11 @@ class AdaptedModel:
         try:
             self.load(tensors)
             if personal is not None:
-                self._load_personal(personal)
+                self.check_personal(personal)
+                if self.method.personal is not None:
+                    self.method.personal.put(self.adapters, split_classifier(personal)[0])
+                if CLASSIFIER in personal:
+                    self._set_classifier(personal[CLASSIFIER])
             with computing_with(self.threads):
                 yield
         finally:
@@ -176,14 +182,6 @@ class AdaptedModel:
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
 
-    def _load_personal(self, personal: Mapping[str, Tensor]) -> None:
-        """Load a client's personal parameters, after a broadcast was loaded."""
-        self.check_personal(personal)
-        if self.method.personal is not None:
-            self.method.personal.put(self.adapters, split_classifier(personal)[0])
-        if CLASSIFIER in personal:
-            self._set_classifier(personal[CLASSIFIER])
-
     def _set_classifier(self, flat: Tensor) -> None:
         with torch.no_grad():
             # Copied, because vector_to_parameters makes the parameters views of its argument.
@@ -200,6 +198,15 @@ class AdaptedModel:
         """List the parameters for the client's optimiser, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
+
+    def make_step(
+        self, parameters: Sequence[Tensor], steps: LocalSteps, scaler: torch.amp.GradScaler,
+        backward: Callable[[Sequence[Batch]], Tensor], clients: int = 1,
+    ) -> Step | CapturedClient:  # fmt: skip
+        """Return a new optimiser's step: captured on a GPU, if the model has such steps."""
+        capturable = self.captured is not None
+        step = Step(parameters, steps, scaler, backward, capturable=capturable, clients=clients)
+        return step if self.captured is None else self.captured.client(self.network, step)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

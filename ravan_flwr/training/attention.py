@@ -20,7 +20,7 @@ from ravan_flwr.tasks.base import Task
 from ravan_flwr.training.network import likely_device
 
 
-def attention_of(config: Config, network: Any, task: Task) -> AbstractContextManager[object]:
+def imitate_attention(config: Config, network: Any, task: Task) -> AbstractContextManager[object]:
     """Return a context in which attention on the meta device saves what the run's device saves.
 
     The mask counts under packing, and for tasks that give attention a mask (`Task.masks`).

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters.stored import refresh_cast
 from ravan_flwr.tasks.base import Batch
-from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
+from ravan_flwr.training.step import LocalSteps, Step, autocast, no_scaler
 
 log = getLogger(__name__)
 
@@ -292,10 +292,9 @@ class ForwardPass(Step):
         """Capture batches of `batch_size` examples or more; others are computed eagerly."""
         device = next(network.parameters()).device
         settings = LocalSteps(0, batch_size, 0.0, precision)
-        scaler = torch.amp.GradScaler(device.type, enabled=False)
         nothing = [torch.zeros((), device=device)]
-        super().__init__(nothing, settings, scaler, self._logits, capturable=True)
-        self.network, self.device, self.dtype = network, device, PRECISIONS[precision]
+        super().__init__(nothing, settings, no_scaler(device), self._logits, capturable=True)
+        self.network, self.device = network, device
 
     def __call__(self, parts: Parts) -> Tensor:
         """Return the logits of a batch."""
@@ -303,10 +302,8 @@ class ForwardPass(Step):
 
     def _logits(self, parts: Parts) -> Tensor:
         # Without a cache: a graph would read the copy that autocast made of an earlier weight.
-        dtype, (inputs,) = self.dtype, parts
-        with torch.autocast(
-            self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
-        ):
+        (inputs,) = parts
+        with autocast(self.device.type, self.steps.precision, cache_enabled=False):
             return cast(Tensor, self.network(**inputs).logits)
 
 

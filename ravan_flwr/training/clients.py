@@ -15,12 +15,12 @@ def number_of_clients(config: Config, num_clients: int | None = None) -> int:
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
         from ravan_flwr.data.partition import (  # noqa: PLC0415
             check_natural,
-            column_of,
-            values_of,
+            find_column,
+            read_values,
         )
 
-        train, column = load_splits(config.data)["train"], column_of(config.data)
-        num_values = len(set(values_of(train, column)))
+        train, column = load_splits(config.data)["train"], find_column(config.data)
+        num_values = len(set(read_values(train, column)))
         check_natural(num_values, num_values if number is None else number, column)
         number = num_values
     number = check_num_clients(number)

@@ -1,4 +1,4 @@
-"""Compute the memory of a training step and the bytes of a message before a run starts.
+"""Compute the memory of a process and of a step, and the bytes of a message, before a run starts.
 
 No weights, data or bases are needed. The network is built on the meta device, where tensors have
 shapes only. One forward pass there shows which tensors a training step saves for its backward pass.
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,7 +33,7 @@ from ravan_flwr.optional import ROUND_BYTES, load
 from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
-from ravan_flwr.training.attention import attention_of
+from ravan_flwr.training.attention import imitate_attention
 from ravan_flwr.training.device import computing_with, suitable_threads
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
@@ -38,14 +41,18 @@ from ravan_flwr.training.network import (
     backbone_dtype,
     build_skeleton,
     captures_steps,
+    keeps_casts,
     likely_device,
     prepare_network,
     pretrained_parameters,
 )
-from ravan_flwr.training.step import PRECISIONS
+from ravan_flwr.training.step import DTYPES, autocast
 
 # The most operations (on a CPU, on a GPU) and bytes of a step that a plan tries, for its time.
-MOST_TRIED, MOST_TRIED_BYTES = (1e11, 5e12), 1_000_000_000
+MAX_TRIED, MAX_TRIED_BYTES = (1e11, 5e12), 1_000_000_000
+# CUDA's context, kernels, and the workspaces of cuBLAS and cuDNN, for each process: 770 MB on an
+# H100 with PyTorch 2.11 for CUDA 13, rounded up; it depends on the GPU and on PyTorch's build.
+CONTEXT = 800_000_000
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
 
@@ -179,7 +186,7 @@ def step_memory(config: Config, fraction: float) -> StepMemory:
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * skeleton.classifier_size if added else 0  # of the chosen heads
     number, task = config.micro_batch_size or config.batch_size, skeleton.task
-    with attention_of(config, network, task):
+    with imitate_attention(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
         activations = saved_for_backward(network, task, number, by_example)
     if by_example:
@@ -236,12 +243,14 @@ def step_seconds(config: Config) -> float:
     check_precision(config.precision, torch.device(device))
     on_gpu, memory = device == "cuda", step_memory(config, 1.0)
     each = max(1.0, operations / config.batch_size)
-    number = int(min(MOST_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))
+    number = int(min(MAX_TRIED[on_gpu] / each, config.micro_batch_size or config.batch_size))
     if not number:
         raise ValueError(f"an example takes {each / 1e9:.0f} GFLOP, too many for a try")
-    most = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MOST_TRIED_BYTES
-    if (needs := memory.weights + memory.trained) > most:
-        raise ValueError(f"the model takes {needs / 1e9:.1f} GB, expected {most / 1e9:.1f} at most")
+    limit = torch.cuda.mem_get_info()[0] // 2 if on_gpu else MAX_TRIED_BYTES
+    if (needs := memory.weights + memory.trained) > limit:
+        raise ValueError(
+            f"the model takes {needs / 1e9:.1f} GB, expected {limit / 1e9:.1f} at most"
+        )
     skeleton = Skeleton(config)
     skeleton.receive(1.0)
     skeleton.choose(1.0)
@@ -252,12 +261,12 @@ def step_seconds(config: Config) -> float:
         tensor.data.normal_(std=0.02) if is_matrix else tensor.data.fill_(tensor.ndim == 1)
     shapes = meta_batch(network, task, number)
     batch = {name: torch.ones_like(tensor, device=device) for name, tensor in shapes.items()}
-    dtype, seconds = PRECISIONS[config.precision], list[float]()
+    seconds = list[float]()
     size = sum(parameter.numel() for parameter in network.parameters())
     with computing_with(suitable_threads(size, config.batch_size)):
         while len(seconds) < 3 and sum(seconds) < 2.0:  # the first is slower
             begun = time.perf_counter()
-            with torch.autocast(device, dtype, enabled=dtype is not None):
+            with autocast(device, config.precision):
                 loss = task.loss(network, batch)
             if loss.requires_grad:
                 loss.backward()
@@ -278,7 +287,7 @@ def cast_weights(config: Config, network: nn.Module) -> int:
     linears = [
         module
         for module in network.modules()
-        if isinstance(module, nn.Linear) and module.weight.dtype != PRECISIONS[config.precision]
+        if isinstance(module, nn.Linear) and module.weight.dtype != DTYPES[config.precision]
     ]
     if config.quantize != "none":  # quantized weights are unpacked for each use, and dropped
         quantized = set(quantizable(network, []).values())
@@ -338,7 +347,7 @@ def _storage(tensor: Tensor) -> int:
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Count the bytes of tensors; tensors that share a storage count once."""
     different = {_storage(tensor): tensor for tensor in tensors}.values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in different)
+    return sum(tensor.nbytes for tensor in different)
 
 
 def largest_fraction(config: Config, free: int) -> float:
@@ -363,3 +372,62 @@ def largest_fraction(config: Config, free: int) -> float:
 def adapter_parameters(config: Config) -> int:
     """Count the parameters that a client with the whole budget trains, without the classifier."""
     return Skeleton(config).method.trainable_parameters()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of GPU memory of a client's process, and of the server's."""
+
+    client: int
+    server: int
+    graph: int = 0  # of a client's captured step, beside which it computes others
+
+
+def footprint(config: Config) -> Footprint:
+    """Estimate the memory of the processes of a client with the whole budget and of the server."""
+    step, evaluation = step_memory(config, 1.0), evaluation_memory(config)
+    resident = CONTEXT + step.weights
+    if config.evaluate_on == "server":
+        return Footprint(resident + step.added, resident + evaluation, step.graph)
+    return Footprint(resident + max(step.added, evaluation), resident, step.graph)
+
+
+def evaluation_memory(config: Config) -> int:
+    """Return the peak memory of an evaluation, in bytes beyond the model."""
+    skeleton = Skeleton(config)
+    network, task = skeleton.network.eval(), skeleton.task
+    model_tensors = [*network.parameters(), *network.buffers()]
+
+    def keep_cache(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        return inputs, named | ({"use_cache": True} if "use_cache" in named else {})
+
+    # Generation caches keys and values; the peak is a forward pass over a whole answer.
+    network.register_forward_pre_hook(keep_cache, with_kwargs=True)
+    attention = imitate_attention(replace(config, batching="random"), network, task)
+    with torch.no_grad(), attention, _PeakMemory(model_tensors) as memory:
+        batch = meta_batch(network, task, task.evaluation_batch)
+        task.loss(network, batch)
+    next_batch = sum(tensor.nbytes for tensor in batch.values())
+    casts = cast_weights(config, network) if keeps_casts(config) else 0
+    return int(memory.peak + next_batch + casts)  # while a batch is computed, the next is read
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Record the peak of the bytes of live storages, without the model's own."""
+
+    def __init__(self, model_tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._model_storages = {*map(_storage, model_tensors)}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._alive = {k: entry for k, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if _storage(tensor) not in self._model_storages:
+                    self._alive[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result

@@ -21,8 +21,8 @@ from ravan_flwr.tasks.extensions import Classification, Packs, Predicts, task_wi
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import evaluation_batches, split_batches, training_batches
-from ravan_flwr.training.captured import CapturedClient, CapturedNetwork
-from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
+from ravan_flwr.training.captured import CapturedNetwork
+from ravan_flwr.training.step import LocalSteps, autocast, no_scaler
 
 
 def learning_rate_in_round(config: Config, number: int) -> float:
@@ -122,11 +122,9 @@ class Stepper:
             task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
         )
         self.batches = self.read(parts, collate)
-        self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
-        scales = self.dtype is torch.float16
-        unscaled = torch.amp.GradScaler(self.device.type, enabled=False)
-        self.scaler = model.scaler if scales else unscaled
+        scales = steps.precision == "float16"
+        self.scaler = model.scaler if scales else no_scaler(self.device)
         self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         self.losses: list[Tensor] = []
         model.network.train()
@@ -145,22 +143,10 @@ class Stepper:
         if not parameters:  # a method without adapters, with a frozen classifier
             self.backward()  # for the loss only
             return
-        step = self.step_of(parameters)
+        step = self.model.make_step(parameters, self.steps, self.scaler, self.backward_parts)
         for _ in range(self.steps.number):
             self.losses.append(step(self._next_parts()))
         self.skipped = step.finish()
-
-    def step_of(self, parameters: Sequence[Tensor]) -> Step | CapturedClient:
-        """Return a function that runs one step: captured on a GPU, if the model has such steps."""
-        captured = self.model.captured
-        step = Step(
-            parameters,
-            self.steps,
-            self.scaler,
-            self.backward_parts,
-            capturable=captured is not None,
-        )
-        return step if captured is None else captured.client(self.model.network, step)
 
     def round(
         self, fraction: float, client_round: ClientRound, rows: Tensors | None = None
@@ -225,15 +211,15 @@ class Stepper:
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Add the gradients of a part's mean loss times its weight in the batch's mean."""
-        loss = self.loss_of(batch)
+        loss = self.compute_loss(batch)
         loss = loss if weight == 1.0 else loss * weight
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach().float()
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a part, in the configured precision."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+        with autocast(self.device.type, self.steps.precision):
             return self.task.loss(self.model.network, batch)
 
 
@@ -255,12 +241,12 @@ def measured_sums(
     sums: dict[str, float] = {}
     network: Any = model.network.eval()
     if model.captured_evaluation is not None and isinstance(task, Classification):
-        least = len(examples) // max(1, len(order))
-        network = CapturedNetwork(model.captured_evaluation, network, least, precision)
+        min_size = len(examples) // max(1, len(order))
+        network = CapturedNetwork(model.captured_evaluation, network, min_size, precision)
     with _inference(model.network, precision):
         batches = read_batches(examples, task.collate, iter(order), model.device)
         for rows, batch in zip(order, batches, strict=True):
-            answers = examples.answers_of(rows)
+            answers = examples.read_answers(rows)
             _add(sums, task.measure(network, batch, answers, tally))
     return sums
 
@@ -315,8 +301,8 @@ def read_batches(
 @contextmanager
 def _inference(network: nn.Module, precision: str) -> Iterator[None]:
     """Set a network to inference in that precision, for a `with` block."""
-    device, dtype = next(network.eval().parameters()).device, PRECISIONS[precision]
-    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+    device = next(network.eval().parameters()).device
+    with torch.inference_mode(), autocast(device.type, precision):
         yield
 
 

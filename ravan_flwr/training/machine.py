@@ -98,19 +98,15 @@ def _run_nvidia_smi(environment: Mapping[str, str], *options: str) -> list[str]:
     return answer.stdout.split("\n")[:-1] if answer.returncode == 0 else []
 
 
-def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.environ) -> int:
-    """Count the machine's GPUs, whether or not this process may use them."""
-    if driver.is_dir():
-        return len(list(driver.iterdir()))
-    return len(_run_nvidia_smi(environment, "--list-gpus"))  # as under WSL
-
-
 def explain_unused_gpus(
     driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """Return why a process on the CPU may not use the machine's GPUs; None without any."""
-    number = gpus_of_machine(driver, environment)
-    if not number:
+    if driver.is_dir():
+        gpus = [str(gpu) for gpu in driver.iterdir()]  # visible to this process or not
+    else:  # as under WSL
+        gpus = _run_nvidia_smi(environment, "--list-gpus")
+    if not (number := len(gpus)):
         return None
     return (
         f"this process computes on the CPU, but the machine has {number} "

@@ -18,14 +18,10 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import keep_casts, narrow, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import device_examples, load_splits, some_of, with_labels
+from ravan_flwr.data.examples import device_examples, load_splits, with_labels
 from ravan_flwr.data.model_folder import model_folder
-from ravan_flwr.data.partition import (
-    Partition,
-    column_of,
-    partition_rows,
-    values_of,
-)
+from ravan_flwr.data.partition import Partition, find_column, partition_rows, read_values
+from ravan_flwr.data.rows import list_some
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
@@ -39,7 +35,6 @@ from ravan_flwr.training.device import free_memory, pick_device, suitable_thread
 from ravan_flwr.training.local_steps import LocalResult, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
-    DTYPES,
     backbone_dtype,
     backbone_fingerprint,
     build_network,
@@ -50,6 +45,7 @@ from ravan_flwr.training.network import (
     prepare_network,
 )
 from ravan_flwr.training.private_steps import encode_each
+from ravan_flwr.training.step import DTYPES
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
@@ -92,7 +88,7 @@ class Examples:
     validation: Encoded  # empty with validation-share = 0
 
 
-def partition_of(config: Config, number: int) -> Partition:
+def make_partition(config: Config, number: int) -> Partition:
     """Return how these settings partition the training examples among `number` clients."""
     parts = config.parts("partition")
     amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
@@ -222,10 +218,10 @@ class ModelAndData:
         """Return the rows of each of `number` clients."""
         config = self.config
         if len(self._rows) != number:
-            column = column_of(config.data)
+            column = find_column(config.data)
             if config.partition_scheme == "natural":
                 self._check_users(column)
-            self._rows = partition_rows(self._train, partition_of(config, number), column)
+            self._rows = partition_rows(self._train, make_partition(config, number), column)
         return self._rows
 
     def _check_users(self, column: str) -> None:
@@ -233,9 +229,9 @@ class ModelAndData:
         examples, train = self.splits["train"], self._train
         if train.num_rows == examples.num_rows:
             return
-        if lost := set(values_of(examples, column)) - set(values_of(train, column)):
+        if lost := set(read_values(examples, column)) - set(read_values(train, column)):
             raise ValueError(
-                f"partition = 'natural': no example of {some_of(sorted(map(repr, lost)))} can be "
+                f"partition = 'natural': no example of {list_some(sorted(map(repr, lost)))} can be "
                 f"learned, expected one for each value of {column!r}; take these out of the data"
             )
 

@@ -24,9 +24,9 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.hub import NotAvailableError, no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
-    config_of,
     model_file_errors,
     model_folder,
+    read_config_json,
     settings_in,
     weight_files,
 )
@@ -35,6 +35,7 @@ from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
+from ravan_flwr.training.step import DTYPES
 
 log = getLogger(__name__)
 
@@ -77,7 +78,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype of a model's stored weights, which may be smaller than that of training."""
     if spec.source == "bundled":
         return torch.float32
-    settings = config_of(spec)
+    settings = read_config_json(spec)
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -308,7 +309,7 @@ LOADERS = {"bundled": _bundled, "hub": _from_folder}
 # By source: load the configuration only.
 CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "bundled": lambda spec: read_backbone_config(bundled_file(spec.name)),
-    "hub": config_of,
+    "hub": read_config_json,
 }
 
 
@@ -354,9 +355,6 @@ def backbone_fingerprint(spec: ModelSpec) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def backbone_dtype(config: Config, device: str) -> torch.dtype:

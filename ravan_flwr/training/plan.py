@@ -195,9 +195,9 @@ def _privacy(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[s
     else:
         skeleton.receive(1.0)
         check_trained(skeleton.network, skeleton.trained())
-        fewest = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
-        releases, rate = config.local_steps or 0, sampling_rate(config.batch_size, fewest)
-        protected = f"of each example of the client with the fewest ({fewest}), in a step"
+        min_examples = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
+        releases, rate = config.local_steps or 0, sampling_rate(config.batch_size, min_examples)
+        protected = f"of each example of the client with the fewest ({min_examples}), in a step"
     rounds, delta = config.num_rounds, config.delta
     z = config.noise_multiplier or multiplier_for(
         config.epsilon or 0, rate, delta, rounds * releases

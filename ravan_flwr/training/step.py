@@ -8,7 +8,18 @@ from torch import Tensor, nn
 
 from ravan_flwr.tasks.base import Batch
 
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(device: str, precision: str, *, cache_enabled: bool | None = None) -> torch.autocast:
+    """Return a context in which matrix products are computed in this precision."""
+    dtype = None if precision == "float32" else DTYPES[precision]
+    return torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
+
+
+def no_scaler(device: torch.device) -> torch.amp.GradScaler:
+    """Return a gradient scaler that scales nothing: only float16 needs one."""
+    return torch.amp.GradScaler(device.type, enabled=False)
 
 
 @dataclass(frozen=True)
@@ -86,13 +97,13 @@ class Step:
 
     def _clip(self) -> None:
         """Clip each client's gradient to the greatest norm."""
-        most = self.steps.max_gradient_norm
+        max_norm = self.steps.max_gradient_norm
         if self.clients == 1:
-            nn.utils.clip_grad_norm_(self.parameters, most)
+            nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return
         gradients = [p.grad.view(self.clients, -1) for p in self.parameters if p.grad is not None]
         norms = torch.stack([gradient.square().sum(1) for gradient in gradients]).sum(0).sqrt()
-        factors = (most / (norms + 1e-6)).clamp(max=1)  # as clip_grad_norm_
+        factors = (max_norm / (norms + 1e-6)).clamp(max=1)  # as clip_grad_norm_
         for gradient in gradients:
             gradient.mul_(factors[:, None])
 

@@ -30,7 +30,7 @@ from ravan_flwr.tasks.base import IGNORED, Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import Classification, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.local_steps import LocalResult, read_batches, training_order
-from ravan_flwr.training.step import PRECISIONS, LocalSteps, Step
+from ravan_flwr.training.step import LocalSteps, autocast, no_scaler
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,12 @@ def _train(
     """Run the steps of all clients, and return their mean losses."""
     steps, number = clients[0].steps, len(clients)
     classification = task_with(Classification, task, "clients-per-pass")
-    dtype = PRECISIONS[steps.precision]
 
     def backward(parts: Sequence[Batch]) -> Tensor:
         """Add the gradients of the sum of the clients' mean losses, and return the losses."""
         (batch,) = parts
         labels = batch["labels"]
-        with torch.autocast(model.device.type, dtype, enabled=dtype is not None):
+        with autocast(model.device.type, steps.precision):
             logits = classification.logits(model.network, batch).float()
             by_example = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         sums = by_example.view(number, -1).sum(1)
@@ -253,16 +252,12 @@ def _train(
         losses.sum().backward()
         return losses.detach()
 
-    captured = model.captured
-    scaler = torch.amp.GradScaler(model.device.type, enabled=False)
-    capturable = captured is not None
-    step = Step(parameters, steps, scaler, backward, capturable=capturable, clients=number)
-    run = step if captured is None else captured.client(model.network, step)
+    step = model.make_step(parameters, steps, no_scaler(model.device), backward, clients=number)
     model.network.train()
     examples, order = _joint_batches(task, clients)
     batches = read_batches(examples, task.collate, order, model.device)
-    losses = [run([next(batches)]) for _ in range(steps.number)]
-    run.finish()
+    losses = [step([next(batches)]) for _ in range(steps.number)]
+    step.finish()
     means: list[float] = torch.stack(losses).mean(0).tolist()
     return means
 

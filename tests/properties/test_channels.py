@@ -46,7 +46,7 @@ from ravan_flwr.results.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.runs.tracking import numbers_of
+from ravan_flwr.runs.tracking import collect_numbers
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
@@ -402,7 +402,7 @@ def tracked(kind, cohort, folder):
     del folder
     hints = {key: f"drawn: {sorted(cohort)}" for key in get_type_hints(RoundRecord)}
     record: Any = hints | {"metrics": {"accuracy": 0.5}, "privacy": account_of(kind)}
-    return numbers_of(record)
+    return collect_numbers(record)
 
 
 PUBLIC = {"card": card, "parcel": parcel, "tracking": tracked}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.tasks.forms import Form
+from ravan_flwr.tasks.prompts import PromptFormat
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.local_steps import learning_rate_in_round
 from tests.support.tiny import FLOWERTUNE, save_data, save_speaker
@@ -52,7 +52,7 @@ def test_prompts_are_those_of_flowertunes_apps(preset):
     row = {"instruction": "Do it.", "input": "This.", "output": "Done."}
     instruction = {"general-nlp": "Do it.", "medical": "This."}.get(preset, "Do it. This.")
     data = read_config({"preset": preset}).data
-    form = Form(None, data.prompts, "messages")
+    form = PromptFormat(None, data.prompts, "messages")
     roles = {role: row[column] for role, column in data.columns}
 
     def prompt_of(instruction):

@@ -16,9 +16,14 @@ from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cost import largest_fraction, step_memory
+from ravan_flwr.training.cost import (
+    CONTEXT,
+    evaluation_memory,
+    footprint,
+    largest_fraction,
+    step_memory,
+)
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.machine import visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data

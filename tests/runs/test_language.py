@@ -19,8 +19,7 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.extensions import ByExample, task_with
-from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.footprint import footprint
+from ravan_flwr.training.cost import footprint, step_memory
 from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of

@@ -32,7 +32,7 @@ def test_a_plan_of_a_preset_sends_no_request_to_the_hub(preset, two_blocks, monk
     def fail_on_request(*_, **__):
         raise AssertionError("the hub was asked")
 
-    for module, name in ((model_folder, "snapshot_download"), (network, "config_of")):
+    for module, name in ((model_folder, "snapshot_download"), (network, "read_config_json")):
         monkeypatch.setattr(module, name, fail_on_request)
     monkeypatch.setitem(network.CONFIGS, "hub", fail_on_request)
     main(["plan", f"preset={preset}"])

@@ -28,7 +28,7 @@ from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.results.run_view import view_of
+from ravan_flwr.results.report import describe_run
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation
@@ -638,7 +638,7 @@ def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
     assert f"masked: {masked}" in card.read_text()
     assert f"masked: {masked}" in page
     assert "Training loss by round" not in page
-    assert view_of(RecordedRun.read(run_dir))["facts"]["uploads"] == f"masked: {masked}"
+    assert describe_run(RecordedRun.read(run_dir))["facts"]["uploads"] == f"masked: {masked}"
     assert list((run_dir / "tensorboard").iterdir())
 
 

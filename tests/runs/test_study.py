@@ -11,7 +11,7 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.lab import spec
-from ravan_flwr.lab.choosing import candidates, runs_of, table_runs
+from ravan_flwr.lab.choosing import candidates, list_runs, table_runs
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.running import run_study
 from ravan_flwr.lab.spec import read_study
@@ -108,11 +108,11 @@ def test_a_learning_rate_is_chosen_on_the_validation_split(tmp_path, forked_runs
     study, folder = read_study(path), tmp_path / "out"
     chosen = study.tables[0].rows["chosen"]
     assert len(candidates(study, Results(folder))) == 3
-    assert runs_of(chosen, Results(folder)) == []  # no rate is chosen yet
+    assert list_runs(chosen, Results(folder)) == []  # no rate is chosen yet
     assert run_study(path, folder, jobs=2)
     results = Results(folder)
     assert choice_of(chosen, results).rate == 1e-2
-    (final,) = runs_of(chosen, results)
+    (final,) = list_runs(chosen, results)
     assert "evaluate-on" not in dict(final.settings)
     text = markdown(study, results)
     assert "| 0.01 |" in text

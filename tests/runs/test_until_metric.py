@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.results.run_view import view_of
+from ravan_flwr.results.report import describe_run
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.stop_conditions import check_limits, reached
 from tests import short_runs
@@ -35,7 +35,7 @@ def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
     assert (ended.run_dir / "adapter" / "adapter_config.json").is_file()
     message = f"until-metric = {value:g}: reached in round {first} (accuracy {value:.4f})"
     assert message in capsys.readouterr().out
-    facts = view_of(RecordedRun.read(ended.run_dir))["facts"]
+    facts = describe_run(RecordedRun.read(ended.run_dir))["facts"]
     assert facts["until-metric"] == f"{value:g}, reached in round {first}"
 
     resume = str(ended.run_dir)

@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 
 from ravan_flwr import evaluate, predict, simulate, write_report
 from ravan_flwr.cli import main
-from ravan_flwr.data.rows import rows_of
+from ravan_flwr.data.rows import read_rows
 from ravan_flwr.results import prediction
 from ravan_flwr.results.evaluation import _is_trained_on
 from ravan_flwr.specs import DataSpec
@@ -239,7 +239,7 @@ def test_predictions_are_written_batch_by_batch(texts, tmp_path, monkeypatch):
     predicted: list[object] = []
 
     def count_rows(path, columns):
-        for row in rows_of(path, columns):
+        for row in read_rows(path, columns):
             read.append(row.number)
             assert row.number <= len(predicted) + 8
             yield row
@@ -249,7 +249,7 @@ def test_predictions_are_written_batch_by_batch(texts, tmp_path, monkeypatch):
             predicted.append(cells)
             yield cells
 
-    monkeypatch.setattr(prediction, "rows_of", count_rows)
+    monkeypatch.setattr(prediction, "read_rows", count_rows)
     monkeypatch.setattr(prediction, "_predicted", record_cells)
     monkeypatch.setattr("ravan_flwr.tasks.base.EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)

@@ -25,7 +25,7 @@ from PIL import EpsImagePlugin, Image
 
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.data.examples import device_examples, load_splits, other_examples
-from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
+from ravan_flwr.data.rows import UnreadableError, read_image, read_rows
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.data_summary import summarise_data
 from ravan_flwr.results.prediction import new_table
@@ -90,8 +90,8 @@ def to_evaluate(root):
 
 
 def to_predict(root):
-    (row, *_) = rows_of(folders(root, EPS), {"image": "image"})
-    image_of(row.values["image"], root)
+    (row, *_) = read_rows(folders(root, EPS), {"image": "image"})
+    read_image(row.values["image"], root)
 
 
 def as_bytes(root, features, row):
@@ -151,7 +151,7 @@ def test_an_image_of_too_many_pixels_is_not_unpacked(size, tmp_path):
     assert len(content) < 100_000
     tracemalloc.start()
     with pytest.raises(UnreadableError, match=r"its image has [\d,]+ x [\d,]+ pixels, expected"):
-        image_of(content, tmp_path)
+        read_image(content, tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
     with pytest.raises(ValueError, match=r"images: 2 of 2 cannot be read: .*/a/0.png \(its image"):
@@ -163,8 +163,8 @@ def test_other_images_are_read(tmp_path):
                        ("tiff", "CMYK"), ("gif", "P")):  # fmt: skip
         path = tmp_path / f"a.{kind}"
         Image.new(mode, (9, 7)).save(path)
-        assert image_of(path.name, tmp_path).size == (9, 7)
-        assert image_of({"bytes": path.read_bytes(), "path": None}, tmp_path).size == (9, 7)
+        assert read_image(path.name, tmp_path).size == (9, 7)
+        assert read_image({"bytes": path.read_bytes(), "path": None}, tmp_path).size == (9, 7)
 
 
 def test_a_large_yaml_file_is_refused(tmp_path):
@@ -248,7 +248,7 @@ def test_a_file_that_expands_too_much_is_not_unpacked(kind, make, tmp_path, monk
             read()
     if kind == "parquet":
         with pytest.raises(ValueError, match=message):
-            rows_of(path, {"text": "text"})
+            read_rows(path, {"text": "text"})
 
 
 @pytest.mark.parametrize(("packed", "most"), [(1, 2**28), (2**24, 100 * 2**24), (2**35, 2**36)])
@@ -277,7 +277,7 @@ def test_an_endless_line_is_not_read_completely(tmp_path):
         with (tmp_path / name).open("wb") as file:
             file.write(begin)
             file.truncate(2**40)
-        rows = rows_of(tmp_path / name, {"text": "text"})
+        rows = read_rows(tmp_path / name, {"text": "text"})
         with pytest.raises(ValueError, match=f"{name}.*a line of 16,777,216 characters or more"):
             list(rows)
 
@@ -303,7 +303,7 @@ def test_data_must_be_regular_files(name, endless, tmp_path):
     for read in (
         lambda: device_examples(str(path), TEXTS),
         lambda: other_examples(spec),
-        lambda: rows_of(path, {"text": "text"}),
+        lambda: read_rows(path, {"text": "text"}),
         lambda: read_file(path),
         lambda: read_yaml(path),
     ):

@@ -9,11 +9,11 @@ import pytest
 
 from ravan_flwr.data.partition import (
     Partition,
-    column_of,
+    find_column,
     numbered,
     partition_rows,
+    read_values,
     rows_by_number,
-    values_of,
 )
 from ravan_flwr.specs import DataSpec
 
@@ -76,5 +76,5 @@ def test_a_hundred_thousand_values_are_partitioned_quickly():
 def test_a_column_is_found_by_its_name_and_by_its_role():
     spec = DataSpec("hub", columns=(("text", "body"), ("label", "topic")))
     for by, column in (("label", "label"), ("topic", "label"), ("user", "user"), ("body", "text")):
-        assert column_of(DataSpec("hub", columns=spec.columns, partition_by=by)) == column
-    assert values_of(examples(["a"]), "user") == ["a"]
+        assert find_column(DataSpec("hub", columns=spec.columns, partition_by=by)) == column
+    assert read_values(examples(["a"]), "user") == ["a"]

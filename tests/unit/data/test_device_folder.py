@@ -215,7 +215,7 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
     examples = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
     assert (len(examples.train), len(examples.validation)) == (24, 6)
     assert sorted([*examples.train.rows, *examples.validation.rows]) == list(range(30))
-    answers = examples.train.answers_of(np.arange(24))
+    answers = examples.train.read_answers(np.arange(24))
     assert {name for (name,) in answers} <= set(spec("newsgroups-t5").labels)
     with pytest.raises(TypeError, match="not callable"):  # the shared data
         _ = node(run_config).examples

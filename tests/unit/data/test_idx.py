@@ -172,7 +172,7 @@ def test_no_more_bytes_are_unpacked_than_the_header_declares(folder, monkeypatch
 
 
 def test_a_header_that_declares_too_much_is_refused_before_reading(folder, monkeypatch):
-    monkeypatch.setattr(idx, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(idx, "MAX_BYTES", 30_000)
     with pytest.raises(ValueError, match=f"{SAYS} 40 x 28 x 28, expected .* 30,000 bytes"):
         load_splits(spec_of(folder))
 

@@ -10,7 +10,7 @@ from ravan_flwr.config.presets import preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.data.hub import every_split, hub_errors
-from ravan_flwr.data.rows import rows_of
+from ravan_flwr.data.rows import read_rows
 from ravan_flwr.specs import Scalar
 from tests.support.tiny import DATA, PUBLISHED, features, published, save_data
 
@@ -124,7 +124,10 @@ def test_csv_with_other_separators_is_refused(mark, tmp_path):
     file = tmp_path / "train.csv"
     file.write_text(f"\ufefftext{mark}label\nHello, world{mark}a\n", encoding="utf-8")
     message = re.escape(f"separated by {mark!r}, expected ','")
-    for read in (lambda: every_split(str(tmp_path), "", ""), lambda: rows_of(file, {"text": "x"})):
+    for read in (
+        lambda: every_split(str(tmp_path), "", ""),
+        lambda: read_rows(file, {"text": "x"}),
+    ):
         with pytest.raises(ValueError, match=message):
             read()
 

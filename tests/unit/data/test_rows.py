@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ravan_flwr.data.rows import UnreadableError, image_of, rows_of, text_of
+from ravan_flwr.data.rows import UnreadableError, check_text, read_image, read_rows
 
 TEXT = {"text": "sentence"}
 # Docstrings of the standard library have commas, quotes and line breaks.
@@ -36,7 +36,7 @@ def write(path):
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize("columns", [{"sentence": "sentence"}, TEXT])
 def test_every_kind_of_table_gives_the_same_rows(kind, columns, tmp_path):
-    rows = [*rows_of(write(tmp_path / f"table.{kind}"), columns)]
+    rows = [*read_rows(write(tmp_path / f"table.{kind}"), columns)]
     assert [row.number for row in rows] == list(range(1, len(TEXTS) + 1))
     assert [next(iter(row.values.values())) for row in rows] == TEXTS
     assert not any(row.problem for row in rows)
@@ -44,18 +44,18 @@ def test_every_kind_of_table_gives_the_same_rows(kind, columns, tmp_path):
 
 def test_a_column_may_have_the_name_of_its_role(tmp_path):
     (tmp_path / "a.csv").write_text("\ufefftext,other\r\nHello,1\r\n", encoding="utf-8")
-    (row,) = rows_of(tmp_path / "a.csv", TEXT)
+    (row,) = read_rows(tmp_path / "a.csv", TEXT)
     assert row.values == {"text": "Hello"}
 
 
 def problems_of(path, columns=TEXT):
     """Return the problem of each row; values are checked as for predictions."""
     problems = []
-    for row in rows_of(path, columns):
+    for row in read_rows(path, columns):
         try:
             if row.problem:
                 raise UnreadableError(row.problem)
-            [text_of(role, value) for role, value in row.values.items()]
+            [check_text(role, value) for role, value in row.values.items()]
             problems.append("")
         except UnreadableError as error:
             problems.append(str(error))
@@ -80,7 +80,7 @@ def test_an_unterminated_field_is_refused_and_the_csv_limit_is_restored(tmp_path
     with (tmp_path / "a.csv").open("w") as file:
         file.write('sentence\ngood\n"')
         file.writelines("x" * 2**20 + "\n" for _ in range(17))
-    rows = rows_of(tmp_path / "a.csv", TEXT)
+    rows = read_rows(tmp_path / "a.csv", TEXT)
     assert next(rows).values == {"text": "good"}
     assert csv.field_size_limit() == limit < 2**20
     with pytest.raises(ValueError, match=r"line \d+ is no CSV .*expected fields of 16,777,216"):
@@ -115,9 +115,9 @@ def test_files_that_are_no_table_of_these_columns_are_refused_at_once(
 ):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        rows_of(tmp_path / name, TEXT)
+        read_rows(tmp_path / name, TEXT)
     with pytest.raises(ValueError, match="found nothing there"):
-        rows_of(tmp_path / "absent.csv", TEXT)
+        read_rows(tmp_path / "absent.csv", TEXT)
 
 
 def test_damage_inside_a_parquet_file_is_reported_with_its_place(tmp_path):
@@ -129,7 +129,7 @@ def test_damage_inside_a_parquet_file_is_reported_with_its_place(tmp_path):
     content[middle] = b"\xff" * len(content[middle])
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"cannot be read after row \d+"):
-        list(rows_of(path, TEXT))
+        list(read_rows(path, TEXT))
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_long_table_is_read_with_the_memory_of_a_few_rows(tmp_path):
         file.writelines(f"{'word ' * 20}{number}\n" for number in range(30_000))
     tracemalloc.start()
     try:
-        number = sum(1 for _ in rows_of(tmp_path / "a.csv", TEXT))
+        number = sum(1 for _ in read_rows(tmp_path / "a.csv", TEXT))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -157,13 +157,13 @@ def test_images_of_a_folder_have_relative_names_in_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         image.save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("no image")
-    rows = [*rows_of(tmp_path, {"image": "image"})]
+    rows = [*read_rows(tmp_path, {"image": "image"})]
     assert [row.file for row in rows] == ["a.jpg", "b/1.PNG", "b/2.png"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="found no image"):
-        rows_of(tmp_path / "empty", {"image": "image"})
+        read_rows(tmp_path / "empty", {"image": "image"})
     with pytest.raises(ValueError, match="got a folder, expected a file of texts"):
-        rows_of(tmp_path, TEXT)
+        read_rows(tmp_path, TEXT)
 
 
 def test_images_are_read_from_files_bytes_and_tables_of_datasets(tmp_path):
@@ -171,21 +171,21 @@ def test_images_are_read_from_files_bytes_and_tables_of_datasets(tmp_path):
     features = datasets.Features({"picture": datasets.Image()})
     examples = datasets.Dataset.from_dict({"picture": images}, features=features)
     examples.to_parquet(tmp_path / "a.parquet")
-    rows = rows_of(tmp_path / "a.parquet", {"image": "picture"})
+    rows = read_rows(tmp_path / "a.parquet", {"image": "picture"})
     for row, image in zip(rows, images, strict=True):
-        read = image_of(row.values["image"], tmp_path)
+        read = read_image(row.values["image"], tmp_path)
         assert np.array_equal(np.asarray(read), np.asarray(image))
     images[0].save(tmp_path / "a.png")
     (tmp_path / "a.csv").write_text("picture\na.png\n")
-    (row,) = rows_of(tmp_path / "a.csv", {"image": "picture"})
-    assert image_of(row.values["image"], tmp_path).size == (8, 8)
+    (row,) = read_rows(tmp_path / "a.csv", {"image": "picture"})
+    assert read_image(row.values["image"], tmp_path).size == (8, 8)
 
 
 def test_exif_orientation_is_applied(tmp_path):
     image, exif = Image.new("L", (8, 4)), Image.Exif()
     exif[0x0112] = 6  # rotated: its top is on the right
     image.save(tmp_path / "a.jpg", exif=exif)
-    assert image_of("a.jpg", tmp_path).size == (4, 8)
+    assert read_image("a.jpg", tmp_path).size == (4, 8)
 
 
 def test_an_unreadable_image_is_reported_with_the_reason(tmp_path):
@@ -205,4 +205,4 @@ def test_an_unreadable_image_is_reported_with_the_reason(tmp_path):
         (content[:40], "cannot be read|no image"),
     ):
         with pytest.raises(UnreadableError, match=message):
-            image_of(value, tmp_path)
+            read_image(value, tmp_path)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.lab.choosing import RateChoice, Score, candidates, table_runs
-from ravan_flwr.lab.lines import lines_of
+from ravan_flwr.lab.lines import compare_rows
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.spec import Grid, read_study
 from ravan_flwr.lab.tables import markdown, rates_as_csv
@@ -255,7 +255,7 @@ def test_each_seed_uses_the_rate_that_is_best_by_the_other_seeds(tmp_path):
     fill(study, results, lambda s: values[s["learning-rate"]][s["seed"]])
     taken = out_of(values)
     assert taken == {0: 1e-2, 1: 1e-2, 2: 3e-3, 3: 1e-2}
-    (line,) = lines_of(study.tables[0], results)
+    (line,) = compare_rows(study.tables[0], results)
     assert line.values == {seed: values[rate][seed] for seed, rate in taken.items()}
     assert chosen(study.rows[0], results).by_seed == taken
     text = markdown(study, results)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ravan_flwr.lab.lines import lines_of, sentence
+from ravan_flwr.lab.lines import compare_rows, sentence
 from ravan_flwr.lab.results import Results
 from ravan_flwr.lab.tables import markdown, rows_as_csv
 from tests.studies import ends, fill, found
@@ -30,11 +30,11 @@ def filled(tmp_path, values, metric="accuracy", **table):
 
 
 def by_row(study, results):
-    return {line.row: line for line in lines_of(study.tables[0], results)}
+    return {line.row: line for line in compare_rows(study.tables[0], results)}
 
 
 def sentence_of(study, results):
-    return sentence(study.tables[0], lines_of(study.tables[0], results))
+    return sentence(study.tables[0], compare_rows(study.tables[0], results))
 
 
 def csv_of(study, results):
@@ -58,7 +58,7 @@ def test_intervals_and_differences_equal_scipys(tmp_path, random_values):
     study, results = filled(tmp_path, random_values)
     table = study.tables[0]
     best = max(random_values, key=lambda name: np.mean(random_values[name]))
-    for line in lines_of(table, results):
+    for line in compare_rows(table, results):
         mine = random_values[line.row]
         theirs = stats.ttest_1samp(mine, 0.0).confidence_interval(0.95)
         assert ends(line.interval) == pytest.approx((theirs.low, theirs.high))
@@ -116,7 +116,7 @@ def test_results_that_hold_for_all_rates_within_noise_are_listed(tmp_path, metri
     study = written.study_of(tmp_path, seeds=list(range(5)), choose=choose, tables=[table])
     results = Results(tmp_path)
     fill(study, results, value_of, metric)
-    lines = lines_of(study.tables[0], results)
+    lines = compare_rows(study.tables[0], results)
     assert sentence(study.tables[0], lines) == (
         "Significantly better than ravan: fedit, ffa-lora. Significantly worse than ravan: full. "
         "With any of the rates that are as good, of both rows, this holds for: fedit, full."
@@ -139,7 +139,7 @@ def test_means_of_the_last_evaluations_are_compared(tmp_path, random_values):
     """The curve of `fill` has half of the final value in round 1 of 2."""
     study, results = filled(tmp_path, random_values, **{"compare-last": 2})
     text, rows = markdown(study, results), csv_of(study, results)
-    for line in lines_of(study.tables[0], results)[1:]:
+    for line in compare_rows(study.tables[0], results)[1:]:
         theirs = stats.ttest_rel(random_values[line.row], random_values["ravan"])
         low, high = theirs.confidence_interval(0.95)
         assert ends(line.late) == pytest.approx((0.75 * low, 0.75 * high))
@@ -156,7 +156,7 @@ def test_means_of_the_last_evaluations_are_compared(tmp_path, random_values):
 
 def test_a_table_may_show_means_of_the_last_evaluations(tmp_path, random_values):
     study, results = filled(tmp_path, random_values, **{"mean-of-last": 2})
-    for line in lines_of(study.tables[0], results):
+    for line in compare_rows(study.tables[0], results):
         expected = [0.75 * value for value in random_values[line.row]]
         assert list(line.values.values()) == pytest.approx(expected)
     assert "| accuracy, %, mean of the last 2 |" in markdown(study, results)
@@ -183,7 +183,7 @@ def test_rejected_replies_are_told_below_the_table(tmp_path, random_values):
                 for seed, result in line.results.items()
             },
         )
-        for line in lines_of(study.tables[0], results)
+        for line in compare_rows(study.tables[0], results)
     ]
     assert sentence(study.tables[0], lines).endswith(" Rejected or missing replies: fedit 10.")
 

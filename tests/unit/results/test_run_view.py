@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from ravan_flwr.results.report import render
+from ravan_flwr.results.report import LISTED_CLIENTS, describe_run, render
 from ravan_flwr.results.run_charts import run_charts
-from ravan_flwr.results.run_view import LISTED_CLIENTS, view_of
 from ravan_flwr.runs.history import RecordedRun
 from tests.hostile_texts import HOSTILE
 from tests.records import client, record
@@ -28,7 +27,7 @@ class ReadPage(Tags):
     def __init__(self, run) -> None:
         super().__init__()
         self.pieces: list[str] = []
-        self.feed(render([view_of(run)], "title").decode())
+        self.feed(render([describe_run(run)], "title").decode())
         assert self.open == []
         self.words = " ".join(" ".join(self.pieces).split())
 
@@ -73,7 +72,7 @@ def test_of_many_clients_the_rejected_and_the_latest_ones_are_listed():
     rejected = [{"client": "partition 900", "reason": "late"}] * 2
     many = record(1, clients=[client(number) for number in range(1000)], rejected=rejected)
     run = run_of(many, record(2, clients=[client(999), client(998)]))
-    people = view_of(run)["clients"]
+    people = describe_run(run)["clients"]
     listed = {one["partition"]: one for one in people["listed"]}
     assert [*listed] == sorted(listed)
     assert len(listed) == LISTED_CLIENTS

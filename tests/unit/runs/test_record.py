@@ -12,7 +12,7 @@ from ravan_flwr.runs.record import (
     RoundRecord,
     check,
 )
-from ravan_flwr.runs.tracking import numbers_of
+from ravan_flwr.runs.tracking import collect_numbers
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.update import Update
 from tests.hand_made import registered_client
@@ -72,7 +72,7 @@ def test_a_private_or_secure_round_records_its_account_or_phases_and_no_loss(key
     assert "train-loss" not in record
     assert "train-loss" not in record["clients"][0]
     assert check(record, RoundRecord) is record
-    found = numbers_of(record)
+    found = collect_numbers(record)
     assert "train-loss" not in found
     assert found.items() >= numbers.items()
     assert key == "secure" or found == numbers

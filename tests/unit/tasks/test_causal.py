@@ -18,7 +18,7 @@ import transformers
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks import token_loss
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.forms import MOST_MESSAGES, messages_of, render
+from ravan_flwr.tasks.prompts import MAX_MESSAGES, check_messages, render
 from ravan_flwr.tasks.token_loss import check_logits
 from ravan_flwr.training.local_steps import measured_sums
 from tests.support.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
@@ -261,12 +261,12 @@ def test_examples_that_cannot_be_learned_are_counted_and_excluded(folder, caplog
 
 def test_a_conversation_of_too_many_messages_is_excluded_and_counted(folder, caplog):
     short = talk("user", "assistant")
-    most = short * (MOST_MESSAGES // 2)
+    most = short * (MAX_MESSAGES // 2)
     causal, examples = task(TALKS, folder("llama")), [short, [*most, most[0]], short * 50_000]
     with caplog.at_level(logging.WARNING):
         assert len(causal.encode(talks(examples))) == 1
     assert "2 of 3 are left out: 2: its conversation has more than 1,000 messages" in caplog.text
-    assert len(messages_of(most)) == MOST_MESSAGES
+    assert len(check_messages(most)) == MAX_MESSAGES
     assert render(causal.reader, short * 1000).count("<|im_end|>") == 2000
 
 

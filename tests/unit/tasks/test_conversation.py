@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.forms import AnnotatedText, conversation, question
-from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokens_of
+from ravan_flwr.tasks.prompts import AnnotatedText, conversation, question
+from ravan_flwr.tasks.tokens import Tokens, question_tokens, shortened, tokenize_text
 from tests.support.tiny import CHAT, WORDS, save_bytes_tokenizer
 
 # Forms of published chat templates, reduced to the relevant parts.
@@ -146,7 +146,7 @@ TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
 def test_the_tokens_before_an_answer_equal_those_of_the_prompt_alone(reader_of_all, prompt, answer):
     """Also where tokens would merge over the border."""
     both = AnnotatedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
-    found = tokens_of(reader_of_all, both)
+    found = tokenize_text(reader_of_all, both)
     prompt_tokens = question_tokens(reader_of_all, AnnotatedText(prompt), 99)
     assert found.ids[: len(prompt_tokens)] == prompt_tokens
     assert found.learned == [number >= len(prompt_tokens) for number in range(len(found))]
@@ -165,7 +165,7 @@ def test_a_space_at_the_end_of_a_prompt_is_not_merged_into_the_answer(reader_of_
     together = reader_of_all("ne: ka", add_special_tokens=False).input_ids
     alone = reader_of_all("ne: ", add_special_tokens=False).input_ids
     assert together[: len(alone)] != alone
-    found = tokens_of(reader_of_all, AnnotatedText("ne: ka", ((4, 6),)))
+    found = tokenize_text(reader_of_all, AnnotatedText("ne: ka", ((4, 6),)))
     assert found.ids[: len(alone)] == alone
     assert reader_of_all.decode(learned(found)) == ("ka" + reader_of_all.eos_token)
 
@@ -193,14 +193,14 @@ def sentencepiece_like(*, begins):
 
 def test_the_bos_token_occurs_once(reader):
     reader = sentencepiece_like(begins=True)
-    plain = tokens_of(reader, AnnotatedText("kane lora", ((5, 9),)))
+    plain = tokenize_text(reader, AnnotatedText("kane lora", ((5, 9),)))
     assert plain.first == 1
-    chat = tokens_of(reader, written(reader, INST, turns("kane", "lora")))
+    chat = tokenize_text(reader, written(reader, INST, turns("kane", "lora")))
     for tokens in (plain, chat):
         assert tokens.ids[0] == 1
         assert tokens.ids.count(1) == 1
     assert reader.decode(learned(chat)).strip() == "lora</s>"
-    without = tokens_of(sentencepiece_like(begins=False), AnnotatedText("kane lora", ((5, 9),)))
+    without = tokenize_text(sentencepiece_like(begins=False), AnnotatedText("kane lora", ((5, 9),)))
     assert without.ids[0] != 1
 
 

@@ -68,7 +68,7 @@ def test_cut_answers_are_counted_once_and_scored_completely(folder, caplog, monk
     tokens = qa.reader.backend_tokenizer.encode(LONG).ids
     assert labels[1].tolist() == tokens[: long - 1]  # the first ones, without the end token
     assert labels[0].tolist() == qa.reader(WORDS[1]).input_ids + [IGNORED] * (long - 1 - fits)
-    assert qa.score(LONG, encoded.answers_of(np.array([3]))[0]) == 1
+    assert qa.score(LONG, encoded.read_answers(np.array([3]))[0]) == 1
     monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
     cached = qa.encode(questions([[LONG], [WORDS[1]], [LONG]]))
     assert isinstance(cached.table, datasets.Dataset)

@@ -16,8 +16,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import encoded_as_it_is
 from ravan_flwr.training import model_and_data
-from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.footprint import footprint
+from ravan_flwr.training.cost import footprint, step_memory
 from ravan_flwr.training.local_steps import Stepper
 from ravan_flwr.training.machine import Gpu
 from ravan_flwr.training.model_and_data import ModelAndData, make_method

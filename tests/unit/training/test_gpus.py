@@ -19,15 +19,15 @@ from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MAX_CLIENTS_PER_GPU, Sharing, share_gpus
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import machine as found_gpus
-from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.device import free_memory, pick_device, release_cached_memory
-from ravan_flwr.training.footprint import (
+from ravan_flwr.training.cost import (
     CONTEXT,
     Footprint,
     _PeakMemory,
     evaluation_memory,
     footprint,
+    step_memory,
 )
+from ravan_flwr.training.device import free_memory, pick_device, release_cached_memory
 from ravan_flwr.training.machine import Gpu, assign_gpus, explain_unused_gpus, visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData
 from tests import ROOT
@@ -111,7 +111,7 @@ def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatc
 @pytest.mark.slow
 def test_as_many_clients_run_as_fit_beside_the_server(tmp_path, monkeypatch):
     cached_footprint = functools.cache(footprint)  # once for each configuration
-    monkeypatch.setattr("ravan_flwr.training.footprint.footprint", cached_footprint)
+    monkeypatch.setattr("ravan_flwr.training.cost.footprint", cached_footprint)
 
     def clients(*cards, **options):
         return shared(tmp_path, *cards, monkeypatch=monkeypatch, **options).clients_per_gpu

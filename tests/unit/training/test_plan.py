@@ -108,7 +108,7 @@ def test_a_plan_estimates_time_from_a_step_that_it_tries_on_this_machine():
 
 
 def test_a_plan_of_a_model_that_is_too_large_to_try_says_so(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.training.cost.MOST_TRIED_BYTES", 1000)
+    monkeypatch.setattr("ravan_flwr.training.cost.MAX_TRIED_BYTES", 1000)
     step_seconds.cache_clear()
     plan = " ".join(plan_of({"device": "cpu"}).split())
     assert "time not estimated: no step was tried on this machine (cpu): the model takes" in plan

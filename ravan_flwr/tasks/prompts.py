@@ -1,4 +1,4 @@
-"""Convert the examples of a language model to texts. An example has one of two forms:
+"""Convert the examples of a language model to texts. An example is one of two:
 
 - `messages`: a conversation, which the tokenizer's chat template renders;
 - a prompt, made of any columns, and an answer column. Prompt and answer are concatenated as they
@@ -27,10 +27,10 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from ravan_flwr.data.rows import UnreadableError, text_of
+from ravan_flwr.data.rows import UnreadableError, check_text
 
 ASSISTANT = "assistant"
-MOST_MESSAGES = 1_000  # the template renders a conversation again for each of its turns
+MAX_MESSAGES = 1_000  # the template renders a conversation again for each of its turns
 Message = dict[str, str]
 
 
@@ -44,15 +44,15 @@ class AnnotatedText:
     plain: bool = True  # not rendered by a template: the tokenizer adds its beginning token
 
 
-def messages_of(value: Any) -> list[Message]:
+def check_messages(value: Any) -> list[Message]:
     """Return a checked conversation: a list of messages, each with a role and a text as content.
 
     An assistant's message may have no content, for example if it calls a tool.
     """
     if not isinstance(value, list) or not value:
         raise UnreadableError("its messages are no list of role and content")
-    if len(value) > MOST_MESSAGES:
-        raise UnreadableError(f"its conversation has more than {MOST_MESSAGES:,} messages")
+    if len(value) > MAX_MESSAGES:
+        raise UnreadableError(f"its conversation has more than {MAX_MESSAGES:,} messages")
     checked = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -61,7 +61,7 @@ def messages_of(value: Any) -> list[Message]:
         if role == ASSISTANT and content in (None, ""):
             checked.append({"role": role, "content": ""})
             continue
-        checked.append({"role": role, "content": text_of(f"message of {role}", content)})
+        checked.append({"role": role, "content": check_text(f"message of {role}", content)})
     return checked
 
 
@@ -146,7 +146,7 @@ def end_of_turn(reader: Any) -> str:
 Row = Mapping[str, Any]  # an example's values by role
 
 
-class Form:
+class PromptFormat:
     """Convert examples to texts; UnreadableError for an invalid example.
 
     Without prompts the column `messages_role` has whole conversations. Otherwise an answer follows
@@ -156,7 +156,11 @@ class Form:
 
     def __init__(self, reader: Any, prompts: Sequence[str], messages_role: str) -> None:
         self.reader, self.messages_role = reader, messages_role
-        self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
+        parsed = {prompt: [*Formatter().parse(prompt)] for prompt in prompts}
+        # Each prompt, and the roles in its braces.
+        self.prompts = [
+            (prompt, [role for _, role, *_ in fields if role]) for prompt, fields in parsed.items()
+        ]
 
     @property
     def may_have_messages(self) -> bool:
@@ -184,7 +188,7 @@ class Form:
         """
         if self.prompts and self._prompt_messages(row) is None:
             prompt = self._filled(row)
-            text = prompt + text_of(role, row[role])
+            text = prompt + check_text(role, row[role])
             return AnnotatedText(text, ((len(prompt), len(text)),))
         *context, answer = messages = self._messages(row, role)
         if not context:
@@ -204,40 +208,41 @@ class Form:
         if value is None and not self.prompts:
             raise UnreadableError(f"its {role} is missing")
         if isinstance(value, list) or not self.prompts:
-            return messages_of(value)
+            return check_messages(value)
         is_optional = any(role not in roles for _, roles in self.prompts)
-        return "" if is_optional and value in (None, "") else text_of(role, value)
+        return "" if is_optional and value in (None, "") else check_text(role, value)
 
     def _prompt_messages(self, row: Row) -> list[Message] | None:
         """Return the messages of a conversation or of a prompt; None if the prompt is a text."""
         if not self.prompts:
-            return messages_of(row[self.messages_role])
+            return check_messages(row[self.messages_role])
         if not isinstance(row.get("prompt"), list):
             return None
         if not self.may_have_messages:
             raise UnreadableError("its prompt has messages, where each text has other columns too")
         check_template(self.reader)
-        return messages_of(row["prompt"])
+        return check_messages(row["prompt"])
 
     def _messages(self, row: Row, role: str) -> list[Message]:
         """Return the messages of a conversation with the answer of column `role`."""
         if not self.prompts:
-            return messages_of(row[role] if role in row else row[self.messages_role])
+            return check_messages(row[role] if role in row else row[self.messages_role])
         answer = row[role]
         if not isinstance(answer, list):
-            answer = [{"role": ASSISTANT, "content": text_of(role, answer)}]
-        answers = messages_of(answer)
+            answer = [{"role": ASSISTANT, "content": check_text(role, answer)}]
+        answers = check_messages(answer)
         if len(answers) > 1:
             raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
-        return [*messages_of(row["prompt"]), *answers]
+        return [*check_messages(row["prompt"]), *answers]
 
     def _filled(self, row: Row) -> str:
         def has_texts(roles: Sequence[str]) -> bool:
             return all(isinstance(row[role], str) and row[role].strip() for role in roles)
 
         fitting = (pair for pair in self.prompts if has_texts(pair[1]))
-        prompt, roles = next(fitting, self.prompts[-1])  # `text_of` reports what the last one lacks
-        return prompt.format(**{role: text_of(role, row[role]) for role in roles})
+        # `check_text` reports what the last one lacks.
+        prompt, roles = next(fitting, self.prompts[-1])
+        return prompt.format(**{role: check_text(role, row[role]) for role in roles})
 
 
 def check_template(reader: Any) -> None:
@@ -251,8 +256,3 @@ def check_template(reader: Any) -> None:
         )
     with suppress(UnreadableError):  # a valid template may reject this conversation
         render(reader, [{"role": "user", "content": "Hi"}])
-
-
-def roles_in(prompt: str) -> list[str]:
-    """Return the roles in the braces of a prompt."""
-    return [field for _, field, *_ in Formatter().parse(prompt) if field]
