@@ -13,7 +13,6 @@ RELEASES = {
     "example": "ravan_flwr.extras.example_privacy:Counted",
     "masked": "ravan_flwr.extras.secure.release:Masked",
 }
-DELIVER_AT_END = "ravan_flwr.extras.delivery:DeliverAtEnd"
 
 # Secure aggregation. The messages of a round, in their order; a client answers the light ones
 # without torch.
@@ -21,10 +20,18 @@ TRAINED = "masked"
 PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
 LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
 ANSWER_PHASE = "ravan_flwr.extras.secure.phases:answer_phase"
-TRAIN_MASKED = "ravan_flwr.extras.secure.train:train_masked"
 CHECK_KEYS = "ravan_flwr.extras.secure.phases:check_keys"
 MAKE_KEYS = "ravan_flwr.extras.secure.node_keys:make_keys"
 ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
+
+# Delivery of the result to devices.
+DELIVER_AT_END = "ravan_flwr.extras.delivery.server:DeliverAtEnd"
+
+# A client's answers to messages that only these parts send.
+ANSWERS = {
+    TRAINED: "ravan_flwr.extras.secure.train:train_masked",
+    "deliver": "ravan_flwr.extras.delivery.client:keep_result",
+}
 
 
 def load(place: str) -> Any:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
-from pathlib import Path
-from typing import Any
 
 import flwr
 import torch
@@ -19,13 +17,12 @@ from ravan_flwr.client.account import OutOfBudgetError, count_round
 from ravan_flwr.client.client_request import ClientRequest, store_personal
 from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.config.node_config import epsilon_limit
-from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
-from ravan_flwr.optional import CHECK_KEYS, TRAIN_MASKED, TRAINED, load
+from ravan_flwr.optional import ANSWERS, CHECK_KEYS, TRAINED, load
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -49,7 +46,7 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     # Refuse messages that a run of these settings does not send: they could ask for too much.
     allowed, setting = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
     if client.config.secure_aggregation:
-        setting, allowed = "secure-aggregation = true", ["masked"]
+        setting, allowed = "secure-aggregation = true", [TRAINED]
     elif client.config.privacy == "example":
         setting, allowed = "privacy = 'example'", ["train"]
     if kind not in ("query", "deliver", *allowed):
@@ -57,7 +54,8 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
             f"{setting}: got a message that asks to {kind!r}, expected {' or '.join(allowed)}; the "
             "server does not follow the run's settings"
         )
-    return _ANSWERS[kind](client)
+    reply: RecordDict = (load(ANSWERS[kind]) if kind in ANSWERS else _ANSWERS[kind])(client)
+    return reply
 
 
 def forget() -> None:
@@ -167,11 +165,6 @@ def _train_privately(client: ClientRequest) -> RecordDict:
     return reply
 
 
-def _train_masked(client: ClientRequest) -> RecordDict:
-    reply: RecordDict = load(TRAIN_MASKED)(client)
-    return reply
-
-
 def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
     return _trained(client, calibrate_locally(*client.training_inputs, steps, client.client_round))
@@ -213,48 +206,9 @@ def _evaluate(client: ClientRequest) -> RecordDict:
     return RecordDict({"metrics": metrics})
 
 
-def keep_delivered(client: ClientRequest) -> RecordDict:
-    """Write the run's result to this device; any failure is logged and reported to the server."""
-    try:
-        reply = _keep(client)
-    except Exception as error:  # noqa: BLE001 (a full disk, damaged files, out of memory)
-        folder = client.node.result_path or "(no result-path)"
-        log.warning("the run's result is not kept in %s: %s", folder, error)
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError):  # the server must not learn paths of a device
-            reason = error.strerror or type(error).__name__
-            text = f"its result-path cannot be written to: {reason}"
-        reply = refusal(text)
-    return RecordDict({"kept": ConfigRecord(reply)})
-
-
-def _keep(client: ClientRequest) -> dict[str, Any]:
-    from ravan_flwr.results.device_result import save_result  # noqa: PLC0415 (no round needs it)
-
-    node = client.node
-    parcel = read_parcel(client.content.config_records["config"])
-    if node.result_path is None:
-        raise ValueError("its node config has no result-path")
-    client.load_fixed_tensors()
-    state = from_record(client.content.array_records["arrays"])
-    personal = client.find_personal()
-    if personal is None and client.loaded.model.personal_shapes():
-        raise ValueError(
-            "this device has no personal parameters: it has not trained in this run, or was "
-            "started again since; expected deliver=true in a run in which it trains"
-        )
-    folder, writer = Path(node.result_path), str(node.partition_id)
-    form = node.result_form
-    return confirmation(
-        parcel, save_result(folder, parcel, state, client.loaded, form, writer, personal)
-    )
-
-
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {
     "query": _query,
     "train": _train,
-    TRAINED: _train_masked,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
-    "deliver": keep_delivered,
 }

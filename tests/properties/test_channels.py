@@ -37,7 +37,7 @@ from PIL import Image
 from ravan_flwr.client import answers
 from ravan_flwr.client.client_request import HIDDEN_REASON
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
+from ravan_flwr.extras.delivery.server import PUBLISHED, make_parcel
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise

@@ -6,6 +6,7 @@ The run is over then, and its result is on disk. A node's failure affects only i
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
@@ -15,8 +16,8 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.extras.delivery.parcel import Parcel, check_run_name, read_answer
 from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
@@ -61,7 +62,7 @@ def make_parcel(
         excerpt["metrics"] = {**summary["metrics"], "final": card_metrics}
     return Parcel(
         run=check_run_name(directory.path.name),
-        run_id=summary.setdefault("run-id", new_run_id()),
+        run_id=summary.setdefault("run-id", secrets.token_hex(8)),
         last_round=summary["rounds"],
         checksum=checksum(state),
         summary=json.dumps(excerpt),

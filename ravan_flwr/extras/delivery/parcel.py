@@ -6,7 +6,6 @@ the node checks this name itself.
 
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,11 +41,6 @@ class Parcel:
         """Return the run's summary, which a model card shows."""
         content: dict[str, Any] = json.loads(self.summary)
         return content
-
-
-def new_run_id() -> str:
-    """Return a random id for a run."""
-    return secrets.token_hex(8)
 
 
 def check_run_name(name: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from ravan_flwr.extras.delivery.parcel import Parcel, check_state
 from ravan_flwr.files import flush, flush_folder, read_file
-from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.results.card import fill_card
 from ravan_flwr.results.export import natural_form, write_result
