@@ -26,6 +26,7 @@ ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
 
 # Delivery of the result to devices.
 DELIVER_AT_END = "ravan_flwr.extras.delivery.server:DeliverAtEnd"
+DELIVER_LATER = "ravan_flwr.extras.delivery.server:deliver_later"
 
 # A client's answers to messages that only these parts send.
 ANSWERS = {

@@ -28,8 +28,11 @@ from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector, Sent
 from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import as_value_error, content_of
+from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
 
@@ -156,6 +159,20 @@ class DeliverAtEnd(Callback):
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
         return {f"partition {entry['partition-id']}": entry for entry in have}, missed
+
+
+def deliver_later(
+    grid: Grid, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
+) -> None:
+    """Deliver a finished run's result to the nodes connected now; change nothing else of it."""
+    registry = ClientRegistry(config, loaded, for_training=False)
+    if not in_process(grid):
+        install_object_check()
+        retry_failed_calls(grid, config.round_timeout)
+    registry.gather(grid, wait=True)
+    builder = MessageBuilder(registry.nodes, start.fixed)
+    DeliverAtEnd(grid, config, registry, builder, directory, start.state).on_run_end()
+    log.info("run directory: %s", directory.path)
 
 
 class _Notes(RoundLog):
