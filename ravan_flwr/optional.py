@@ -10,7 +10,7 @@ from typing import Any
 RELEASES = {
     "mean": "ravan_flwr.server.releases:Mean",
     "client": "ravan_flwr.server.noised:Noised",
-    "example": "ravan_flwr.extras.example_privacy:Counted",
+    "example": "ravan_flwr.extras.example_privacy.release:Counted",
     "masked": "ravan_flwr.extras.secure.release:Masked",
 }
 
@@ -27,6 +27,13 @@ ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
 # Delivery of the result to devices.
 DELIVER_AT_END = "ravan_flwr.extras.delivery.server:DeliverAtEnd"
 DELIVER_LATER = "ravan_flwr.extras.delivery.server:deliver_later"
+
+# Differential privacy of single examples.
+CHECK_PRIVATE = "ravan_flwr.extras.example_privacy.client:check_client"
+TRAIN_PRIVATE = "ravan_flwr.extras.example_privacy.client:train_within_budget"
+ENCODE_EACH = "ravan_flwr.extras.example_privacy.steps:encode_each"
+EXAMPLE_GRADIENTS = "ravan_flwr.extras.example_privacy.gradients:ExampleGradients"
+PLAN_RELEASES = "ravan_flwr.extras.example_privacy.cost:plan_releases"
 
 # A client's answers to messages that only these parts send.
 ANSWERS = {

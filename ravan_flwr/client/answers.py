@@ -6,23 +6,19 @@ Each function turns records into records, in any process. `training/` does the c
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from logging import getLogger
 
 import flwr
 import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.account import OutOfBudgetError, count_round
 from ravan_flwr.client.client_request import ClientRequest, store_personal
-from ravan_flwr.client.on_device import is_on_a_device
-from ravan_flwr.config.node_config import epsilon_limit
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
-from ravan_flwr.optional import ANSWERS, CHECK_KEYS, TRAINED, load
+from ravan_flwr.optional import ANSWERS, CHECK_KEYS, CHECK_PRIVATE, TRAIN_PRIVATE, TRAINED, load
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -30,14 +26,7 @@ from ravan_flwr.training.local_steps import (
     train_locally,
 )
 from ravan_flwr.training.model_and_data import get_model_and_data
-from ravan_flwr.training.private_steps import (
-    check_examples_independent,
-    sampling_rate,
-    train_privately,
-)
 from ravan_flwr.training.together import train_together
-
-log = getLogger(__name__)
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
@@ -69,7 +58,7 @@ def _query(client: ClientRequest) -> RecordDict:
     if client.config.secure_aggregation:
         load(CHECK_KEYS)(node)
     if client.config.privacy == "example":
-        check_examples_independent(loaded.model, loaded.task)
+        load(CHECK_PRIVATE)(client)
     # Before the examples are loaded: budget = auto depends on free memory, and they take some.
     fraction = client.budget_fraction
     registered = RegisteredClient(
@@ -118,7 +107,8 @@ def train_ahead(jobs: Sequence[tuple[RecordDict, Context]]) -> None:
 def _train(client: ClientRequest) -> RecordDict:
     client.load_fixed_tensors()
     if client.config.privacy == "example":
-        return _train_privately(client)
+        private: RecordDict = load(TRAIN_PRIVATE)(client)
+        return private
     personal = client.find_personal()
     ahead = client.loaded.trained_ahead
     found = [result for content, result in ahead if content is client.content]
@@ -130,47 +120,21 @@ def _train(client: ClientRequest) -> RecordDict:
         client.client_round,
         personal,
     )  # fmt: skip
-    reply = _trained(client, result)
+    reply = make_reply(client, result)
     if result.personal:
         store_personal(client.context.state, result.personal)
         reply.metric_records["metrics"]["began-anew"] = int(personal is None)
     return reply
 
 
-def _train_privately(client: ClientRequest) -> RecordDict:
-    """Account for private steps, then train by them; reply `refused` if out of privacy budget."""
-    message = client.content.config_records["config"]
-    limited = replace(client.config, epsilon=epsilon_limit(client.node, client.config.epsilon))
-    rate = sampling_rate(client.config.batch_size, len(client.trained_on))
-    try:
-        noise, recounted = count_round(
-            client.context.state, client.run_hash, limited, rate, message, client.node.partition_id
-        )
-    except OutOfBudgetError as error:
-        log.info("this client trains no further: %s", error)
-        refused = ConfigRecord({"round": client.round, "reason": str(error)})
-        return RecordDict({"refused": refused})
-    steps = client.steps
-    if is_on_a_device():
-        # In a larger micro-batch the rounding of an example's gradient depends on other examples,
-        # and a hostile state can amplify that. With batches of one, no gradient depends on another
-        # example, whatever the state.
-        steps = replace(steps, micro_batch_size=1)
-    with client.hiding_reasons():
-        result = train_privately(
-            *client.training_inputs, client.granted_fraction, steps, client.client_round, noise
-        )
-        reply = _trained(client, result)
-    reply.metric_records["metrics"]["recounted"] = int(recounted)
-    return reply
-
-
 def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
-    return _trained(client, calibrate_locally(*client.training_inputs, steps, client.client_round))
+    result = calibrate_locally(*client.training_inputs, steps, client.client_round)
+    return make_reply(client, result)
 
 
-def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
+def make_reply(client: ClientRequest, result: LocalResult) -> RecordDict:
+    """Return the reply to a training message: the encoded upload, and its metrics."""
     sparse = result.upload
     if client.sparsity != WHOLE:  # upload the largest changes, not the trained values
         method = client.loaded.model.method.in_round(client.round)

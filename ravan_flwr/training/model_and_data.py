@@ -28,6 +28,7 @@ from ravan_flwr.data.partition import (
 )
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.optional import ENCODE_EACH, load
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
@@ -49,7 +50,6 @@ from ravan_flwr.training.network import (
     likely_device,
     prepare_network,
 )
-from ravan_flwr.training.private_steps import encode_each
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
@@ -250,7 +250,7 @@ class ModelAndData:
             examples = device_examples(path, self.config.data)
             private = self.config.privacy == "example"
             self._local_examples[path] = (
-                encode_each(self.task, examples) if private else self.task.encode(examples)
+                load(ENCODE_EACH)(self.task, examples) if private else self.task.encode(examples)
             )
         return self._split(self._local_examples[path], partition_id)
 

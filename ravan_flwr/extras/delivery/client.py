@@ -1,4 +1,4 @@
-"""Keep a delivered result on this device, and tell the server whether that succeeded."""
+"""Keep a delivered result on this device, and report to the server whether that succeeded."""
 
 from logging import getLogger
 from pathlib import Path

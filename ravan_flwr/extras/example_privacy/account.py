@@ -8,8 +8,6 @@ sends such messages. So on a device every entry is also a line of a file that on
 write. The file survives a restart of the SuperNode; the node's state does not. To Flower a resumed
 run is a new run. So the server sends with each round how many rounds it has counted before. If its
 number is larger than the account's, the account takes that number.
-
-No torch here: a process that a SuperNode starts for a light message loads nothing heavy.
 """
 
 import hashlib
@@ -19,21 +17,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import DEBUG, INFO, getLogger
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.on_device import is_on_a_device, locked_file, persistent_folder
+from ravan_flwr.client.replay_guard import ACCOUNT
 from ravan_flwr.config.node_config import Node
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.files import append
-from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, StepNoise, epsilon_of_all
-
-if TYPE_CHECKING:
-    from ravan_flwr.config.run_config import Config
+from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, epsilon_of_all
 
 log = getLogger(__name__)
 
-ACCOUNT = "privacy-account"  # the record in a node's state
 MOST_ROUNDS = 1_000_000  # of a run
 
 Entry = Mapping[str, Any]
@@ -142,7 +139,7 @@ class ExampleAccount:
 def count_round(
     state: RecordDict,
     run_hash: str,
-    config: "Config",
+    config: Config,
     rate: float,
     message: Mapping[str, Any],
     partition: int,
