@@ -1,11 +1,17 @@
-"""The optional parts, by name: a run imports the ones that its settings ask for, and no other.
+"""What a run imports by its settings: its transport, its release, and the optional parts.
 
-Nothing else names a module of `extras/`, which may be missing.
+A run imports the ones that its settings ask for, and no other. Nothing else names a module of
+`extras/`, which may be missing.
 """
 
 from pkgutil import resolve_name
 from typing import Any
 
+# How messages and replies travel, and when the state moves on (`Config.aggregation`).
+TRANSPORTS = {
+    "sync": "ravan_flwr.server.transports:Plain",
+    "async": "ravan_flwr.server.buffered:Buffered",
+}
 # How updates become the next state (`Config.release`).
 RELEASES = {
     "mean": "ravan_flwr.server.releases:Mean",

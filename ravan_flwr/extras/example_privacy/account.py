@@ -31,7 +31,7 @@ from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, epsilon_of_al
 
 log = getLogger(__name__)
 
-MOST_ROUNDS = 1_000_000  # of a run
+MAX_ROUNDS = 1_000_000  # of a run
 
 Entry = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ class AccountBook:
         entries: list[Entry] = [record] if isinstance(record, ConfigRecord) else []
         if self._file is not None:
             self._file.seek(0)
-            entries += _last_of(self._file.read().splitlines())
+            entries += _read_last(self._file.read().splitlines())
         return [entry for entry in entries if entry.get("run") == self._run]
 
     def write_entry(self, **entry: Any) -> None:
@@ -72,7 +72,7 @@ def open_account(state: RecordDict, run: str, partition: int) -> Iterator[Accoun
         yield AccountBook(state, run, file)
 
 
-def _last_of(lines: list[bytes]) -> list[Entry]:
+def _read_last(lines: list[bytes]) -> list[Entry]:
     """Return the last valid entry among these lines, in a list; an empty list if none is valid."""
     for line in reversed(lines):
         try:
@@ -156,10 +156,10 @@ def count_round(
             "more; start server and clients with one version"
         )
     earlier_rounds = message.get("earlier-rounds")
-    if type(earlier_rounds) is not int or not 0 <= earlier_rounds <= MOST_ROUNDS:
+    if type(earlier_rounds) is not int or not 0 <= earlier_rounds <= MAX_ROUNDS:
         raise ValueError(
             f"earlier-rounds = {earlier_rounds!r} in the message: expected a number of rounds, "
-            f"{MOST_ROUNDS} at most; start server and clients with one version"
+            f"{MAX_ROUNDS} at most; start server and clients with one version"
         )
     per_round = Releases(multiplier, rate, config.local_steps or 0)
     with open_account(state, run_hash, partition) as book:
