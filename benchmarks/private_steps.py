@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.privacy.account import StepNoise
+from ravan_flwr.extras.example_privacy.gradients import StepNoise
+from ravan_flwr.extras.example_privacy.steps import train_privately
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.private_steps import train_privately
 
 METHODS = ("ravan", "fedit", "ffa-lora")
 EXAMPLES = 256  # of the client; 32 are expected in a step

@@ -1,19 +1,24 @@
-"""The optional parts, by name: a run imports the ones that its settings ask for, and no other.
+"""What a run imports by its settings: its transport, its release, and the optional parts.
 
-Nothing else names a module of `extras/`, which may be missing.
+A run imports the ones that its settings ask for, and no other. Nothing else names a module of
+`extras/`, which may be missing.
 """
 
 from pkgutil import resolve_name
 from typing import Any
 
+# How messages and replies travel, and when the state moves on (`Config.aggregation`).
+TRANSPORTS = {
+    "sync": "ravan_flwr.server.transports:Plain",
+    "async": "ravan_flwr.server.buffered:Buffered",
+}
 # How updates become the next state (`Config.release`).
 RELEASES = {
     "mean": "ravan_flwr.server.releases:Mean",
     "client": "ravan_flwr.server.noised:Noised",
-    "example": "ravan_flwr.extras.example_privacy:Counted",
+    "example": "ravan_flwr.extras.example_privacy.release:Counted",
     "masked": "ravan_flwr.extras.secure.release:Masked",
 }
-DELIVER_AT_END = "ravan_flwr.extras.delivery:DeliverAtEnd"
 
 # Secure aggregation. The messages of a round, in their order; a client answers the light ones
 # without torch.
@@ -21,10 +26,26 @@ TRAINED = "masked"
 PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
 LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)
 ANSWER_PHASE = "ravan_flwr.extras.secure.phases:answer_phase"
-TRAIN_MASKED = "ravan_flwr.extras.secure.train:train_masked"
 CHECK_KEYS = "ravan_flwr.extras.secure.phases:check_keys"
 MAKE_KEYS = "ravan_flwr.extras.secure.node_keys:make_keys"
 ROUND_BYTES = "ravan_flwr.extras.secure.cost:round_bytes"
+
+# Delivery of the result to devices.
+DELIVER_AT_END = "ravan_flwr.extras.delivery.server:DeliverAtEnd"
+DELIVER_LATER = "ravan_flwr.extras.delivery.server:deliver_later"
+
+# Differential privacy of single examples.
+CHECK_PRIVATE = "ravan_flwr.extras.example_privacy.client:check_client"
+TRAIN_PRIVATE = "ravan_flwr.extras.example_privacy.client:train_within_budget"
+ENCODE_EACH = "ravan_flwr.extras.example_privacy.steps:encode_each"
+EXAMPLE_GRADIENTS = "ravan_flwr.extras.example_privacy.gradients:ExampleGradients"
+PLAN_RELEASES = "ravan_flwr.extras.example_privacy.cost:plan_releases"
+
+# A client's answers to messages that only these parts send.
+ANSWERS = {
+    TRAINED: "ravan_flwr.extras.secure.train:train_masked",
+    "deliver": "ravan_flwr.extras.delivery.client:keep_result",
+}
 
 
 def load(place: str) -> Any:

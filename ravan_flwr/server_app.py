@@ -16,7 +16,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.optional import DELIVER_AT_END, load
+from ravan_flwr.optional import DELIVER_AT_END, DELIVER_LATER, load
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
@@ -33,9 +33,7 @@ from ravan_flwr.runs.directory import (
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
-from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
     ResumePoint,
@@ -47,7 +45,6 @@ from ravan_flwr.server.resume import (
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
@@ -130,7 +127,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
         if from_round is None and is_to_be_delivered(directory, config, start):
-            _deliver_again(grid, loaded, config, directory, start)
+            load(DELIVER_LATER)(grid, loaded, config, directory, start)
             return
         report_if_finished(start.last_round or 0, config.num_rounds, directory.path)
         log.info("run directory: %s", directory.path)
@@ -260,21 +257,6 @@ def _save_result(
             directory.write_json("summary.json", summary)
             write_result(form, folder, loaded)
         write_card(folder, form, directory)
-
-
-def _deliver_again(
-    grid: Grid, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
-) -> None:
-    """Deliver a finished run's result to the nodes connected now; change nothing else of it."""
-    registry = ClientRegistry(config, loaded, for_training=False)
-    if not in_process(grid):
-        install_object_check()
-        retry_failed_calls(grid, config.round_timeout)
-    registry.gather(grid, wait=True)
-    message_builder = MessageBuilder(registry.nodes, start.fixed)
-    arguments = (config, registry, message_builder)
-    load(DELIVER_AT_END)(grid, *arguments, directory, start.state).on_run_end()
-    log.info("run directory: %s", directory.path)
 
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:

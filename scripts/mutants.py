@@ -46,9 +46,10 @@ TESTS = {
     "methods/ravan": "unit/methods/test_ravan.py unit/methods/test_selection.py "
     "properties/test_ravan.py properties/test_first_round.py properties/test_options_of_methods.py",
     "messages/sparsity": "unit/messages/test_sparsity.py properties/test_sparsity.py",
-    "privacy/account": "properties/test_privacy.py unit/client/test_account_book.py",
-    "privacy/example_gradients": "properties/test_private_examples.py "
-    "properties/test_examples_apart.py unit/training/test_private_steps.py",
+    "privacy/account": "properties/test_privacy.py "
+    "unit/extras/example_privacy/test_account_book.py",
+    "extras/example_privacy/gradients": "properties/test_private_examples.py "
+    "properties/test_examples_apart.py unit/extras/example_privacy/test_steps.py",
     "extras/secure/shamir": "unit/extras/secure/test_primitives.py "
     "unit/extras/secure/test_rounds.py",
     "runs/checkpoint": "unit/runs/test_directory.py unit/test_hostile_files.py "

@@ -6,26 +6,19 @@ Each function turns records into records, in any process. `training/` does the c
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from logging import getLogger
-from pathlib import Path
-from typing import Any
 
 import flwr
 import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.account import OutOfBudgetError, count_round
 from ravan_flwr.client.client_request import ClientRequest, store_personal
-from ravan_flwr.client.on_device import is_on_a_device
-from ravan_flwr.config.node_config import epsilon_limit
-from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
-from ravan_flwr.optional import CHECK_KEYS, TRAIN_MASKED, TRAINED, load
+from ravan_flwr.optional import ANSWERS, CHECK_KEYS, CHECK_PRIVATE, TRAIN_PRIVATE, TRAINED, load
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -33,14 +26,7 @@ from ravan_flwr.training.local_steps import (
     train_locally,
 )
 from ravan_flwr.training.model_and_data import get_model_and_data
-from ravan_flwr.training.private_steps import (
-    check_examples_independent,
-    sampling_rate,
-    train_privately,
-)
 from ravan_flwr.training.together import train_together
-
-log = getLogger(__name__)
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
@@ -49,7 +35,7 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     # Refuse messages that a run of these settings does not send: they could ask for too much.
     allowed, setting = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
     if client.config.secure_aggregation:
-        setting, allowed = "secure-aggregation = true", ["masked"]
+        setting, allowed = "secure-aggregation = true", [TRAINED]
     elif client.config.privacy == "example":
         setting, allowed = "privacy = 'example'", ["train"]
     if kind not in ("query", "deliver", *allowed):
@@ -57,7 +43,8 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
             f"{setting}: got a message that asks to {kind!r}, expected {' or '.join(allowed)}; the "
             "server does not follow the run's settings"
         )
-    return _ANSWERS[kind](client)
+    reply: RecordDict = (load(ANSWERS[kind]) if kind in ANSWERS else _ANSWERS[kind])(client)
+    return reply
 
 
 def forget() -> None:
@@ -71,7 +58,7 @@ def _query(client: ClientRequest) -> RecordDict:
     if client.config.secure_aggregation:
         load(CHECK_KEYS)(node)
     if client.config.privacy == "example":
-        check_examples_independent(loaded.model, loaded.task)
+        load(CHECK_PRIVATE)(client)
     # Before the examples are loaded: budget = auto depends on free memory, and they take some.
     fraction = client.budget_fraction
     registered = RegisteredClient(
@@ -120,7 +107,8 @@ def train_ahead(jobs: Sequence[tuple[RecordDict, Context]]) -> None:
 def _train(client: ClientRequest) -> RecordDict:
     client.load_fixed_tensors()
     if client.config.privacy == "example":
-        return _train_privately(client)
+        private: RecordDict = load(TRAIN_PRIVATE)(client)
+        return private
     personal = client.find_personal()
     ahead = client.loaded.trained_ahead
     found = [result for content, result in ahead if content is client.content]
@@ -132,52 +120,21 @@ def _train(client: ClientRequest) -> RecordDict:
         client.client_round,
         personal,
     )  # fmt: skip
-    reply = _trained(client, result)
+    reply = make_reply(client, result)
     if result.personal:
         store_personal(client.context.state, result.personal)
         reply.metric_records["metrics"]["began-anew"] = int(personal is None)
     return reply
 
 
-def _train_privately(client: ClientRequest) -> RecordDict:
-    """Account for private steps, then train by them; reply `refused` if out of privacy budget."""
-    message = client.content.config_records["config"]
-    limited = replace(client.config, epsilon=epsilon_limit(client.node, client.config.epsilon))
-    rate = sampling_rate(client.config.batch_size, len(client.trained_on))
-    try:
-        noise, recounted = count_round(
-            client.context.state, client.run_hash, limited, rate, message, client.node.partition_id
-        )
-    except OutOfBudgetError as error:
-        log.info("this client trains no further: %s", error)
-        refused = ConfigRecord({"round": client.round, "reason": str(error)})
-        return RecordDict({"refused": refused})
-    steps = client.steps
-    if is_on_a_device():
-        # In a larger micro-batch the rounding of an example's gradient depends on other examples,
-        # and a hostile state can amplify that. With batches of one, no gradient depends on another
-        # example, whatever the state.
-        steps = replace(steps, micro_batch_size=1)
-    with client.hiding_reasons():
-        result = train_privately(
-            *client.training_inputs, client.granted_fraction, steps, client.client_round, noise
-        )
-        reply = _trained(client, result)
-    reply.metric_records["metrics"]["recounted"] = int(recounted)
-    return reply
-
-
-def _train_masked(client: ClientRequest) -> RecordDict:
-    reply: RecordDict = load(TRAIN_MASKED)(client)
-    return reply
-
-
 def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
-    return _trained(client, calibrate_locally(*client.training_inputs, steps, client.client_round))
+    result = calibrate_locally(*client.training_inputs, steps, client.client_round)
+    return make_reply(client, result)
 
 
-def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
+def make_reply(client: ClientRequest, result: LocalResult) -> RecordDict:
+    """Return the reply to a training message: the encoded upload, and its metrics."""
     sparse = result.upload
     if client.sparsity != WHOLE:  # upload the largest changes, not the trained values
         method = client.loaded.model.method.in_round(client.round)
@@ -213,48 +170,9 @@ def _evaluate(client: ClientRequest) -> RecordDict:
     return RecordDict({"metrics": metrics})
 
 
-def keep_delivered(client: ClientRequest) -> RecordDict:
-    """Write the run's result to this device; any failure is logged and reported to the server."""
-    try:
-        reply = _keep(client)
-    except Exception as error:  # noqa: BLE001 (a full disk, damaged files, out of memory)
-        folder = client.node.result_path or "(no result-path)"
-        log.warning("the run's result is not kept in %s: %s", folder, error)
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError):  # the server must not learn paths of a device
-            reason = error.strerror or type(error).__name__
-            text = f"its result-path cannot be written to: {reason}"
-        reply = refusal(text)
-    return RecordDict({"kept": ConfigRecord(reply)})
-
-
-def _keep(client: ClientRequest) -> dict[str, Any]:
-    from ravan_flwr.results.device_result import save_result  # noqa: PLC0415 (no round needs it)
-
-    node = client.node
-    parcel = read_parcel(client.content.config_records["config"])
-    if node.result_path is None:
-        raise ValueError("its node config has no result-path")
-    client.load_fixed_tensors()
-    state = from_record(client.content.array_records["arrays"])
-    personal = client.find_personal()
-    if personal is None and client.loaded.model.personal_shapes():
-        raise ValueError(
-            "this device has no personal parameters: it has not trained in this run, or was "
-            "started again since; expected deliver=true in a run in which it trains"
-        )
-    folder, writer = Path(node.result_path), str(node.partition_id)
-    form = node.result_form
-    return confirmation(
-        parcel, save_result(folder, parcel, state, client.loaded, form, writer, personal)
-    )
-
-
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {
     "query": _query,
     "train": _train,
-    TRAINED: _train_masked,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
-    "deliver": keep_delivered,
 }

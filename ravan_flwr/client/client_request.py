@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, Context, RecordDict
 
-from ravan_flwr.client.account import check_account_is_kept
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.node_config import check_node_requirements, read_node
@@ -50,7 +49,6 @@ class ClientRequest:
         config = read_config(context.run_config)
         self.config = replace(config, device=self.node.device or config.device)
         check_node_requirements(self.node, config)
-        check_account_is_kept(self.node)
         if self.node.data_path is not None and not config.data.labels_known:
             raise ValueError(
                 f"preset {config.preset}: it leaves the labels to the data, but this device has "

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from ravan_flwr.client.account import ACCOUNT
 from ravan_flwr.client.on_device import is_on_a_device, locked_file
 from ravan_flwr.files import append
 from ravan_flwr.optional import PHASES
 
+ACCOUNT = "privacy-account"  # the record in a node's state, with the number of private rounds
 _OF = "of-run"
 
 

@@ -39,8 +39,8 @@ class MethodInfo:
     # set. None: the same as sums_changes.
     adds_changes: bool | None = None
     # Does a client train only layers with a rule for per-example gradients
-    # (adapters/by_example.py), and does nothing else that it sends depend on its examples? Then
-    # `privacy=example` may be set.
+    # (extras/example_privacy/rules.py), and does nothing else that it sends depend on its examples?
+    # Then `privacy=example` may be set.
     by_example: bool = False
     # Does each client keep personal parameters (`Personal`)? Then clients evaluate the model.
     personalised: bool = False

@@ -5,21 +5,12 @@ rate. Privacy losses are composed as distributions (PLD; Koskela et al., Doroshe
 grid and rounded up. The result is an upper bound, and tighter than Renyi's.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and takes ten times as long
 LEAST_MULTIPLIER, MOST_MULTIPLIER = 0.1, 1000.0  # of the noise
 TOLERANCE = 1e-4  # of `multiplier_for`
-
-
-@dataclass(frozen=True)
-class StepNoise:
-    """The noise multiplier and the clip norm of private steps."""
-
-    multiplier: float
-    norm: float
 
 
 class Releases(NamedTuple):

@@ -6,7 +6,7 @@ count. So does a run that goes back to an earlier round, since past releases sta
 
 With `privacy=client` the account counts releases. The sampling rate is fixed when the run begins,
 from the number of clients at that time. The account of `privacy=example` is in
-extras/example_privacy.py.
+extras/example_privacy/release.py.
 """
 
 import math

@@ -1,5 +1,6 @@
 """Write each round's record, checkpoint and line on the screen; make the run's summary."""
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from logging import getLogger
@@ -10,7 +11,6 @@ from torch import Tensor
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.fingerprint import code_version
-from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_personal_states
@@ -156,7 +156,7 @@ def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) ->
     before: Mapping[str, Any] = {}
     if start.last_round is not None and (directory.path / "summary.json").is_file():
         before = directory.read_summary()
-    summary["run-id"] = before.get("run-id") or new_run_id()
+    summary["run-id"] = before.get("run-id") or secrets.token_hex(8)
     if start.last_round == summary["rounds"] == before.get("rounds") and "delivered" in before:
         summary["delivered"] = before["delivered"]
         summary["not-delivered"] = before["not-delivered"]

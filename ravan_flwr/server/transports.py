@@ -6,7 +6,6 @@ round when enough updates are in. One object serves a run.
 
 from collections.abc import Iterable, Iterator, Mapping
 from logging import getLogger
-from pkgutil import resolve_name
 from types import MappingProxyType
 
 from flwr.app import Message
@@ -15,6 +14,7 @@ from torch import Tensor
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.optional import TRANSPORTS, load
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Mean
@@ -23,16 +23,10 @@ from ravan_flwr.server.round import Round
 
 log = getLogger(__name__)
 
-# By `Config.aggregation`. A transport is imported when a run uses it.
-TRANSPORTS = {
-    "sync": "ravan_flwr.server.transports:Plain",
-    "async": "ravan_flwr.server.buffered:Buffered",
-}
-
 
 def transport_class(config: Config) -> "type[Plain]":
     """Return the class of a run's transport."""
-    found: type[Plain] = resolve_name(TRANSPORTS[config.aggregation])
+    found: type[Plain] = load(TRANSPORTS[config.aggregation])
     return found
 
 

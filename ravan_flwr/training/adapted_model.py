@@ -49,7 +49,7 @@ class AdaptedModel:
         self._initial_classifier = self._flat_classifier()
         self.captured: CapturedSteps | None = None  # None: every step is computed eagerly
         self.captured_evaluation: CapturedSteps | None = None  # forward passes
-        self.examples_are_independent = False  # set by the check in private_steps.py
+        self.examples_are_independent = False  # set by the check of extras/example_privacy/steps.py
         self._fixed_hash = ""  # of the method's fixed tensors, once they are loaded
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._idle_state = self.initial_state()

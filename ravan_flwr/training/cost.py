@@ -29,8 +29,7 @@ from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.sparsity import WHOLE, num_bytes, sent_sparsely
 from ravan_flwr.methods.base import CLASSIFIER, Method
-from ravan_flwr.optional import ROUND_BYTES, load
-from ravan_flwr.privacy.example_gradients import ExampleGradients
+from ravan_flwr.optional import EXAMPLE_GRADIENTS, ROUND_BYTES, load
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import imitate_attention
@@ -187,14 +186,11 @@ def step_memory(config: Config, fraction: float) -> StepMemory:
     copies = _bytes(trained) - 4 * skeleton.classifier_size if added else 0  # of the chosen heads
     number, task = config.micro_batch_size or config.batch_size, skeleton.task
     with imitate_attention(config, network, task):
-        by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
+        private = config.privacy == "example"
+        by_example = load(EXAMPLE_GRADIENTS)(network, trained) if private else None
         activations = saved_for_backward(network, task, number, by_example)
-    if by_example:
-        # The gradients of each example in float32, and the sums of the clipped ones in float64.
-        # Of one parameter at a time there is also a float64 and a float32 copy of its gradients.
-        numbers = [parameter.numel() for parameter in trained]
-        activations += 4 * number * sum(numbers) + 8 * sum(numbers)
-        activations += 12 * number * max(numbers, default=0)
+    if by_example is not None:
+        activations += by_example.num_bytes(number)
     if config.gradient_checkpointing:  # one block's are recomputed at a time
         reference = replace(config, gradient_checkpointing=False, precision="float32")
         activations += step_memory(reference, fraction).activations // _checkpoints(config, network)
@@ -314,7 +310,7 @@ def saved_for_backward(
     network: PreTrainedModel,
     task: Task,
     batch_size: int,
-    by_example: ExampleGradients | None = None,
+    by_example: Any = None,
 ) -> int:
     """Count the bytes that autograd saves in a forward pass, each storage once.
 

@@ -24,6 +24,7 @@ from ravan_flwr.data.partition import Partition, find_column, partition_rows, re
 from ravan_flwr.data.rows import list_some
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.optional import ENCODE_EACH, load
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
@@ -44,7 +45,6 @@ from ravan_flwr.training.network import (
     likely_device,
     prepare_network,
 )
-from ravan_flwr.training.private_steps import encode_each
 from ravan_flwr.training.step import DTYPES
 
 
@@ -246,7 +246,7 @@ class ModelAndData:
             examples = device_examples(path, self.config.data)
             private = self.config.privacy == "example"
             self._local_examples[path] = (
-                encode_each(self.task, examples) if private else self.task.encode(examples)
+                load(ENCODE_EACH)(self.task, examples) if private else self.task.encode(examples)
             )
         return self._split(self._local_examples[path], partition_id)
 

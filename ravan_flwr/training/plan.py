@@ -10,16 +10,15 @@ from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods import BUDGET_FRACTIONS, METHODS, affordable
+from ravan_flwr.optional import PLAN_RELEASES, load
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
-from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory, step_seconds
-from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
+from ravan_flwr.training.model_and_data import make_task, settle
 from ravan_flwr.training.network import likely_device
-from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.work import Workload
 
 
@@ -193,11 +192,7 @@ def _privacy(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[s
         releases, rate = 1, min(1.0, config.clients_per_round / num_clients)
         protected = f"of each of {num_clients} clients, in a round"
     else:
-        skeleton.receive(1.0)
-        check_trained(skeleton.network, skeleton.trained())
-        min_examples = min(filter(None, get_model_and_data(config).partition_sizes(num_clients)))
-        releases, rate = config.local_steps or 0, sampling_rate(config.batch_size, min_examples)
-        protected = f"of each example of the client with the fewest ({min_examples}), in a step"
+        releases, rate, protected = load(PLAN_RELEASES)(config, skeleton, num_clients)
     rounds, delta = config.num_rounds, config.delta
     z = config.noise_multiplier or multiplier_for(
         config.epsilon or 0, rate, delta, rounds * releases

@@ -12,18 +12,27 @@ from tests import ROOT
 RUNS = """
 import ravan_flwr.client_app, ravan_flwr.server_app
 from ravan_flwr import simulate
+from ravan_flwr.training.plan import plan_of
 
 short = {"num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": False, "tracking": "none"}
 for method in METHODS:
     run = simulate(short | {"method": method, "output-dir": "runs"}, 3)
     assert (run.summary["rounds"], run.summary["rejected"]) == (1, 0), method
-for setting in ({"secure-aggregation": True}, {"privacy": "example", "epsilon": 8.0}):
+private = {"privacy": "example", "epsilon": 8.0}
+
+
+def check_refused(settings, function):
     try:
-        simulate(short | setting | {"clients-per-round": 4, "output-dir": "runs"}, 4)
+        function(short | settings | {"clients-per-round": 4, "output-dir": "runs"}, 4)
     except ValueError as error:
         assert "got an installation without it" in str(error), error
     else:
-        raise AssertionError(setting)
+        raise AssertionError(settings)
+
+
+for settings in ({"secure-aggregation": True}, {"deliver": True}, private):
+    check_refused(settings, simulate)
+check_refused(private, plan_of)
 print("without optional parts:", ravan_flwr.__file__)
 """
 

@@ -34,14 +34,15 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
-from ravan_flwr.client import answers
 from ravan_flwr.client.client_request import HIDDEN_REASON
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
+from ravan_flwr.extras.delivery.server import PUBLISHED, make_parcel
+from ravan_flwr.extras.example_privacy import client as on_client
+from ravan_flwr.extras.example_privacy import steps as private_steps
+from ravan_flwr.extras.example_privacy.gradients import StepNoise, check_independent
+from ravan_flwr.extras.example_privacy.steps import PrivateStepper
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import check_independent
 from ravan_flwr.results.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
@@ -51,10 +52,8 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training import private_steps
 from ravan_flwr.training.local_steps import steps_of
 from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
-from ravan_flwr.training.private_steps import PrivateStepper
 from tests.unit.results.test_card import CONFIG
 
 # One example of a device: any example, for any message of the server.
@@ -263,8 +262,8 @@ def test_an_upload_differs_by_the_clip_norm_at_most(loaded, monkeypatch, state):
 def test_a_device_computes_one_example_at_a_time(loaded, monkeypatch, on_device, parts):
     """For any settings; a simulation computes them together, which is faster."""
     local_steps = []
-    monkeypatch.setattr(answers, "is_on_a_device", lambda: on_device)
-    monkeypatch.setattr(answers, "train_privately", lambda *work: local_steps.append(work[5]))
+    monkeypatch.setattr(on_client, "is_on_a_device", lambda: on_device)
+    monkeypatch.setattr(on_client, "train_privately", lambda *work: local_steps.append(work[5]))
     ask("train", loaded.model.initial_state(), DEVICE)
     assert [steps.micro_batch_size for steps in local_steps] == [parts]
 

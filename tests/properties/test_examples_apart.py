@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ravan_flwr.methods import METHODS
-from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import (
+from ravan_flwr.extras.example_privacy.gradients import (
     ClippedExamples,
     ExampleGradients,
+    StepNoise,
     check_independent,
     check_trained,
     joint_norms,
 )
+from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from tests.methods import assert_close, build_with_network, some_state
 

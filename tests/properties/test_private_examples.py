@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from ravan_flwr.privacy import example_gradients
-from ravan_flwr.privacy.account import Releases, StepNoise, epsilon_of, epsilon_of_all
-from ravan_flwr.privacy.example_gradients import ClippedExamples, joint_norms
+from ravan_flwr.extras.example_privacy import gradients as example_gradients
+from ravan_flwr.extras.example_privacy.gradients import ClippedExamples, StepNoise, joint_norms
+from ravan_flwr.privacy.account import Releases, epsilon_of, epsilon_of_all
 from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import generator
 from tests.properties.test_privacy import lower_bound

@@ -21,14 +21,14 @@ from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters.attach import TARGETS, find_layers
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras.example_privacy.gradients import ExampleGradients, check_trained
+from ravan_flwr.extras.example_privacy.steps import check_examples_independent
 from ravan_flwr.methods import METHODS
-from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network, default_targets
-from ravan_flwr.training.private_steps import check_examples_independent
 from tests.runs.small_models import small_settings
 from tests.short_runs import records_of, same_bits
 from tests.support.tiny import MODELS, PIXELS, TOKENS, save_model

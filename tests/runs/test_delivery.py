@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ravan_flwr.client import answers
+from ravan_flwr.extras.delivery import client as keeping
+from ravan_flwr.extras.delivery import device_result
 from ravan_flwr.launch import in_process
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods import METHODS
-from ravan_flwr.results import device_result
 from ravan_flwr.results.evaluation import result_of
 from ravan_flwr.results.export import export_run
 from ravan_flwr.specs import Scalar
@@ -216,7 +217,7 @@ def test_delivering_a_finished_run_again_changes_only_its_summary_and_log(device
 def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, monkeypatch):
     devices.add(0)
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.extras.delivery.DeliverAtEnd.deliver", killed)
+        patch.setattr("ravan_flwr.extras.delivery.server.DeliverAtEnd.deliver", killed)
         with pytest.raises(KeyboardInterrupt):
             devices.run()
     (directory,) = (devices.folder / "runs").iterdir()
@@ -318,13 +319,13 @@ def test_a_full_disk_is_reported_and_leaves_the_former_result(form, devices, mon
     devices.add(1)
     run = devices.run()
     former = files_of(devices.result_folders[0])
-    write_result = answers._keep
+    write_result = keeping._keep
 
     def on_a_full_disk(client):
         with files_of_at_most(20_000 if client.node.partition_id == 0 else -1):
             return write_result(client)
 
-    monkeypatch.setattr(answers, "_keep", on_a_full_disk)
+    monkeypatch.setattr(keeping, "_keep", on_a_full_disk)
     more = devices.run(num_rounds=3, resume=str(run.run_dir))
     assert delivered(more) == [1]
     assert more.summary["rounds"] == 3

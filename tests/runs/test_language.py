@@ -14,8 +14,8 @@ from ravan_flwr import evaluate, predict, result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import ExampleGradients
+from ravan_flwr.extras.example_privacy.gradients import ExampleGradients, StepNoise
+from ravan_flwr.extras.example_privacy.steps import train_privately
 from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.extensions import ByExample, task_with
@@ -23,7 +23,6 @@ from ravan_flwr.training.cost import footprint, step_memory
 from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
-from ravan_flwr.training.private_steps import train_privately
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 from tests.memory import saved_for_backward
 from tests.runs.test_architectures import check_mixing_is_found

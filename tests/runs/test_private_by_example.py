@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ravan_flwr.adapters import by_example
+from ravan_flwr.extras.example_privacy import rules as example_rules
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.training.plan import plan_of
 from tests import short_runs
@@ -120,8 +120,8 @@ def test_a_plan_counts_a_gradient_of_each_example():
 
 
 def test_a_trained_layer_without_a_rule_is_refused_before_the_run(tmp_path, monkeypatch):
-    rules = {kind: rule for kind, rule in by_example.RULES.items() if kind.__name__ != "Linear"}
-    monkeypatch.setattr(by_example, "RULES", rules)
+    rules = {kind: rule for kind, rule in example_rules.RULES.items() if kind.__name__ != "Linear"}
+    monkeypatch.setattr(example_rules, "RULES", rules)
     message = "a trained layer is a Linear, classifier, without a"
     with pytest.raises(ValueError, match=message):
         run(tmp_path, settings=PRIVATE)

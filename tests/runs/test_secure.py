@@ -456,13 +456,13 @@ def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
 
 def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
     """Without a rejection the other clients would refuse the round."""
-    sealing = agreement.public_of(agreement.new_key())
+    sealing = agreement.derive_public_key(agreement.new_key())
 
     def reply(message, context, honest=worker_process.reply_of):
         answer, partition = honest(message, context), int(context.node_config["partition-id"])
         if message.metadata.message_type == "train.keys" and partition in (2, 4):
             keys = NodeKeys(Path(str(context.node_config["secure-keys"])), partition)
-            public = sealing + agreement.public_of(agreement.new_key())
+            public = sealing + agreement.derive_public_key(agreement.new_key())
             signature = keys.sign(signed_keys(context.run_id, 1, partition, public))
             pieces = {"keys": public + signature, "node": keys.public()}
             answer.content["arrays"] = to_pieces(pieces)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from ravan_flwr.client import answers
+from ravan_flwr.client import answers, client_request
 from ravan_flwr.launch import parallel_clients, workers
 from ravan_flwr.methods import METHODS as ALL_METHODS
 from ravan_flwr.runs.checkpoint import load_checkpoint
@@ -195,7 +195,7 @@ def test_without_workers_clients_are_computed_sequentially(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_reported_as_with_one_process(tmp_path, monkeypatch):
     def fail():
-        answers.log.warning("about to fail in %s", "a worker")
+        client_request.log.warning("about to fail in %s", "a worker")
         raise ArithmeticError("no good")
 
     inject_fault(monkeypatch, fail)

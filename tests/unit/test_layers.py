@@ -95,11 +95,15 @@ PROTOCOL = [
         "agreement", "client", "fixed_point", "node_keys", "schedule", "server", "shamir",
     )
 ]  # fmt: skip
+PRIVATE_STEPS = [
+    PACKAGE / "extras" / "example_privacy" / f"{name}.py"
+    for name in ("gradients", "rules", "steps")
+]
 
 
 @pytest.mark.parametrize(
-    "paths", [*(subpackages()[name] for name in WITHOUT_FLOWER), PROTOCOL],
-    ids=[*WITHOUT_FLOWER, "extras/secure"],
+    "paths", [*(subpackages()[name] for name in WITHOUT_FLOWER), PROTOCOL, PRIVATE_STEPS],
+    ids=[*WITHOUT_FLOWER, "extras/secure", "extras/example_privacy"],
 )  # fmt: skip
 def test_the_mathematics_imports_no_flower(paths):
     needed: set[Path] = set()

@@ -30,7 +30,7 @@ def new_key() -> bytes:
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
-def public_of(private: bytes) -> bytes:
+def derive_public_key(private: bytes) -> bytes:
     """Return the public key of a private one."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
@@ -77,7 +77,7 @@ def signed_keys(run: int, round_: int, partition: int, keys: bytes) -> bytes:
     return b"ravan-flwr secure keys" + struct.pack("<QQQ", run, round_, partition) + keys
 
 
-def statement_of(schedule: bytes, key_list: bytes) -> bytes:
+def make_statement(schedule: bytes, key_list: bytes) -> bytes:
     """Return the hash of schedule and key list, on which the clients of a round must agree."""
     length = struct.pack("<Q", len(schedule))
     return hashlib.sha256(b"ravan-flwr secure round" + length + schedule + key_list).digest()
@@ -88,7 +88,7 @@ def signed_list(statement: bytes, dealers: bytes, alive: bytes) -> bytes:
     return b"ravan-flwr secure list" + statement + dealers + alive
 
 
-def marks_of(
+def mark_shares(
     statement: bytes, dealer: int, holder: int, shares: Sequence[bytes], first: int = 0
 ) -> bytes:
     """Return a hash of each share, by which the server recognises false shares."""
@@ -99,7 +99,7 @@ def marks_of(
     return marks
 
 
-def seed_mark(statement: bytes, dealer: int, group: int, seed: bytes) -> bytes:
+def mark_seed(statement: bytes, dealer: int, group: int, seed: bytes) -> bytes:
     """Return a hash of a client's seed of a group, by which the server recognises a false one."""
     ids = struct.pack("<QQ", dealer, group)
     return hashlib.sha256(b"ravan-flwr secure seed" + statement + ids + seed).digest()[:MARK]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.extras.secure.fixed_point import Numbers, bound_of, to_steps
-from ravan_flwr.extras.secure.schedule import Bits, Part, Schedule, threshold_of
+from ravan_flwr.extras.secure.fixed_point import Numbers, choose_bound, to_steps
+from ravan_flwr.extras.secure.schedule import Bits, Part, Schedule, compute_threshold
 from ravan_flwr.methods.base import (
     CLASSIFIER,
     Method,
@@ -30,7 +30,7 @@ from ravan_flwr.methods.tensors import checksum
 CUT_OFF = "/cut-off"  # no tensor has this name
 
 
-def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
+def list_parts(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
     """List the parts that are summed; `steps` is the learning rate times a client's most steps."""
     rows = sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
     parts = []
@@ -39,7 +39,7 @@ def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple
         if size:
             # The meta tensors of a plan have no values, so their bound is a placeholder.
             largest = 0.0 if state[name].is_meta else float(state[name].abs().max())
-            parts.append(Part(name, rows[name], size, bound_of(steps, largest)))
+            parts.append(Part(name, rows[name], size, choose_bound(steps, largest)))
     return (*parts, Part(CUT_OFF, 1, 1, 1.0))
 
 
@@ -91,14 +91,14 @@ def check_digest(config: Config, state: Mapping[str, Tensor], schedule: Schedule
         )
 
 
-def least_cohort(config: Config, clients: int) -> int:
+def min_cohort(config: Config, clients: int) -> int:
     """Return how many clients a round needs: two thirds of `clients-per-round`, or of all."""
-    return max(config.secure_minimum, threshold_of(min(config.clients_per_round, clients)))
+    return max(config.secure_minimum, compute_threshold(min(config.clients_per_round, clients)))
 
 
 def check_cohort(config: Config, cohort: int, clients: int) -> None:
-    """Raise ValueError unless the cohort's size is between `least_cohort` and the setting."""
-    least, most = least_cohort(config, clients), config.clients_per_round
+    """Raise ValueError unless the cohort's size is between `min_cohort` and the setting."""
+    least, most = min_cohort(config, clients), config.clients_per_round
     if not least <= cohort <= most:
         raise ValueError(
             f"got a round of {cohort} clients, expected {least} to {most}: at least two thirds of "

@@ -50,7 +50,7 @@ class SecureClient:
         self.state |= {
             "round": round_, "phase": "keys", "sealing": sealing, "pairs": pairs,
         }  # fmt: skip
-        public = agreement.public_of(sealing) + agreement.public_of(pairs)
+        public = agreement.derive_public_key(sealing) + agreement.derive_public_key(pairs)
         signature = self.keys.sign(agreement.signed_keys(self.run, round_, self.partition, public))
         return {"keys": public + signature, "node": self.keys.public()}
 
@@ -60,7 +60,7 @@ class SecureClient:
         """Check schedule and key list; return sealed shares of this client's secrets for all."""
         self._enter_phase(round_, "keys", "shares")
         data, key_list = message["schedule"], message["roll"]
-        schedule, statement = read_schedule(data), agreement.statement_of(data, key_list)
+        schedule, statement = read_schedule(data), agreement.make_statement(data, key_list)
         if (schedule.run, schedule.round) != (self.run, round_):
             raise ValueError(
                 f"got a schedule of run {schedule.run}, round {schedule.round}, expected {self.run}"
@@ -71,7 +71,7 @@ class SecureClient:
         self._check_key_list(schedule, key_list)
         position, number = schedule.partitions.index(self.partition), len(schedule.partitions)
         seeds = {
-            group: secrets.token_bytes(shamir.SECRET) for group in schedule.groups_of(position)
+            group: secrets.token_bytes(shamir.SECRET) for group in schedule.trained_groups(position)
         }
         dealt = [
             shamir.split(secret, schedule.threshold, number)
@@ -91,8 +91,8 @@ class SecureClient:
             else:
                 key = self._sealing_key(schedule, statement, self.partition, holder)
                 sealed += agreement.seal(key, text, statement)
-            marks += agreement.marks_of(statement, self.partition, holder, bundle)
-        hashes = [agreement.seed_mark(statement, self.partition, g, s) for g, s in seeds.items()]
+            marks += agreement.mark_shares(statement, self.partition, holder, bundle)
+        hashes = [agreement.mark_seed(statement, self.partition, g, s) for g, s in seeds.items()]
         return {"sealed": sealed, "marks": marks, "seeds": b"".join(hashes)}
 
     def _check_key_list(self, schedule: Schedule, key_list: bytes) -> None:
@@ -100,7 +100,7 @@ class SecureClient:
 
         DistrustError for signatures that are not valid, ValueError otherwise.
         """
-        own_keys = [agreement.public_of(self.state[kind]) for kind in ("sealing", "pairs")]
+        own_keys = [agreement.derive_public_key(self.state[kind]) for kind in ("sealing", "pairs")]
         keys: set[bytes] = set()
         distrusted: dict[int, str] = {}
         entries = cut(key_list, [ENTRY] * len(schedule.partitions))
@@ -145,7 +145,7 @@ class SecureClient:
             )
         positions = [int(at) for at in np.flatnonzero(dealers) if at != position]
         # A client shares its key of pairs, and the seed of each of its groups.
-        numbers = [1 + len(schedule.groups_of(at)) for at in positions]
+        numbers = [1 + len(schedule.trained_groups(at)) for at in positions]
         sealed = cut(message["sealed"], [n * shamir.SHARE + TAG for n in numbers])
         marks = cut(message["marks"], [n * MARK for n in numbers])
         for at, text, mark in zip(positions, sealed, marks, strict=True):
@@ -157,7 +157,7 @@ class SecureClient:
                 bundle = b""
             shares = list(cut(bundle, [shamir.SHARE] * (len(bundle) // shamir.SHARE)))
             # A bundle that differs from its marks counts as missing: others may have valid ones.
-            is_marked = agreement.marks_of(statement, dealer, self.partition, shares) == mark
+            is_marked = agreement.mark_shares(statement, dealer, self.partition, shares) == mark
             self.state["held"][at] = bundle if is_marked else b""
         self.state["here"] = message["here"]
         return schedule, schedule.masked(dealers)[position]
@@ -171,7 +171,7 @@ class SecureClient:
         vector = Vector(schedule, masked[position], numbers)
         for group, seed in zip(self.state["groups"], self.state["seeds"], strict=True):
             key = agreement.own_key(seed, statement, self.partition, group)
-            vector.mask(key, schedule.group_of == group, add=True)
+            vector.mask(key, schedule.row_groups == group, add=True)
         for at in np.flatnonzero(dealers):
             if at != position and (masked[at] & masked[position]).any():
                 peer = schedule.partitions[at]
@@ -246,4 +246,4 @@ class SecureClient:
 
     def _schedule(self) -> tuple[Schedule, bytes]:
         data = self.state["schedule"]
-        return read_schedule(data), agreement.statement_of(data, self.state["roll"])
+        return read_schedule(data), agreement.make_statement(data, self.state["roll"])

@@ -32,7 +32,7 @@ def to_steps(
     return np.clip(steps, 0, LEVELS).astype(np.uint32), beyond
 
 
-def mean_of(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
+def decode_mean(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
     """Return the mean over that many clients; ValueError if their sum cannot be as large."""
     most = clients * LEVELS
     if total.size and int(total.max()) > most:
@@ -57,7 +57,7 @@ def from_bytes(data: bytes) -> Numbers:
     return wide.view("<u4").reshape(-1).astype(np.uint32)
 
 
-def bound_of(steps: float, largest: float) -> float:
+def choose_bound(steps: float, largest: float) -> float:
     """Return a bound of the changes of numbers whose largest is `largest`.
 
     `steps` is the learning rate times the number of steps, about as far as Adam moves a number. In

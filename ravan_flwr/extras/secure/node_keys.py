@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from ravan_flwr.files import read_file, write_atomically
 
-_LARGEST = 4096  # bytes of a file
+_MAX_BYTES = 4096  # bytes of a file
 
 
 class NodeKeys:
@@ -41,7 +41,7 @@ class NodeKeys:
     def public(self) -> bytes:
         """Return this client's public key; ValueError if its two key files are no pair."""
         public = self.own.public_key().public_bytes_raw()
-        if self.public_of(self.partition) != public:
+        if self.read_public_key(self.partition) != public:
             raise ValueError(
                 f"{_name(self.partition, 'pub')} is not of {_name(self.partition, 'key')}, "
                 "expected a pair; make both again with `ravan-flwr keys`"
@@ -52,14 +52,14 @@ class NodeKeys:
         """Return this client's signature of a text."""
         return self.own.sign(text)
 
-    def public_of(self, partition: int) -> bytes:
+    def read_public_key(self, partition: int) -> bytes:
         """Return a client's public key; ValueError if the folder has none."""
         path = self.folder / _name(partition, "pub")
         return bytes(_key(path, Ed25519PublicKey).public_bytes_raw())
 
     def check(self, partition: int, signature: bytes, text: bytes) -> None:
         """Raise ValueError unless the signature is that client's, of this text."""
-        if not is_signed(self.public_of(partition), signature, text):
+        if not is_signed(self.read_public_key(partition), signature, text):
             raise ValueError(
                 f"partition {partition}: its signature is not by {_name(partition, 'pub')}, "
                 "expected that client's own; another client signed for it, or its file is old"
@@ -113,7 +113,7 @@ def _key(path: Path, kind: Any) -> Any:
     public = kind is Ed25519PublicKey
     problem: object = "another kind of key"
     try:
-        data = read_file(path, _LARGEST)
+        data = read_file(path, _MAX_BYTES)
         key = load_pem_public_key(data) if public else load_pem_private_key(data, None)
         if isinstance(key, kind):
             return key

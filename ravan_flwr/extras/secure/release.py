@@ -22,8 +22,8 @@ from ravan_flwr.extras.secure.changes import (
     CUT_OFF,
     add_mean_changes,
     check_cohort,
-    least_cohort,
-    parts_of,
+    list_parts,
+    min_cohort,
     round_digest,
     rows_by_tensor,
     selected_rows,
@@ -53,7 +53,7 @@ from ravan_flwr.specs import MAX_MASKED_CLIENTS
 log = getLogger(__name__)
 
 SKIPPED_ROUNDS = 64  # for a client that makes rounds fail
-OFTEN = 1e-3  # fraction of clipped numbers above which a round logs a warning
+MAX_CUT_OFF = 1e-3  # fraction of clipped numbers above which a round logs a warning
 
 
 class Masked(Mean):
@@ -72,15 +72,13 @@ class Masked(Mean):
 
     @staticmethod
     def smallest_cohort(config: Config, partitions: int) -> int:
-        return max(config.min_replies, least_cohort(config, partitions))
+        return max(config.min_replies, min_cohort(config, partitions))
 
     # Before training: keys and shares.
 
     def draw(self) -> list[RegisteredClient]:
-        return self.prepare(super().draw())
-
-    def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
-        """Return the clients of a cohort that have shared their secrets."""
+        """Return the clients of the cohort that have shared their secrets."""
+        cohort = super().draw()
         try:
             return self._share_secrets(cohort)
         except ValueError as error:
@@ -127,7 +125,7 @@ class Masked(Mean):
             random = generator(config.seed, "heads", number, client.partition_id)
             rows[client.partition_id] = selected_rows(method, state, client.budget_fraction, random)
         steps = config.learning_rate * max(map(self.federation.steps, clients), default=0)
-        parts, digest = parts_of(method, state, steps), round_digest(config, self.broadcast(1.0))
+        parts, digest = list_parts(method, state, steps), round_digest(config, self.broadcast(1.0))
         return make_schedule(run, number, config.secure_minimum, parts, rows, digest)
 
     def _skip(self, partition: int) -> None:
@@ -152,7 +150,7 @@ class Masked(Mean):
     def add(self, update: Update) -> list[list[int]]:
         secure, partition = self.secure, update.client.partition_id
         secure.take_masked(partition, update.masked)
-        rows = rows_by_tensor(secure.schedule.parts, secure.rows_of(partition))
+        rows = rows_by_tensor(secure.schedule.parts, secure.trained_rows(partition))
         return sums_changes(self.method).heads_of(rows)
 
     # After training: agreement, and unmasking.
@@ -163,7 +161,7 @@ class Masked(Mean):
         if self._failure:
             raise ValueError(self._failure)
         try:
-            return self._state_of(self._unmask())
+            return self._add_to_state(self._unmask())
         except DealerError as error:
             blamed = self._blamed(error)
             for partition in blamed:
@@ -208,12 +206,12 @@ class Masked(Mean):
         self.record["dropped"] = list(compress(secure.schedule.partitions, dropped))
         return opened
 
-    def _state_of(self, opened: UnmaskedSum) -> Tensors:
+    def _add_to_state(self, opened: UnmaskedSum) -> Tensors:
         """Return the state after the mean changes."""
         untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
         cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
         self.record |= {"untrained": untrained, "cut-off": max(0.0, round(cut_off, 6))}
-        if cut_off > OFTEN:
+        if cut_off > MAX_CUT_OFF:
             log.warning(
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
                 "learning-rate", self.round.number, 100 * cut_off,

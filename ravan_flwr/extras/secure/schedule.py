@@ -10,7 +10,6 @@ as the threshold allows are one group. Each set of trainers of other rows is a g
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
@@ -23,10 +22,10 @@ from ravan_flwr.extras.secure.agreement import ENTRY, MARK, SIGNATURE, keystream
 from ravan_flwr.extras.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
 from ravan_flwr.specs import MAX_MASKED_CLIENTS
 
-LEAST = 3  # trainers of a row: each of two would know the other's change from the sum
-MOST_ROWS = 2**20
-MOST_NUMBERS = 2**33  # of one row
-MOST_PARTS = 64
+MIN_TRAINERS = 3  # trainers of a row: each of two would know the other's change from the sum
+MAX_ROWS = 2**20
+MAX_NUMBERS = 2**33  # of one row
+MAX_PARTS = 64
 GIVEN = 64  # digits of the hash of settings and state
 
 Bits = NDArray[np.bool_]
@@ -36,8 +35,8 @@ class Part(NamedTuple):
     """A tensor: its name, its number of masked rows, their size, and the bound of its changes."""
 
     name: str
-    rows: Annotated[int, Field(ge=1, le=MOST_ROWS)]
-    size: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+    rows: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    size: Annotated[int, Field(ge=1, le=MAX_NUMBERS)]
     bound: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -47,8 +46,8 @@ class Schedule(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     run: Annotated[int, Field(ge=0, le=2**64)]
     round: Annotated[int, Field(ge=0, le=2**53)]
-    minimum: Annotated[int, Field(ge=LEAST, le=MAX_MASKED_CLIENTS)]
-    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_PARTS)]
+    minimum: Annotated[int, Field(ge=MIN_TRAINERS, le=MAX_MASKED_CLIENTS)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     partitions: Annotated[  # the clients, ascending
         tuple[Annotated[int, Field(ge=0, le=2**53)], ...], Field(max_length=MAX_MASKED_CLIENTS)
     ]
@@ -64,7 +63,7 @@ class Schedule(BaseModel):
     @property
     def threshold(self) -> int:
         """Return how many clients together can recover a secret: two thirds, rounded up."""
-        return threshold_of(len(self.partitions))
+        return compute_threshold(len(self.partitions))
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -77,7 +76,7 @@ class Schedule(BaseModel):
         return [(at, row) for at, part in enumerate(self.parts) for row in range(part.rows)]
 
     @cached_property
-    def group_of(self) -> NDArray[np.int64]:
+    def row_groups(self) -> NDArray[np.int64]:
         """Return the group number of each row, from 0; -1 for rows that no client trains."""
         counts, numbers = self.trained.sum(0), dict[bytes, int]()
         safe = counts >= self.minimum + len(self.partitions) - self.threshold
@@ -94,9 +93,9 @@ class Schedule(BaseModel):
             yield part, slice(start, start + part.rows)
             start += part.rows
 
-    def groups_of(self, position: int) -> list[int]:
+    def trained_groups(self, position: int) -> list[int]:
         """Return the groups of the rows that a client trains."""
-        return [int(group) for group in np.unique(self.group_of[self.trained[position]])]
+        return [int(group) for group in np.unique(self.row_groups[self.trained[position]])]
 
     def masked(self, dealers: Bits) -> Bits:
         """Return the rows that each dealer masks: those with enough trainers among the dealers."""
@@ -106,7 +105,7 @@ class Schedule(BaseModel):
 
     def opened(self, dealers: Bits, alive: Bits) -> set[int]:
         """Return the groups to unmask: enough trainers of each of their rows have sent numbers."""
-        masked, groups = self.masked(dealers), self.group_of
+        masked, groups = self.masked(dealers), self.row_groups
         left, rows = (masked & alive[:, None]).sum(0), masked.any(0)
         few = rows & (left < self.minimum)
         return set(groups[rows].tolist()) - set(groups[few].tolist())
@@ -119,7 +118,7 @@ class Schedule(BaseModel):
         opens = self.opened(dealers, alive)
         requests: list[tuple[int, Sequence[int]]] = []
         for position in map(int, np.flatnonzero(dealers)):
-            groups = enumerate(self.groups_of(position), start=1)
+            groups = enumerate(self.trained_groups(position), start=1)
             indices = [index for index, group in groups if group in opens]
             requests.append((position, indices if alive[position] else [0]))
         return requests
@@ -129,7 +128,7 @@ class Schedule(BaseModel):
         return self.model_dump_json().encode()
 
 
-def threshold_of(clients: int) -> int:
+def compute_threshold(clients: int) -> int:
     """Return two thirds of so many clients, rounded up."""
     return -(-2 * clients // 3)
 
@@ -164,7 +163,7 @@ def read_schedule(data: bytes) -> Schedule:
             f"got a schedule of which {location or 'all'} is wrong: {wrong['msg']}"
         ) from None
     rows, number = sum(part.rows for part in sent.parts), len(sent.partitions)
-    if rows > MOST_ROWS or len(sent.packed) != number:
+    if rows > MAX_ROWS or len(sent.packed) != number:
         raise ValueError("got a schedule whose parts do not fit each other, expected one")
     if list(sent.partitions) != sorted(set(sent.partitions)):
         raise ValueError("got clients twice or out of order, expected each once")
@@ -202,24 +201,16 @@ def cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
         at += size
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one client sends and receives in a round, without its update and the state."""
-
-    up: int
-    down: int
-
-
-def most_protocol_bytes(schedule: Schedule) -> Traffic:
-    """Return the most bytes of any client if none fails, without its masked numbers."""
+def max_protocol_bytes(schedule: Schedule) -> tuple[int, int]:
+    """Return the most bytes that a client sends and receives beside its update and the state."""
     number, share = len(schedule.partitions), shamir.SHARE + MARK
-    groups = [len(schedule.groups_of(position)) for position in range(number)]
+    groups = [len(schedule.trained_groups(position)) for position in range(number)]
     bundles = [(1 + n) * share + agreement.TAG for n in groups]
     up = [number * (1 + n) * share + number * agreement.TAG + n * MARK for n in groups]
     fixed = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
     lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # with the key list
     down = len(schedule.to_bytes()) + lists + sum(bundles) - min(bundles)
-    return Traffic(max(up) + fixed, down)
+    return max(up) + fixed, down
 
 
 # Masks. Of two clients that train a row, the one with the lower partition adds a stream and the
@@ -231,7 +222,7 @@ def most_protocol_bytes(schedule: Schedule) -> Traffic:
 _BLOCK = 2**18  # numbers at a time
 
 
-def stream_of(key: bytes, row_id: tuple[int, int], size: int) -> Numbers:
+def make_stream(key: bytes, row_id: tuple[int, int], size: int) -> Numbers:
     """Return the masks of one row, given as (part, row): uniform numbers below 2^24."""
     stream, masks = keystream(key, struct.pack("<IQ", *row_id)), np.empty(size, np.uint32)
     for part in np.array_split(masks, -(-size // _BLOCK)):
@@ -259,7 +250,7 @@ class Vector:
         """Add the streams of a key to these rows, or subtract them."""
         for row in np.flatnonzero(rows & self.rows):
             numbers = self.row(int(row))
-            stream = stream_of(key, self.schedule.row_ids[int(row)], len(numbers))
+            stream = make_stream(key, self.schedule.row_ids[int(row)], len(numbers))
             # Wrapping at 2^32 changes nothing modulo 2^24.
             (np.add if add else np.subtract)(numbers, stream, out=numbers)
             np.bitwise_and(numbers, MASK, out=numbers)

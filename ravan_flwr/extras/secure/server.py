@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ravan_flwr.extras.secure import agreement, shamir
 from ravan_flwr.extras.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
-from ravan_flwr.extras.secure.fixed_point import WIDTH, from_bytes, mean_of
+from ravan_flwr.extras.secure.fixed_point import WIDTH, decode_mean, from_bytes
 from ravan_flwr.extras.secure.node_keys import is_signed
 from ravan_flwr.extras.secure.schedule import Bits, Schedule, Vector, cut, pack
 
@@ -86,7 +86,7 @@ class SecureServer:
         self.schedule, self.announcements = schedule, announcements
         self.data = schedule.to_bytes()
         self.key_list = b"".join(announcements[p].entry for p in schedule.partitions)
-        self.statement = agreement.statement_of(self.data, self.key_list)
+        self.statement = agreement.make_statement(self.data, self.key_list)
         self.shares_sent: dict[int, SharesSent] = {}  # by position in the schedule, as all below
         self.dealers: Bits = np.zeros(0, bool)
         self.alive: Bits = np.zeros(self.number, bool)
@@ -115,7 +115,7 @@ class SecureServer:
     def take_shares_sent(self, partition: int, parts: Parts) -> None:
         """Accept a client's shares for the others."""
         position = self.position(partition)
-        groups = len(self.schedule.groups_of(position))
+        groups = len(self.schedule.trained_groups(position))
         length = (1 + groups) * shamir.SHARE + agreement.TAG
         sealed = list(cut(parts["sealed"], [length] * self.number))
         marks = list(cut(parts["marks"], [(1 + groups) * MARK] * self.number))
@@ -144,19 +144,18 @@ class SecureServer:
             "marks": b"".join(dealt.marks[position] for dealt in bundles),
         }
 
-    def rows_of(self, partition: int) -> Bits:
+    def trained_rows(self, partition: int) -> Bits:
         """Return the rows that a client trains."""
         return np.asarray(self._masked[self.position(partition)])
 
     def check_masked(self, partition: int, data: bytes) -> None:
         """Raise ValueError unless a client's masked numbers are as many as it trains."""
-        expected = WIDTH * int(self.schedule.sizes[self.rows_of(partition)].sum())
+        expected = WIDTH * int(self.schedule.sizes[self.trained_rows(partition)].sum())
         if len(data) != expected:
             raise ValueError(f"got {len(data)} bytes of masked numbers, expected {expected}")
 
     def take_masked(self, partition: int, data: bytes) -> None:
-        """Add a client's masked numbers to the sum."""
-        self.check_masked(partition, data)
+        """Add a client's masked numbers, which `check_masked` has accepted, to the sum."""
         position = self.position(partition)
         self._total.add(Vector(self.schedule, self._masked[position], from_bytes(data)))
         self.alive[position] = True
@@ -200,7 +199,7 @@ class SecureServer:
                     continue
                 marks = self.shares_sent[dealer].marks[holder][MARK * index : MARK * (index + 1)]
                 args = self.schedule.partitions[dealer], partition, [share], index
-                if agreement.marks_of(self.statement, *args) != marks:
+                if agreement.mark_shares(self.statement, *args) != marks:
                     raise ValueError(
                         f"its share of partition {self.schedule.partitions[dealer]} is not the one "
                         "that it was given"
@@ -222,34 +221,34 @@ class SecureServer:
                 self._take_off_pairs(position)
         counts = (self._masked & self.alive[:, None]).sum(0)
         opened = self.schedule.opened(self.dealers, self.alive)
-        counts[~np.isin(self.schedule.group_of, list(opened))] = 0
+        counts[~np.isin(self.schedule.row_groups, list(opened))] = 0
         result = UnmaskedSum({}, {})
         for part, rows in self.schedule.spans():
             result.counts[part.name] = counts[rows]
             result.means[part.name] = mean = np.zeros((part.rows, part.size))
             for row in np.flatnonzero(counts[rows]):
                 total = self._total.row(rows.start + row)
-                mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
+                mean[row] = decode_mean(total, int(counts[rows][row]), part.bound)
         return result
 
     def _take_off_own(self, position: int, index: int) -> None:
         """Subtract a client's own masks of a group of rows."""
         partition = self.schedule.partitions[position]
-        group = self.schedule.groups_of(position)[index - 1]
+        group = self.schedule.trained_groups(position)[index - 1]
         seed = self._join_shares(position, index)
         if (
-            agreement.seed_mark(self.statement, partition, group, seed)
+            agreement.mark_seed(self.statement, partition, group, seed)
             != self.shares_sent[position].seeds[index - 1]
         ):
             raise DealerError(partition)
-        rows = self._masked[position] & (self.schedule.group_of == group)
+        rows = self._masked[position] & (self.schedule.row_groups == group)
         self._total.mask(agreement.own_key(seed, self.statement, partition, group), rows, add=False)
 
     def _take_off_pairs(self, position: int) -> None:
         """Remove the pair masks that others have added for a client that sent no numbers."""
         dropped = self.schedule.partitions[position]
         private = self._join_shares(position, 0)
-        if agreement.public_of(private) != self.announcements[dropped].keys[1]:
+        if agreement.derive_public_key(private) != self.announcements[dropped].keys[1]:
             raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
             rows, peer = self._masked[at] & self._masked[position], self.schedule.partitions[at]

@@ -12,7 +12,7 @@ from ravan_flwr.extras.secure.changes import (
     check_digest,
     check_parts,
     check_rows,
-    parts_of,
+    list_parts,
     rows_by_tensor,
     selected_rows,
     to_numbers,
@@ -56,7 +56,7 @@ def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) ->
     """Raise ValueError if the schedule breaks the run's settings, as far as a client can check."""
     method, config, node = client.loaded.model.method, client.config, client.node
     check_cohort(config, len(schedule.partitions), node.num_partitions)
-    check_parts(parts_of(method, sent, config.learning_rate * client.steps.number), schedule)
+    check_parts(list_parts(method, sent, config.learning_rate * client.steps.number), schedule)
     # A node with budget = auto reported a fraction that depends on the memory free at that time.
     fraction = (
         client.granted_fraction

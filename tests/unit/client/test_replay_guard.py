@@ -5,8 +5,9 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import replay_guard
-from ravan_flwr.client.account import ACCOUNT, check_account_is_kept
+from ravan_flwr.client.replay_guard import ACCOUNT
 from ravan_flwr.config.node_config import Node
+from ravan_flwr.extras.example_privacy.account import check_account_is_kept
 
 
 @pytest.fixture

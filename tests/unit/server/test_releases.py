@@ -29,7 +29,7 @@ def test_the_server_app_imports_no_optional_module(python):
 
 
 ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in optional.RELEASES.values()]
-ROWS += [(place, transports.Plain) for place in transports.TRANSPORTS.values()]
+ROWS += [(place, transports.Plain) for place in optional.TRANSPORTS.values()]
 
 
 @pytest.mark.parametrize(("place", "base"), ROWS)

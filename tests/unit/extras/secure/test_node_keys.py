@@ -85,7 +85,7 @@ def test_files_that_are_no_keys_are_reported(tmp_path, data):
     with pytest.raises(
         ValueError, match=r"secure-keys: partition-1\.pub: .*Ed25519 public"
     ) as error:
-        NodeKeys(tmp_path, 0).public_of(1)
+        NodeKeys(tmp_path, 0).read_public_key(1)
     assert str(tmp_path) not in str(error.value)
     (tmp_path / "partition-0.key").write_bytes(other if data is None else data)
     with pytest.raises(ValueError, match=r"secure-keys: partition-0\.key: .*Ed25519 private"):
@@ -96,7 +96,7 @@ def test_a_pipe_is_no_key(tmp_path):
     make_keys(tmp_path, 0)
     os.mkfifo(tmp_path / "partition-1.pub")
     with pytest.raises(ValueError, match=r"secure-keys: partition-1\.pub: is a pipe or a device"):
-        NodeKeys(tmp_path, 0).public_of(1)
+        NodeKeys(tmp_path, 0).read_public_key(1)
 
 
 def test_mismatched_keys_are_refused(tmp_path):

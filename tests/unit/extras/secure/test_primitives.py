@@ -17,8 +17,8 @@ def test_x25519_equals_rfc_7748():
     public_a = bytes.fromhex("8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a")
     public_b = bytes.fromhex("de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f")
     secret = bytes.fromhex("4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742")
-    assert agreement.public_of(a) == public_a
-    assert agreement.public_of(b) == public_b
+    assert agreement.derive_public_key(a) == public_a
+    assert agreement.derive_public_key(b) == public_b
     assert agreement.shared_secret(a, public_b) == agreement.shared_secret(b, public_a) == secret
 
 

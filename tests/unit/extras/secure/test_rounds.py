@@ -11,9 +11,15 @@ from ravan_flwr.extras.secure import schedule as rows_and_masks
 from ravan_flwr.extras.secure import shamir
 from ravan_flwr.extras.secure.agreement import SIGNATURE, pair_key, shared_secret, signed_keys
 from ravan_flwr.extras.secure.client import DistrustError, SecureClient
-from ravan_flwr.extras.secure.fixed_point import LEVELS, from_bytes, mean_of, to_steps
+from ravan_flwr.extras.secure.fixed_point import LEVELS, decode_mean, from_bytes, to_steps
 from ravan_flwr.extras.secure.node_keys import NodeKeys, make_keys
-from ravan_flwr.extras.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
+from ravan_flwr.extras.secure.schedule import (
+    Vector,
+    compute_threshold,
+    make_schedule,
+    make_stream,
+    pack,
+)
 from ravan_flwr.extras.secure.server import DealerError, SecureServer, read_announcement
 from tests.unit.extras.secure.rounds import PARTS, PHASES, ROUND, RUN, SecureRound, step_of
 
@@ -93,15 +99,15 @@ def test_a_head_that_loses_its_trainers_stays_masked(folder):
         assert (opened.counts["H"][1:] == 9 - len(dropped)).all()
         check_sums(round_, opened)
         # The server does not have the shares that it would need.
-        group = round_.server.schedule.group_of[0]
+        group = round_.server.schedule.row_groups[0]
         shares = round_.server._shares
-        index = 1 + round_.server.schedule.groups_of(0).index(group)
+        index = 1 + round_.server.schedule.trained_groups(0).index(group)
         assert ((0, index) in shares) == bool(count)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_too_few_clients_end_the_round(folder, phase):
-    dropped = N - threshold_of(N) + 1
+    dropped = N - compute_threshold(N) + 1
     round_ = SecureRound(folder, N, fails=dict.fromkeys(range(dropped), phase))
     if phase == "keys":  # a client without keys is not part of the round
         assert (round_.run().counts["H"] == N - dropped).all()
@@ -114,7 +120,7 @@ def test_the_server_alone_cannot_unmask(folder):
     """It has all messages, less one share of the threshold, and the sum before unmasking."""
     round_ = until(folder, "agree")
     signed = round_.server.close_list()
-    for partition in range(threshold_of(N) - 1):
+    for partition in range(compute_threshold(N) - 1):
         round_.server.take_shares(partition, round_.clients[partition].unmask(ROUND, signed))
     with pytest.raises(ValueError, match="masks of partition 0 cannot be recovered: got 4 shares"):
         round_.server.open()
@@ -162,12 +168,12 @@ def test_masked_uploads_are_uniform_and_cancel(folder, monkeypatch):
 def test_no_stream_is_used_twice(folder, monkeypatch):
     places, streams = [], []
 
-    def recording(key, place, size, make=stream_of):
+    def recording(key, place, size, make=make_stream):
         streams.append(make(key, place, size).tobytes())
         places.append((key, place))
         return make(key, place, size)
 
-    monkeypatch.setattr(rows_and_masks, "stream_of", recording)
+    monkeypatch.setattr(rows_and_masks, "make_stream", recording)
     until(folder, "masked")
     # Both clients of a pair make its streams; all others are different.
     pairs, own = N * (N - 1) // 2 * 7, N * 7
@@ -176,10 +182,10 @@ def test_no_stream_is_used_twice(folder, monkeypatch):
 
 
 def test_a_long_stream_is_made_in_pieces(monkeypatch):
-    expected = stream_of(bytes(32), (1, 2), 1000)
+    expected = make_stream(bytes(32), (1, 2), 1000)
     monkeypatch.setattr(rows_and_masks, "_BLOCK", 64)
-    assert stream_of(bytes(32), (1, 2), 1000).tolist() == expected.tolist()
-    assert (stream_of(bytes(32), (2, 1), 1000) != expected).any()
+    assert make_stream(bytes(32), (1, 2), 1000).tolist() == expected.tolist()
+    assert (make_stream(bytes(32), (2, 1), 1000) != expected).any()
 
 
 def test_two_rounds_with_the_same_changes_have_other_masks(folder):
@@ -498,7 +504,7 @@ def test_messages_of_other_lengths_are_refused(folder, length):
     assert not round_.server.shares_sent
     round_ = until(folder, "shares")
     with pytest.raises(ValueError, match=r"bytes of masked numbers, expected"):
-        round_.server.take_masked(0, bytes(length))
+        round_.server.check_masked(0, bytes(length))
     assert not round_.server.alive.any()
 
 
@@ -553,18 +559,18 @@ def test_values_beyond_the_bound_are_clipped_and_nan_becomes_zero():
 def test_a_sum_of_256_clients_does_not_overflow():
     total = np.array([256 * LEVELS], np.uint32)
     assert 256 * LEVELS < 2**24
-    assert mean_of(total, 256, 0.5).tolist() == [0.5]
+    assert decode_mean(total, 256, 0.5).tolist() == [0.5]
     with pytest.raises(ValueError, match="a sum of 255 clients"):
-        mean_of(total, 255, 0.5)
+        decode_mean(total, 255, 0.5)
 
 
 def test_the_number_of_groups_is_minimal():
     """If all clients train all rows, there is one group; a head of few clients is its own group."""
     everything = {p: np.ones(7, bool) for p in range(12)}
-    assert set(make_schedule(RUN, ROUND, 3, PARTS, everything).group_of) == {0}
+    assert set(make_schedule(RUN, ROUND, 3, PARTS, everything).row_groups) == {0}
     few = {p: np.array([p < 5] + [True] * 6) for p in range(12)}
     schedule = make_schedule(RUN, ROUND, 3, PARTS, few)
-    assert schedule.group_of.tolist() == [0] + [1] * 6
+    assert schedule.row_groups.tolist() == [0] + [1] * 6
     for dropped in itertools.combinations(range(12), 4):
         alive = np.array([p not in dropped for p in range(12)])
         opened = schedule.opened(np.ones(12, bool), alive)

@@ -1,7 +1,7 @@
 """Rounds with `privacy=example`, and the server's account of each client's privacy budget.
 
 Each client keeps its own account and refuses to train if its epsilon would be exceeded
-(client/account.py). The server counts how often it has asked each client, which is at least as
+(account.py). The server counts how often it has asked each client, which is at least as
 often as the client took part. The count is on disk (`privacy.json`) before messages are sent. With
 it the server reports the largest epsilon, does not ask clients that are out of budget, ends the run
 if too few clients remain, and informs a restarted client of its count. Updates are private already,
@@ -20,11 +20,12 @@ from flwr.app import Message
 from pydantic import NonNegativeInt
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.extras.example_privacy.gradients import check_trained
+from ravan_flwr.extras.example_privacy.steps import sampling_rate
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.account import epsilon_of
-from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.runs.record import PrivacyRecord, RoundRecord
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
@@ -34,7 +35,6 @@ from ravan_flwr.server.reply_collector import Sent
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.update import Update, refusal_in, within
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.private_steps import sampling_rate
 
 log = getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Run a client's local steps with differential privacy of each example: DP-SGD (`privacy=example`).
 
-A step differs from a plain one in its gradient only (privacy/example_gradients.py). Its batch is a
+A step differs from a plain one in its gradient only (gradients.py). Its batch is a
 Poisson sample, each example's gradient is clipped, and the sum has noise. A sample that is too
 large for the memory is computed in parts, whose clipped sums are added.
 
@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import (
+from ravan_flwr.extras.example_privacy.gradients import (
     ClippedExamples,
     ExampleGradients,
+    StepNoise,
     check_independent,
     check_trained,
 )
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.mechanism import subsample
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task

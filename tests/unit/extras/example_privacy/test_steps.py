@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.privacy import example_gradients
-from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.seeding import ClientRound
-from ravan_flwr.specs import Scalar
-from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.training import private_steps
-from ravan_flwr.training.local_steps import dropout_from, steps_of
-from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.private_steps import (
+from ravan_flwr.extras.example_privacy import gradients as example_gradients
+from ravan_flwr.extras.example_privacy import steps as private_steps
+from ravan_flwr.extras.example_privacy.gradients import StepNoise
+from ravan_flwr.extras.example_privacy.steps import (
     PrivateStepper,
     encode_each,
     sampling_rate,
     train_privately,
 )
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Encoded
+from ravan_flwr.training.local_steps import dropout_from, steps_of
+from ravan_flwr.training.model_and_data import ModelAndData
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
 WORK = ClientRound(0, 1, 3)

@@ -6,6 +6,7 @@ The run is over then, and its result is on disk. A node's failure affects only i
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
@@ -15,8 +16,8 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.extras.delivery.parcel import Parcel, check_run_name, read_answer
 from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
@@ -27,8 +28,11 @@ from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector, Sent
 from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import as_value_error, content_of
+from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
 
@@ -61,7 +65,7 @@ def make_parcel(
         excerpt["metrics"] = {**summary["metrics"], "final": card_metrics}
     return Parcel(
         run=check_run_name(directory.path.name),
-        run_id=summary.setdefault("run-id", new_run_id()),
+        run_id=summary.setdefault("run-id", secrets.token_hex(8)),
         last_round=summary["rounds"],
         checksum=checksum(state),
         summary=json.dumps(excerpt),
@@ -155,6 +159,20 @@ class DeliverAtEnd(Callback):
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed[f"node {node.node_id}"] = plain(reason)
         return {f"partition {entry['partition-id']}": entry for entry in have}, missed
+
+
+def deliver_later(
+    grid: Grid, loaded: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
+) -> None:
+    """Deliver a finished run's result to the nodes connected now; change nothing else of it."""
+    registry = ClientRegistry(config, loaded, for_training=False)
+    if not in_process(grid):
+        install_object_check()
+        retry_failed_calls(grid, config.round_timeout)
+    registry.gather(grid, wait=True)
+    builder = MessageBuilder(registry.nodes, start.fixed)
+    DeliverAtEnd(grid, config, registry, builder, directory, start.state).on_run_end()
+    log.info("run directory: %s", directory.path)
 
 
 class _Notes(RoundLog):

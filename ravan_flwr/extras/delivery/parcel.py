@@ -6,7 +6,6 @@ the node checks this name itself.
 
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from ravan_flwr.messages.plain_text import plain, read_fields, shown
 from ravan_flwr.methods.tensors import check_names, checksum, sum_of_squares
 from ravan_flwr.specs import RESULT_FOLDERS
 
-MOST_CHARACTERS = 1 << 20  # of a summary
+MAX_CHARACTERS = 1 << 20  # of a summary
 # A folder's name on any system: no separator, no dot or space at an end, not hidden.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 ._+=@-]{0,148}[A-Za-z0-9_+=@-])?")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -44,11 +43,6 @@ class Parcel:
         return content
 
 
-def new_run_id() -> str:
-    """Return a random id for a run."""
-    return secrets.token_hex(8)
-
-
 def check_run_name(name: str) -> str:
     """Return a run's name; raise ValueError unless every device can have a folder of that name."""
     if not _NAME.fullmatch(name):
@@ -69,7 +63,7 @@ def read_parcel(config: Mapping[str, Any]) -> Parcel:
             raise ValueError(f"{key} is {shown(digest)}, expected 16 hexadecimal digits")
     if parcel.last_round < 0:
         raise ValueError(f"last-round is {parcel.last_round}, expected a number from 0")
-    if len(parcel.summary) > MOST_CHARACTERS:
+    if len(parcel.summary) > MAX_CHARACTERS:
         raise ValueError(f"summary has {len(parcel.summary)} characters, expected fewer")
     if not isinstance(json.loads(parcel.summary), dict):
         raise ValueError("summary is no JSON object, expected that of a run")

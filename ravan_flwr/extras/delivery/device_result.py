@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from ravan_flwr.extras.delivery.parcel import Parcel, check_state
 from ravan_flwr.files import flush, flush_folder, read_file
-from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.results.card import fill_card
 from ravan_flwr.results.export import natural_form, write_result
@@ -47,7 +47,7 @@ def save_result(
     `writer` distinguishes devices that write to one result path at the same time.
     """
     check_state(state, loaded.model.initial_state(), parcel.checksum)
-    form = _form_of(folder, loaded)
+    form = _choose_form(folder, loaded)
     target = result_path / parcel.run
     mark = {
         "run": parcel.run,
@@ -79,7 +79,7 @@ def save_result(
     return RESULT_FOLDERS[form]
 
 
-def _form_of(folder: str | None, loaded: ModelAndData) -> str:
+def _choose_form(folder: str | None, loaded: ModelAndData) -> str:
     """Return the form of the device's folder; raise ValueError if the method has no such form."""
     natural = natural_form(loaded)
     form = {name: form for form, name in RESULT_FOLDERS.items()}[folder] if folder else natural

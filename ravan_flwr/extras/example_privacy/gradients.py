@@ -1,7 +1,7 @@
 """Compute the gradients of each example's own loss in one backward pass; clip, sum, noise them.
 
 The trained layers have hooks. A layer's hook keeps its input in the forward pass. When the backward
-pass has the gradient of its output, its rule (adapters/by_example.py) computes every example's
+pass has the gradient of its output, its rule (rules.py) computes every example's
 gradients from both. The parameters themselves get no gradients, so nothing is computed twice.
 
 This is correct only if an example's outputs depend on that example alone, and if the first
@@ -16,13 +16,13 @@ buffers, such as the frozen bases B and A, and has one hook for all parameters o
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ravan_flwr.adapters.by_example import RULES, Rule, gradient_rule, ruled_parameters
-from ravan_flwr.privacy.account import StepNoise
+from ravan_flwr.extras.example_privacy.rules import RULES, Rule, gradient_rule, ruled_parameters
 from ravan_flwr.privacy.mechanism import ROUNDING_MARGIN, gaussian
 
 OnGradient = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # of a layer's input and gradient
@@ -88,6 +88,14 @@ class ExampleGradients:
                 handle.remove()
             for parameter, trained in zip(self.parameters, before, strict=True):
                 parameter.requires_grad_(trained)
+
+    def num_bytes(self, examples: int) -> int:
+        """Return the bytes of the gradients of so many examples, and of their sums."""
+        # The gradients of each example in float32, and the sums of the clipped ones in float64.
+        # Of one parameter at a time there is also a float64 and a float32 copy of its gradients.
+        numbers = [parameter.numel() for parameter in self.parameters]
+        copies = 12 * examples * max(numbers, default=0)
+        return (4 * examples + 8) * sum(numbers) + copies
 
     def _register_hook(
         self,
@@ -183,6 +191,14 @@ def check_independent(alone: Sequence[Tensor], together: Sequence[Tensor]) -> No
 # weight decay and proximal term work on the released gradient.
 #
 # An example whose gradient is not finite counts as zero: else the sum would show that one only.
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise multiplier and the clip norm of private steps."""
+
+    multiplier: float
+    norm: float
 
 
 class ClippedExamples:

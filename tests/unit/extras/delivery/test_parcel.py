@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.messages.parcel import (
+from ravan_flwr.extras.delivery.parcel import (
     Parcel,
     check_run_name,
     check_state,

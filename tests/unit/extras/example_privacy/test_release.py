@@ -10,8 +10,8 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.extras import example_privacy
-from ravan_flwr.extras.example_privacy import ExampleBudget
+from ravan_flwr.extras.example_privacy import release as example_privacy
+from ravan_flwr.extras.example_privacy.release import ExampleBudget
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory

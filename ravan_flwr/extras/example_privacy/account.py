@@ -8,8 +8,6 @@ sends such messages. So on a device every entry is also a line of a file that on
 write. The file survives a restart of the SuperNode; the node's state does not. To Flower a resumed
 run is a new run. So the server sends with each round how many rounds it has counted before. If its
 number is larger than the account's, the account takes that number.
-
-No torch here: a process that a SuperNode starts for a light message loads nothing heavy.
 """
 
 import hashlib
@@ -19,22 +17,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import DEBUG, INFO, getLogger
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.on_device import is_on_a_device, locked_file, persistent_folder
+from ravan_flwr.client.replay_guard import ACCOUNT
 from ravan_flwr.config.node_config import Node
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.extras.example_privacy.gradients import StepNoise
 from ravan_flwr.files import append
-from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, StepNoise, epsilon_of_all
-
-if TYPE_CHECKING:
-    from ravan_flwr.config.run_config import Config
+from ravan_flwr.privacy.account import LEAST_MULTIPLIER, Releases, epsilon_of_all
 
 log = getLogger(__name__)
 
-ACCOUNT = "privacy-account"  # the record in a node's state
-MOST_ROUNDS = 1_000_000  # of a run
+MAX_ROUNDS = 1_000_000  # of a run
 
 Entry = Mapping[str, Any]
 
@@ -52,7 +49,7 @@ class AccountBook:
         entries: list[Entry] = [record] if isinstance(record, ConfigRecord) else []
         if self._file is not None:
             self._file.seek(0)
-            entries += _last_of(self._file.read().splitlines())
+            entries += _read_last(self._file.read().splitlines())
         return [entry for entry in entries if entry.get("run") == self._run]
 
     def write_entry(self, **entry: Any) -> None:
@@ -75,7 +72,7 @@ def open_account(state: RecordDict, run: str, partition: int) -> Iterator[Accoun
         yield AccountBook(state, run, file)
 
 
-def _last_of(lines: list[bytes]) -> list[Entry]:
+def _read_last(lines: list[bytes]) -> list[Entry]:
     """Return the last valid entry among these lines, in a list; an empty list if none is valid."""
     for line in reversed(lines):
         try:
@@ -142,7 +139,7 @@ class ExampleAccount:
 def count_round(
     state: RecordDict,
     run_hash: str,
-    config: "Config",
+    config: Config,
     rate: float,
     message: Mapping[str, Any],
     partition: int,
@@ -159,10 +156,10 @@ def count_round(
             "more; start server and clients with one version"
         )
     earlier_rounds = message.get("earlier-rounds")
-    if type(earlier_rounds) is not int or not 0 <= earlier_rounds <= MOST_ROUNDS:
+    if type(earlier_rounds) is not int or not 0 <= earlier_rounds <= MAX_ROUNDS:
         raise ValueError(
             f"earlier-rounds = {earlier_rounds!r} in the message: expected a number of rounds, "
-            f"{MOST_ROUNDS} at most; start server and clients with one version"
+            f"{MAX_ROUNDS} at most; start server and clients with one version"
         )
     per_round = Releases(multiplier, rate, config.local_steps or 0)
     with open_account(state, run_hash, partition) as book:

@@ -8,10 +8,10 @@ import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.extras import delivery as delivering
-from ravan_flwr.extras.delivery import KIND, NO_RESULT_PATH, NOT_CONNECTED, DeliverAtEnd
+from ravan_flwr.extras.delivery import server as delivering
+from ravan_flwr.extras.delivery.parcel import confirmation, read_parcel, refusal
+from ravan_flwr.extras.delivery.server import KIND, NO_RESULT_PATH, NOT_CONNECTED, DeliverAtEnd
 from ravan_flwr.messages.arrays import from_record
-from ravan_flwr.messages.parcel import confirmation, read_parcel, refusal
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting

@@ -2,7 +2,8 @@
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.account import ACCOUNT, open_account
+from ravan_flwr.client.replay_guard import ACCOUNT
+from ravan_flwr.extras.example_privacy.account import open_account
 
 
 def entries(state, run="1", partition=0):

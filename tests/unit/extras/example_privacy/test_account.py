@@ -7,15 +7,16 @@ import pytest
 from flwr.app import Array, ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client import answers
-from ravan_flwr.client.account import (
-    ACCOUNT,
+from ravan_flwr.client.client_request import run_hash
+from ravan_flwr.client.replay_guard import ACCOUNT
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras.example_privacy import client as on_client
+from ravan_flwr.extras.example_privacy.account import (
     ExampleAccount,
     OutOfBudgetError,
     count_round,
     open_account,
 )
-from ravan_flwr.client.client_request import run_hash
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import Releases, epsilon_of
 from ravan_flwr.specs import Scalar
@@ -182,7 +183,7 @@ def test_a_round_is_in_the_nodes_state_before_its_training_begins(send_request, 
         assert rounds_in(context) == 1
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(answers, "train_privately", fails)
+    monkeypatch.setattr(on_client, "train_privately", fails)
     with pytest.raises(RuntimeError, match="could not work on its examples; its own log"):
         send()
     assert rounds_in(context) == 1
