@@ -306,8 +306,8 @@ class Hostile(masked_round.Masked):
 
     clients: int | None = None  # number in a round; None: all sampled clients
 
-    def prepare(self, cohort):
-        return super().prepare(cohort[: self.clients])
+    def _share_secrets(self, cohort):
+        return super()._share_secrets(cohort[: self.clients])
 
     def _schedule(self, clients):
         with pytest.MonkeyPatch.context() as patch:
@@ -411,11 +411,11 @@ def test_a_client_with_nan_is_not_singled_out(tmp_path, monkeypatch, uploads):
 
 def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
     class Huge(Hostile):
-        def prepare(self, cohort):
+        def _share_secrets(self, cohort):
             tensors = self.state
             self.state = tensors | {"H": torch.full_like(tensors["H"], 3e38)}
             self.before = tensors
-            return super().prepare(cohort)
+            return super()._share_secrets(cohort)
 
         def mean(self):
             mean = super().mean()
@@ -436,11 +436,11 @@ def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
     class Repeating(Hostile):
         """A server that sends the same state twice, the second time without one client."""
 
-        def prepare(self, cohort):
+        def _share_secrets(self, cohort):
             tensors = self.state
             self.state = {k: torch.zeros_like(v) for k, v in tensors.items()}
             first = self.round.number == 1
-            return super().prepare([m for m in cohort if first or m.partition_id != 3])
+            return super()._share_secrets([m for m in cohort if first or m.partition_id != 3])
 
     monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Repeating)
     similarity = {}
