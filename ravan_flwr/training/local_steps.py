@@ -211,13 +211,13 @@ class Stepper:
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Add the gradients of a part's mean loss times its weight in the batch's mean."""
-        loss = self.compute_loss(batch)
+        loss = self.loss_of(batch)
         loss = loss if weight == 1.0 else loss * weight
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach().float()
 
-    def compute_loss(self, batch: Batch) -> Tensor:
+    def loss_of(self, batch: Batch) -> Tensor:
         """Return the mean loss of a part, in the configured precision."""
         with autocast(self.device.type, self.steps.precision):
             return self.task.loss(self.model.network, batch)
