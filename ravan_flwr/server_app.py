@@ -35,8 +35,6 @@ from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.reply_collector import MessageBuilder
-from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
     ResumePoint,
     is_to_be_delivered,
@@ -44,10 +42,17 @@ from ravan_flwr.server.resume import (
     output_folder,
     report_if_finished,
 )
+from ravan_flwr.server.round import MessageBuilder
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
+from ravan_flwr.server.superlink import (
+    in_process,
+    install_object_check,
+    processes_of,
+    retry_failed_calls,
+    simulating,
+)
 from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,

@@ -31,7 +31,7 @@ from ravan_flwr.messages.registered_client import (
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
+from ravan_flwr.server.superlink import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.server.update import as_value_error, content_of
 from ravan_flwr.training.model_and_data import ModelAndData
 

@@ -18,8 +18,8 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
+from ravan_flwr.server.superlink import in_process
 from ravan_flwr.simulated_time.clock import clock_of
 
 log = getLogger(__name__)

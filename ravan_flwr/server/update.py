@@ -50,6 +50,7 @@ class Update:
     bytes_up: int = 0
     staleness: int = 0  # versions by which the state has moved since it was sent
     steps: int = 0  # local steps, from the client's examples and the settings
+    step: float = 0.0  # learning rate times steps: how far its optimiser can move a number
     norms: Mapping[str, float] = field(default_factory=dict)  # by tensor, where they bound a state
 
 
@@ -74,7 +75,7 @@ def read_trained(
     seconds if they add the noise. If a reply has these values all the same, they are not read.
     """
     with as_value_error():
-        metrics, content = _opened(reply, round_number)
+        metrics, content = open_reply(reply, round_number)
         check_derived(metrics.get("derived"), derived, client.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
@@ -85,7 +86,7 @@ def read_trained(
         return Update(client, densify(tensors, density, most), loss, seconds, anew, skipped)
 
 
-def refusal_in(reply: Message, round_number: int) -> str:
+def read_refusal(reply: Message, round_number: int) -> str:
     """Return why a client refuses to train further; "" if the reply has an update."""
     with as_value_error():
         refused = content_of(reply).config_records.get("refused")
@@ -99,7 +100,7 @@ def refusal_in(reply: Message, round_number: int) -> str:
 def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
     """Return the pieces of a reply in a phase of a secure round, or the clients it distrusts."""
     with as_value_error():
-        arrays = _opened(reply, round_number)[1].array_records["arrays"]
+        arrays = open_reply(reply, round_number)[1].array_records["arrays"]
         return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
 
 
@@ -111,7 +112,7 @@ def read_masked(
     The client must have the server's bases.
     """
     with as_value_error():
-        metrics, content = _opened(reply, round_number)
+        metrics, content = open_reply(reply, round_number)
         check_derived(metrics.get("derived"), derived, client.versions)
         has_seconds = "seconds" in metrics
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if has_seconds else None
@@ -126,7 +127,7 @@ def read_evaluated(
     Units are examples, or what else the measures count.
     """
     with as_value_error():
-        metrics, _ = _opened(reply, round_number)
+        metrics, _ = open_reply(reply, round_number)
         number = above_zero(metrics, "num-examples", most)
         if measures.unit != "examples":
             number = above_zero(metrics, f"num-{measures.unit}", number * measures.most)
@@ -151,7 +152,7 @@ def as_value_error() -> Iterator[None]:
         raise ValueError(f"its reply cannot be used: {cause}") from error
 
 
-def most_validation_size(trained: int, fraction: float) -> int:
+def max_validation_size(trained: int, fraction: float) -> int:
     """Return the largest size of a validation split for a client with that many training examples.
 
     A split of n examples has ceil(fraction n) of them, less than fraction n + 1. The limit keeps a
@@ -172,7 +173,7 @@ def content_of(reply: Message) -> RecordDict:
     return reply.content
 
 
-def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
+def open_reply(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
     """Return a reply's metrics and content; raise ValueError if it is from another round."""
     content = content_of(reply)
     metrics = content.metric_records["metrics"]

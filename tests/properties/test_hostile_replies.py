@@ -154,7 +154,7 @@ class Server:
         message = self.strategy.message_builder.message(node, "train", number, self.sent, {})
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         if self.round is not None:
-            self.round.collector.expect(message, node)
+            self.round.expect(message, node)
         return message
 
     def reply(self, node, what):

@@ -13,8 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS, affordable
 from ravan_flwr.methods.fedrot_lora import nearest_rotation, partial_rotation
 from ravan_flwr.methods.lora_fair import correction
-from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.state import MOMENTS, ServerOptimizer, ServerState
+from ravan_flwr.server.aggregation import MOMENTS, Aggregate, ServerOptimizer, ServerState
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import (
     LAYERS,
@@ -536,7 +535,7 @@ def test_the_server_optimiser_moves_the_current_factor_alone(kind):
         for seed in range(3):
             sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
         moved[turn].append(sums._rounds[0].close()[turn])
-        server.take(sums.close(), method.frozen_tensors)
+        server.step(sums.close(), method.frozen_tensors)
         assert torch.equal(server.tensors[other], before[other])
     optimizer = ServerOptimizer(kind, 0.5, 0.9)
     for name, means in moved.items():

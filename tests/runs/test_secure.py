@@ -417,8 +417,8 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
             self.before = tensors
             return super().prepare(cohort)
 
-        def mean(self):
-            mean = super().mean()
+        def close(self):
+            mean = super().close()
             return mean | self.before  # so that the state can be evaluated
 
     monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Huge)

@@ -22,9 +22,9 @@ from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import round_log
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
+from ravan_flwr.server.superlink import RoundDeadline
 from tests.hand_made import (
     Nodes,
     Unresponsive,
@@ -336,7 +336,7 @@ def test_a_node_refused_for_its_examples_occupies_no_partition():
 
 
 def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.superlink.MAX_FETCH_SECONDS", 0.1)
     over, threads = threading.Event(), []
 
     class Held(Reconnecting):
