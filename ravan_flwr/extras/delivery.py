@@ -26,7 +26,7 @@ from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.update import as_value_error, content_of
+from ravan_flwr.server.update import as_value_error, read_content
 
 log = getLogger(__name__)
 
@@ -134,7 +134,7 @@ class DeliverAtEnd(Callback):
 
         def read(reply: Message, sent: Sent) -> Delivered:
             with as_value_error():
-                folder = read_answer(content_of(reply).config_records["kept"], parcel)
+                folder = read_answer(read_content(reply).config_records["kept"], parcel)
                 return {"partition-id": sent.client.partition_id, "folder": folder}
 
         replies = round_.replies(messages)

@@ -28,7 +28,7 @@ from ravan_flwr.messages.wire import check_overflow
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansByNorm, check_form, check_names, check_tensor
-from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from ravan_flwr.training.adapted_model import FINGERPRINT
 
 MOMENTS = "server-optimizer/"  # prefix of the moments' names in the memory
@@ -118,7 +118,7 @@ class Aggregate:
         method_part = self._method_part(upload)
         sent = self._norms.start_of(method_part, self._sent(fraction))
         start = sent | self._classifier
-        self.limit.check(changes_of(upload, start, self.limit.wire), step)
+        self.limit.check(measure_changes(upload, start, self.limit.wire), step)
         alone = self._norms.norms_alone(method_part, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
@@ -142,7 +142,7 @@ class Aggregate:
         self._step = max(self._step, step)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
 
-    def offer(
+    def check_and_add(
         self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
     ) -> None:
         """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
@@ -269,13 +269,13 @@ class CalibrationSums:
         check_names(upload, [*self.start])
         for name, tensor in self.start.items():
             check_tensor(upload, name, tensor.shape, torch.float32)
-        self.limit.check(changes_of(upload, self.start))
+        self.limit.check(measure_changes(upload, self.start))
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add an upload that was checked."""
         self.sums.add(upload, weight)
 
-    def offer(self, upload: Mapping[str, Tensor], weight: float) -> None:
+    def check_and_add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Check an upload and add it; raise ValueError if it is not valid."""
         self.check(upload)
         self.add(upload, weight)
@@ -296,7 +296,7 @@ class CalibrationSums:
 # as many as it cuts off at one end. Every reply of a round is kept until the round closes.
 
 TRIMMED = 0.2  # fraction of the replies that is cut off at either end; at least one reply
-FEWEST = 3  # values needed to outvote a false one
+MIN_VALUES = 3  # values needed to outvote a false one
 
 _BLOCK = 2**18  # numbers of all replies that are sorted at a time
 
@@ -345,4 +345,4 @@ def median_or_trimmed_mean(old: Tensor, replies: list[Tensor], statistic: str) -
     mask = (rank >= cut) & (rank < number - cut)
     total = torch.where(mask, ordered, 0.0).sum(0)
     mean = total / mask.sum(0).clamp(min=1)
-    return torch.where(number >= FEWEST, mean, old.double()).float()
+    return torch.where(number >= MIN_VALUES, mean, old.double()).float()

@@ -141,8 +141,8 @@ class Buffered(Plain):
 
     def _keep_versions(self, number: int) -> None:
         """Keep this version, and those of clients whose update may still count; drop the others."""
-        most = self.config.max_staleness
-        oldest = -math.inf if most is None else number - most
+        max_staleness = self.config.max_staleness
+        oldest = -math.inf if max_staleness is None else number - max_staleness
         needed = {sent.number for sent in self.sent.values() if sent.number >= oldest}
         self.versions = {n: tensors for n, tensors in self.versions.items() if n in needed}
         self.versions[number] = self.federation.state.tensors

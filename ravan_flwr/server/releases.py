@@ -23,7 +23,7 @@ from ravan_flwr.methods.base import CLASSIFIER, Tensors, split_classifier
 from ravan_flwr.optional import RELEASES, load
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import (
-    FEWEST,
+    MIN_VALUES,
     Aggregate,
     CalibrationSums,
     check_upload,
@@ -189,10 +189,10 @@ class Mean:
         Raise ValueError if the round has no effect.
         """
         robust, count = self.config.robust, self.sums.count
-        if robust != "none" and count < FEWEST:
+        if robust != "none" and count < MIN_VALUES:
             log.warning(
                 "round %d: %d replies came, and weighting = %r changes nothing with fewer than %d",
-                self.round.number, count, robust, FEWEST,
+                self.round.number, count, robust, MIN_VALUES,
             )  # fmt: skip
         sums = self.sums
         del self.sums  # in a robust round they hold every reply
@@ -209,8 +209,8 @@ class Calibrated(Mean):
         config, calibration = self.config, federation.method.calibration
         assert calibration is not None
         self.all_clients, self.by_steps = calibration.all_clients, calibration.by_steps
-        most = max(map(federation.steps, federation.registry.clients.values()), default=0)
-        step = config.calibration_learning_rate * most
+        max_steps = max(map(federation.steps, federation.registry.clients.values()), default=0)
+        step = config.calibration_learning_rate * max_steps
         self.calibration_sums = CalibrationSums(
             calibration, config.max_update_norm, step, config.robust
         )
@@ -218,7 +218,7 @@ class Calibrated(Mean):
         if self.all_clients:
             round_.enough = math.inf
         if config.robust != "none":
-            round_.min_replies = round_.quorum = max(round_.min_replies, FEWEST)
+            round_.min_replies = round_.quorum = max(round_.min_replies, MIN_VALUES)
 
     def draw(self) -> list[RegisteredClient]:
         if not self.all_clients:

@@ -22,12 +22,12 @@ from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.superlink import (
     ReplyFetcher,
     RoundDeadline,
-    failures_of,
+    find_failures,
     in_process,
     pull_replies,
     push,
 )
-from ravan_flwr.simulated_time.clock import REAL, clock_of
+from ravan_flwr.simulated_time.clock import REAL, find_clock
 from ravan_flwr.specs import Scalar
 
 Checked = TypeVar("Checked")
@@ -93,7 +93,7 @@ class Round:
         self.enough: float = config.clients_per_round  # valid replies that end the wait at once
         self.quorum = self.min_replies  # valid replies with which the straggler timeout begins
         self.grace = config.straggler_grace  # the straggler timeout; None: automatic
-        if in_process(grid) and clock_of(grid) is REAL:
+        if in_process(grid) and find_clock(grid) is REAL:
             # Clients in one process share this machine: none is slower than the others.
             self.grace = math.inf
         self.recipients: set[int] = set()  # ids of the nodes that were sent a message
@@ -116,7 +116,7 @@ class Round:
         grid = self.grid
         self.deadline = RoundDeadline(
             self.config.round_timeout, len(self.outstanding), self.quorum, self.grace, enough,
-            clock_of(grid),
+            find_clock(grid),
         )  # fmt: skip
         failures = {
             message_id: self._nodes[sent.client.node_id].failures
@@ -124,7 +124,7 @@ class Round:
         }
         waiting = sorted(failures, key=failures.__getitem__)  # those with failures come last
         late = {message_id: node for node in self._nodes.values() for message_id in node.late}
-        failed = failures_of(grid).count
+        failed = find_failures(grid).count
         inbox = self._message_builder.inbox
         for reply in pull_replies(grid, inbox, waiting, self.deadline, late.keys()):
             answered = reply.metadata.reply_to_message_id
@@ -132,9 +132,9 @@ class Round:
                 yield reply
             elif answered in late:
                 self._reject_late(reply, late.pop(answered))
-            failed = failures_of(grid).count
+            failed = find_failures(grid).count
         # If the SuperLink failed after the last reply, missing replies are not the nodes' fault.
-        self._close(failures_of(grid).last if failures_of(grid).count > failed else "")
+        self._close(find_failures(grid).last if find_failures(grid).count > failed else "")
 
     def send(self, messages: list[Message]) -> None:
         """Push the messages; reject the clients whose message the SuperLink does not take."""
@@ -144,7 +144,7 @@ class Round:
             client = self._nodes[message.metadata.dst_node_id].client
             assert client is not None  # messages are written only to clients
             if id(message) in pushed:
-                self.expect(message, client, clock_of(self.grid).now)
+                self.expect(message, client, find_clock(self.grid).now)
             else:
                 self.reject(client, "the message could not be sent")
 

@@ -48,7 +48,7 @@ from ravan_flwr.server.superlink import (
 )
 from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
 from ravan_flwr.server.user_messages import report_start
-from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
+from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -175,7 +175,7 @@ class FederatedTuning(Strategy):
         if not in_process(grid):
             install_object_check()
             retry_failed_calls(grid, timeout)
-        clock = self.federation.clock = clock_of(grid)
+        clock = self.federation.clock = find_clock(grid)
         self.federation.began = clock.now - self._resume_point.time
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
@@ -283,7 +283,7 @@ class FederatedTuning(Strategy):
         """Log a used update; also if its client had lost its personal parameters."""
         federation, partition = self.federation, update.client.partition_id
         span = sent.time - federation.began, federation.time
-        device = federation.clock.device_of(partition)
+        device = federation.clock.find_device(partition)
         self.round.log.use(update, heads, sent.size, span, device)
         if update.anew and partition in federation.trained:
             self.round.log.began_anew.append(partition)

@@ -30,7 +30,7 @@ from ravan_flwr.flower_private import (
     ObjectPushError,
     TaskType,
     check_before_inflating,
-    retry_invoker_of,
+    find_retry_invoker,
     set_message_id,
 )
 from ravan_flwr.messages.plain_text import plain
@@ -64,7 +64,7 @@ class Failures:
             log.warning("the SuperLink fails (%s), and is asked again", self.last)
 
 
-def failures_of(grid: Grid) -> Failures:
+def find_failures(grid: Grid) -> Failures:
     """Return the count of failures of a grid's SuperLink."""
     failures: Failures = vars(grid).setdefault("failures", Failures())
     return failures
@@ -83,10 +83,10 @@ def retry_failed_calls(grid: Grid, timeout: float) -> None:
     A pull is not repeated as a whole, since `ReplyFetcher` pulls again. But its single HTTP calls
     are: the SuperLink returns a reply only once, and its objects after that.
     """
-    failures = failures_of(grid)
+    failures = find_failures(grid)
     for name in ("push_messages", "get_nodes", "get_node_ids"):
         setattr(grid, name, partial(_answer, getattr(grid, name), failures, timeout))
-    invoker = retry_invoker_of(grid)
+    invoker = find_retry_invoker(grid)
     if invoker is None:
         return
     gives_up, backs_off = invoker.should_giveup, invoker.on_backoff
@@ -146,7 +146,7 @@ def fetch(grid: Grid, message_id: str) -> Message | None:
         return _checked(replies, message_id) if replies else None
     except Exception as error:  # noqa: BLE001 (a node's objects can cause any exception)
         if is_failure(error):
-            failures_of(grid).note(error)
+            find_failures(grid).note(error)
             return None
         return unreadable(message_id, f"{type(error).__name__}: {plain(str(error))}")
 
@@ -197,10 +197,10 @@ def check_objects(contents: Mapping[str, bytes]) -> None:
             f"it has {weight} bytes beside its tensors, expected {MAX_METADATA} at most"
         )
     sizes = {key: len(data) for key, data in contents.items() if key not in non_chunks}
-    most = max(MAX_EXPANSION * (weight + sum(sizes.values())), ALWAYS_ROOM)
+    limit = max(MAX_EXPANSION * (weight + sum(sizes.values())), ALWAYS_ROOM)
     total = sum(_weight_of_array(data, sizes) for data in non_chunks.values())
-    if total > most:
-        raise ValueError(f"its tensors are {total} bytes from few chunks, expected {most} at most")
+    if total > limit:
+        raise ValueError(f"its tensors are {total} bytes from few chunks, expected {limit} at most")
 
 
 def _weight_of_array(content: bytes, sizes: Mapping[str, int]) -> int:
@@ -219,7 +219,7 @@ def _weight_of_array(content: bytes, sizes: Mapping[str, int]) -> int:
 class RoundDeadline:
     """The end of the wait for replies: a timeout, a straggler timeout, or enough replies.
 
-    The straggler timeout (`grace`) begins with the `least`-th reply that was used. If it is None,
+    The straggler timeout (`grace`) begins with the `quorum`-th reply that was used. If it is None,
     it begins when at least half of the clients have replied. It is then ten times the time that
     these took, at least a minute. `enough` replies end the wait at once.
     """
@@ -228,7 +228,7 @@ class RoundDeadline:
         self,
         timeout: float,
         clients: int,
-        least: int = 1,
+        quorum: int = 1,
         grace: float | None = math.inf,
         enough: float = math.inf,
         clock: Clock = REAL,
@@ -236,7 +236,8 @@ class RoundDeadline:
         self.clock, self._began = clock, clock.now
         self._until = self._began + timeout
         self._grace, self._enough = grace, enough
-        self._quorum = min(clients, max(least, math.ceil(clients / 2)) if grace is None else least)
+        half = math.ceil(clients / 2)
+        self._quorum = min(clients, max(quorum, half) if grace is None else quorum)
         self.used = 0
 
     def use(self) -> None:
@@ -293,9 +294,9 @@ class ReplyFetcher:
         self._fetching.update(todo)
         try:
             while todo or self._came.qsize():
-                failed = failures_of(grid).count
+                failed = find_failures(grid).count
                 yield from self._fetch(grid, todo)
-                if todo and failures_of(grid).count > failed:
+                if todo and find_failures(grid).count > failed:
                     return  # the SuperLink fails: more threads would not help
         finally:  # also when the caller stops early
             while (message_id := _next(todo)) is not None:
@@ -352,7 +353,7 @@ def in_process(grid: Grid) -> bool:
     return bool(getattr(grid, "in_process", False))
 
 
-def processes_of(grid: Grid) -> int | None:
+def count_processes(grid: Grid) -> int | None:
     """Return the number of processes of an in-process run; None for Flower's runtimes."""
     return int(getattr(grid, "processes", 1)) if in_process(grid) else None
 
@@ -376,7 +377,7 @@ def pull_replies(
     well, but the function does not wait for them.
     """
     left, clock = dict.fromkeys(waiting), deadline.clock
-    longest = 0.2 if simulating(grid) else 0.5  # each reply costs a call of the SuperLink
+    max_pause = 0.2 if simulating(grid) else 0.5  # each reply costs a call of the SuperLink
     pause, last = 0.005, False
     while left and not last:
         last = deadline.left <= 0
@@ -390,7 +391,7 @@ def pull_replies(
             if (left and deadline.satisfied) or (in_process(grid) and deadline.left <= 0):
                 return
         took = time.monotonic() - began
-        pause = 0.005 if came else min(pause * 1.5, max(longest, took))
+        pause = 0.005 if came else min(pause * 1.5, max(max_pause, took))
         if left and not came and not last:
             # Simulated time jumps to the next reply.
             clock.wait(max(0.0, min(pause if clock is REAL else math.inf, deadline.left)))

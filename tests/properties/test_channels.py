@@ -38,7 +38,7 @@ from ravan_flwr.client import answers
 from ravan_flwr.client.client_request import HIDDEN_REASON
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
-from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.worker_process import compute_reply, identify
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import check_independent
@@ -163,7 +163,7 @@ def ask(kind, state, config, node=None):
     message = Message(content, 1, kind)
     message.metadata.__dict__["_run_id"] = 1
     node_config = {"partition-id": 0, "num-partitions": 20} | (node or {})
-    return reply_of(message, Context(1, 1, node_config, RecordDict(), dict(config)))
+    return compute_reply(message, Context(1, 1, node_config, RecordDict(), dict(config)))
 
 
 def view_of(reply: Any, logged: Any = ()) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ravan_flwr.server.superlink import (
     pull_replies,
 )
 from ravan_flwr.server.update import read_trained
-from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
 
@@ -91,8 +91,8 @@ class Pointed(Attacker):
         upload = {name: sent[name] for name in ("B", "A")}
         limit = UpdateNormCheck(None, RATE * STEPS)
         for tensor in upload.values():
-            change = changes_of({"B": tensor}, {"B": tensor})["B"]
-            tensor[0] += 0.999 * limit.most(change) * math.sqrt(tensor.numel())
+            change = measure_changes({"B": tensor}, {"B": tensor})["B"]
+            tensor[0] += 0.999 * limit.max_size(change) * math.sqrt(tensor.numel())
         honest.content["arrays"] = to_record(upload)
         return honest
 
