@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.launch.superlink import list_processes
 from tests.fork_server import LIBRARIES, ForkServer, Python, fork_of
 from tests.support.deployment import RUN_TIMEOUT, Deployment, Run, wait_for
 
@@ -132,7 +132,7 @@ class Farm:
     def _servers(self) -> dict[str, tuple[float, float]]:
         """Read CPU seconds and MB of the SuperLink and the ServerApp."""
         found = {}
-        for pid in processes_of(self.deployment.folder / "superlink"):
+        for pid in list_processes(self.deployment.folder / "superlink"):
             process = psutil.Process(pid)
             command = " ".join(process.cmdline())
             for name in ("superlink", "serverapp"):
@@ -145,7 +145,7 @@ class Farm:
     def _memory(self, machine: str) -> float:
         """Return the MB of a node's processes, with shared memory divided among them."""
         total = 0.0
-        for pid in processes_of(self.deployment.folder / machine):
+        for pid in list_processes(self.deployment.folder / machine):
             try:
                 for process in (pid, fork_of(pid)):
                     total += psutil.Process(process).memory_full_info().pss / 1e6

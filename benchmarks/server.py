@@ -113,7 +113,7 @@ def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
     began = time.perf_counter()
     aggregate = Aggregate(method, state, UpdateNormCheck(1e6))
     for reply in replies:
-        aggregate.offer(view_record(reply.content.array_records["arrays"]), 1.0)
+        aggregate.check_and_add(view_record(reply.content.array_records["arrays"]), 1.0)
     to_record(aggregate.close())
     return time.perf_counter() - began
 

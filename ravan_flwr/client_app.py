@@ -37,7 +37,7 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
     try:
-        reply = _records_of(kind, content, context, node)
+        reply = _dispatch(kind, content, context, node)
     except Exception as error:
         if kind != "query":
             raise
@@ -50,7 +50,7 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     return Message(reply, reply_to=message)
 
 
-def _records_of(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
+def _dispatch(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     answer_once(kind, content, context, node.partition_id)
     if kind in LIGHT:
         reply: RecordDict = load(ANSWER_PHASE)(kind, content, context, node)

@@ -18,7 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = [
     "NodeInfo", "ObjectPushError", "Run", "RunNotRunningException", "TaskIdentity", "TaskType",
-    "check_before_inflating", "flower_home", "parse_node_config", "retry_invoker_of",
+    "check_before_inflating", "find_retry_invoker", "flower_home", "parse_node_config",
     "set_message_id",
 ]  # fmt: skip
 
@@ -44,7 +44,7 @@ def flower_home() -> Path:
     return get_flwr_home()
 
 
-def retry_invoker_of(grid: object) -> Any:
+def find_retry_invoker(grid: object) -> Any:
     """Return the retry invoker of Flower's grid over HTTP; None for other grids."""
     return getattr(grid, "_retry_invoker", None)
 

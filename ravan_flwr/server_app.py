@@ -34,7 +34,6 @@ from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
     ResumePoint,
     is_to_be_delivered,
@@ -42,9 +41,14 @@ from ravan_flwr.server.resume import (
     output_folder,
     report_if_finished,
 )
-from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
+from ravan_flwr.server.run_recorder import RunRecorder, carry_over, make_summary
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.server.superlink import (
+    count_processes,
+    in_process,
+    simulating,
+)
 from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,
@@ -52,7 +56,7 @@ from ravan_flwr.server.user_messages import (
     report_float32,
     report_result,
 )
-from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
+from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
@@ -122,7 +126,7 @@ def _run(grid: Any, context: Context, user_callbacks: Callbacks) -> None:
         else:
             directory = earlier
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
-        if isinstance(clock := clock_of(grid), SimulatedClock):
+        if isinstance(clock := find_clock(grid), SimulatedClock):
             clock.resume(start.time, start.memory)
         if in_process(grid) and start.personal_states is not None:
             grid.give_personal_states(start.personal_states)
@@ -199,15 +203,15 @@ def _run_rounds(
             to_record(start.state),
             config.num_rounds,
             config.round_timeout,
-            evaluate_fn=_evaluation_of(loaded, config, directory, recorder),
+            evaluate_fn=_make_evaluation(loaded, config, directory, recorder),
         )
     recorder.drop_later_rounds()  # not done yet if no further round was run
-    summary = summary_of(
+    summary = make_summary(
         loaded, config, strategy.records, len(strategy.registry.clients), simulated=simulating(grid)
     )
     if strategy.privacy is not None:
         summary.update(cast(Summary, strategy.privacy.as_record()))
-    if (processes := processes_of(grid)) is not None:
+    if (processes := count_processes(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
     _save_result(strategy.state.tensors, loaded, directory, summary)
@@ -215,7 +219,7 @@ def _run_rounds(
     report_result(summary, metric, directory, _report(config, directory))
 
 
-def _evaluation_of(
+def _make_evaluation(
     loaded: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
 ) -> Callable[[int, ArrayRecord], MetricRecord] | None:
     """Return a function that evaluates a state on the server; None if clients evaluate."""

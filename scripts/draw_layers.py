@@ -29,6 +29,7 @@ ROUND = (
 LOOP = ("strategy.py", "start")
 FUNCTIONS = (
     ("strategy.py", "_train"),
+    ("strategy.py", "configure_train"),
     ("strategy.py", "aggregate_train"),
     ("releases.py", "read"),
     ("releases.py", "add"),

@@ -88,7 +88,7 @@ def aggregate(method, state, uploads):
     """Return the next state; uploads are (tensors, budget fraction) or with a weight as third."""
     total = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, fraction, *weight in uploads:
-        total.offer(upload, fraction if method.can_train(fraction) else 1.0, *weight)
+        total.check_and_add(upload, fraction if method.can_train(fraction) else 1.0, *weight)
     return total.close()
 
 

@@ -56,10 +56,10 @@ def _keys(parsed: argparse.Namespace) -> None:
 
     for path in credentials.make_credentials(folder, parsed.hosts, parsed.nodes):
         sys.stdout.write(f"made {path}\n")
-    certificate = credentials.certificate_of(folder / "superlink" / "superlink.crt")
+    certificate = credentials.load_certificate(folder / "superlink" / "superlink.crt")
     sys.stdout.write(
-        f"The SuperLink's certificate is for {', '.join(credentials.hosts_of(certificate))}, until "
-        f"{certificate.not_valid_after_utc:%Y-%m-%d}.\n"
+        f"The SuperLink's certificate is for {', '.join(credentials.list_hosts(certificate))}, "
+        f"until {certificate.not_valid_after_utc:%Y-%m-%d}.\n"
         "superlink/          goes to the SuperLink's machine, whole\n"
         "node-0/, node-1/... go to one SuperNode's machine each, whole\n"
         "node-*/node.pub     are registered: flwr supernode register node-0/node.pub NAME\n"

@@ -17,16 +17,16 @@ from ravan_flwr.flower_private import TaskIdentity, flower_home
 
 log = logging.getLogger(__name__)
 
-LONGEST_FOLDER = 85  # bytes: a socket's whole path has room for 104 on some systems
+MAX_FOLDER_BYTES = 85  # bytes: a socket's whole path has room for 104 on some systems
 _NONE = 1  # task ids up to this belong to processes that no SuperNode started
 
 
 def is_on_a_device() -> bool:
     """Return whether a SuperNode started this process; in others, messages are never concurrent."""
-    return task_of_process() > _NONE
+    return find_task() > _NONE
 
 
-def task_of_process() -> int:
+def find_task() -> int:
     """Return the id of the Flower task that this process does; 0 if there is none."""
     try:
         return TaskIdentity.task_id
@@ -108,13 +108,13 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and is_private
 
 
-def folder_of_sockets() -> Path:
+def find_socket_folder() -> Path:
     """Return the private folder; RuntimeError if a socket's path in it is too long."""
     folder = private_folder()
     length = len(os.fsencode(folder))
-    if length > LONGEST_FOLDER:
+    if length > MAX_FOLDER_BYTES:
         raise RuntimeError(
-            f"{folder}: got a path of {length} bytes, expected at most {LONGEST_FOLDER} for the "
+            f"{folder}: got a path of {length} bytes, expected at most {MAX_FOLDER_BYTES} for the "
             "warm worker's socket; set a shorter XDG_RUNTIME_DIR or TMPDIR"
         )
     return folder

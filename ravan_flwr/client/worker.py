@@ -27,7 +27,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.on_device import adopt_task, folder_of_sockets, task_of_process
+from ravan_flwr.client.on_device import adopt_task, find_socket_folder, find_task
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -49,7 +49,7 @@ _started: list[subprocess.Popen[bytes]] = []  # workers outlive this process: no
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Return the worker's answer, after starting one if necessary; change the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
-    path = folder_of_sockets() / f"{owner}.sock"
+    path = find_socket_folder() / f"{owner}.sock"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process starts a worker
         connection = _connect(path) or _start(path, owner)
@@ -63,7 +63,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                     "run-id": context.run_id,
                     "node-config": dict(context.node_config),
                     "run-config": dict(context.run_config),
-                    "task-id": task_of_process(),
+                    "task-id": find_task(),
                 },
                 [content, context.state],
             )
@@ -165,7 +165,7 @@ class Worker:
             self._requester = connection
         records = [state]  # with changes that an answer made before it failed
         try:
-            records = _answer_of(header, content, state, new=header["run-id"] != self._run)
+            records = _compute_answer(header, content, state, new=header["run-id"] != self._run)
             self._run = header["run-id"]
             header = {}
         except Exception as error:
@@ -211,7 +211,7 @@ class Worker:
                     os._exit(0)
 
 
-def _answer_of(
+def _compute_answer(
     header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
 ) -> list[RecordDict]:
     """Return the client's reply and its new state; `new` is True for a run's first message."""

@@ -69,7 +69,7 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pat
     return [folder / name for name in missing]
 
 
-def certificate_of(path: Path) -> x509.Certificate:
+def load_certificate(path: Path) -> x509.Certificate:
     """Return the certificate in a PEM file."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
@@ -79,7 +79,7 @@ def certificate_of(path: Path) -> x509.Certificate:
         ) from None
 
 
-def hosts_of(certificate: x509.Certificate) -> list[str]:
+def list_hosts(certificate: x509.Certificate) -> list[str]:
     """Return the names and addresses that a certificate is for."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -126,7 +126,7 @@ def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
     names = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
     missing = [name for name in names if name not in files]
     if SUPERLINK in files:
-        present = hosts_of(certificate_of(folder / SUPERLINK / "superlink.crt"))
+        present = list_hosts(load_certificate(folder / SUPERLINK / "superlink.crt"))
         host_names = {str(name.value) for name in _subject_names(hosts)}
         if lacking := sorted(host_names - set(present)):
             raise ValueError(
@@ -153,7 +153,7 @@ def _authority() -> dict[str, bytes]:
 
 
 def _superlink(authority: Path, names: Sequence[x509.GeneralName]) -> dict[str, bytes]:
-    issuer = certificate_of(authority / "ca.crt")
+    issuer = load_certificate(authority / "ca.crt")
     key = ec.generate_private_key(ec.SECP384R1())
     certificate = _certificate(
         _named("ravan-flwr SuperLink"), key.public_key(), SUPERLINK_DAYS,

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from ravan_flwr.flower_private import parse_node_config
-from ravan_flwr.launch.credentials import certificate_of, hosts_of
+from ravan_flwr.launch.credentials import list_hosts, load_certificate
 
 MAX_AHEAD, MAX_BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
 RENEWAL = timedelta(days=30)  # before the end of a certificate
@@ -169,7 +169,7 @@ def _superlink_keys(folder: Path) -> str:
             f"{folder}: superlink.key is not the key of superlink.crt ({error}); copy the folder "
             "again"
         ) from None
-    return f"{folder}: a pair for {', '.join(hosts_of(certificate_of(certificate)))}"
+    return f"{folder}: a pair for {', '.join(list_hosts(load_certificate(certificate)))}"
 
 
 def _request(
@@ -207,7 +207,7 @@ def _parts(address: str) -> tuple[str, int]:
 
 
 def _not_expired(folder: Path) -> str:
-    end = certificate_of(folder / "superlink.crt").not_valid_after_utc
+    end = load_certificate(folder / "superlink.crt").not_valid_after_utc
     if end < datetime.now(UTC) + RENEWAL:
         raise ValueError(f"the certificate ends on {end:%Y-%m-%d}; renew it (docs/operating.md)")
     return f"the certificate is valid until {end:%Y-%m-%d}"

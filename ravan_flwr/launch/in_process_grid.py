@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from ravan_flwr.client.client_request import read_personal, store_personal
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
-from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.worker_process import compute_reply, identify
 from ravan_flwr.launch.workers import Job, WorkerPool
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.optional import MAKE_KEYS, load
@@ -164,7 +164,7 @@ class InProcessGrid(Grid):
         if self._pool is None or not is_local_work(message):
             if self._pool is None and message.metadata.message_type == MessageType.TRAIN:
                 self._train_ahead(message)
-            reply = reply_of(message, job.context)
+            reply = compute_reply(message, job.context)
         elif (answer := self._pool.answer(job)) is None:
             raise TimeoutError
         else:

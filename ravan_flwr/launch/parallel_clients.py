@@ -43,16 +43,16 @@ def start_pool(
     """
     loaded = get_model_and_data(config)
     model = loaded.model
-    most = most_workers(config, num_clients, model.threads, on_cpu=model.device.type == "cpu")
+    workers = most_workers(config, num_clients, model.threads, on_cpu=model.device.type == "cpu")
     # Whether a fork of this process can compute: see workers.py. If the machine has an
     # accelerator, PyTorch starts threads for it, even if it is not used.
     may_fork = (
         sys.platform == "linux"
-        and most.threads == 1
+        and workers.threads == 1
         and not torch.accelerator.is_available()
         and threading.current_thread() is threading.main_thread()
     )
-    number = most.number
+    number = workers.number
     if config.processes is None:
         if (config.clients_per_pass or 1) > 1:
             return None
@@ -64,7 +64,7 @@ def start_pool(
     if number <= 1:
         return None
     # Threads are None if the user has set their number.
-    spawn = partial(spawn_worker, run_config, most.threads if model.threads else None)
+    spawn = partial(spawn_worker, run_config, workers.threads if model.threads else None)
     try:
         pool = WorkerPool(number, partial(fork_worker, run_config) if may_fork else spawn, spawn)
     except OSError as error:
@@ -74,7 +74,7 @@ def start_pool(
         return None
     log.info(
         "%s at a time, each in a process with %s",
-        count(pool.processes, "client"), count(most.threads, "thread"),
+        count(pool.processes, "client"), count(workers.threads, "thread"),
     )  # fmt: skip
     return pool
 

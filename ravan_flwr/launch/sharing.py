@@ -100,11 +100,11 @@ def share_gpus(
     # The most clients at a time on a GPU.
     cpus = max(1, (os.cpu_count() or 1) // runs_at_a_time)
     useful = -(-min(cpus, config.max_concurrent(num_clients)) // len(gpus))
-    fitting = _most_fitting(config, gpus, runs_at_a_time)
+    fitting = _find_max_fitting(config, gpus, runs_at_a_time)
     return Sharing(min(fitting, useful, MAX_CLIENTS_PER_GPU), gpus)
 
 
-def _most_fitting(config: Config, gpus: Sequence[Gpu], runs: int) -> int:
+def _find_max_fitting(config: Config, gpus: Sequence[Gpu], runs: int) -> int:
     """Return how many clients fit on the GPU with least room; the server is on the first GPU."""
     from ravan_flwr.training.cost import footprint  # noqa: PLC0415 (torch, which takes seconds)
 

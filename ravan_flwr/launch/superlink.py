@@ -101,7 +101,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             # Flower's and Ray's processes have their own sessions. Most end within a second after
             # the SuperLink; a process of Ray, or one amid a training step, may not.
             deadline = time.monotonic() + END_TIMEOUT
-            while (left := processes_of(self.home)) and time.monotonic() < deadline:
+            while (left := list_processes(self.home)) and time.monotonic() < deadline:
                 time.sleep(0.1)
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -158,7 +158,7 @@ def run_in_flower(
         raise RuntimeError(f"the run ended as {status!r}, expected {COMPLETED!r}")
 
 
-def processes_of(home: Path) -> list[int]:
+def list_processes(home: Path) -> list[int]:
     """Return the ids of all processes whose FLWR_HOME is this folder or within it."""
     pids = []
     for process in psutil.process_iter():

@@ -11,7 +11,7 @@ from ravan_flwr.flower_private import NodeInfo
 from ravan_flwr.launch.in_process_grid import InProcessGrid, node_and_kind
 from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
-from ravan_flwr.simulated_time.devices import devices_of
+from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.work import Workload
 
@@ -25,7 +25,7 @@ class TimedGrid(InProcessGrid):
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int, config: Config) -> None:
         super().__init__(run_config, num_clients)
         self._timeout = math.inf  # in real time
-        devices = devices_of(str(config.devices), config.seed, num_clients)
+        devices = make_devices(str(config.devices), config.seed, num_clients)
         self.clock = SimulatedClock(devices)
         self._work = Workload(config, num_clients, devices)
         if config.parts("budgets")[""] == "by-speed":

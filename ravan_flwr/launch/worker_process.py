@@ -33,7 +33,7 @@ def identify() -> None:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
 
 
-def reply_of(message: Message, context: Context) -> Message:
+def compute_reply(message: Message, context: Context) -> Message:
     """Return a client's reply; an exception becomes an error reply, as under Flower."""
     try:
         return client_app.app(message, context)
@@ -72,7 +72,7 @@ def serve(connection: Connection) -> NoReturn:
             context.run_config = with_preset_path(
                 context.run_config
             )  # may name a preset by its path
-            reply = reply_of(Message(content, context.node_id, kind, group_id=group), context)
+            reply = compute_reply(Message(content, context.node_id, kind, group_id=group), context)
             answer = reply.error if reply.has_error() else reply.content
             lines = [(record.name, record.levelno, record.getMessage()) for record in log.buffer]
             log.buffer.clear()

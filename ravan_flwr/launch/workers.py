@@ -36,16 +36,16 @@ import psutil
 from flwr.app import Context, Error, Message, RecordDict
 
 from ravan_flwr.launch.worker_process import (
+    compute_reply,
     leave_signals_to_the_server,
     prepare,
-    reply_of,
     serve,
 )
 from ravan_flwr.specs import Scalar
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT = 60.0  # seconds at a time: system timers do not accept arbitrarily long ones
+MAX_WAIT = 60.0  # seconds at a time: system timers do not accept arbitrarily long ones
 WORKER_ENDED = (
     "the process that computed it ended before it answered; memory that ran out is the usual "
     "reason, and fewer processes at a time, processes=N, need less"
@@ -149,7 +149,7 @@ class WorkerPool:
         while job.id not in self._answers:
             if not len(self):
                 late = time.monotonic() >= job.until
-                return None if late else reply_of(job.message, job.context)
+                return None if late else compute_reply(job.message, job.context)
             self._hand_out(job)
             self._collect()
         self._ids.discard(job.id)
@@ -176,7 +176,7 @@ class WorkerPool:
         """Wait for answers of workers, and replace workers that ended or took too long."""
         by_connection = {worker.connection: worker for worker in self._busy}
         left = min(job.until for job in self._busy.values()) - time.monotonic()
-        for connection in wait(by_connection, min(max(0.0, left), LONGEST_WAIT)):
+        for connection in wait(by_connection, min(max(0.0, left), MAX_WAIT)):
             worker = by_connection[connection]  # type: ignore[index]
             job = self._busy.pop(worker)
             try:

@@ -1,25 +1,38 @@
-"""Make the broadcasts; check the clients' uploads one by one and accumulate them.
+"""From uploads to the next state: check uploads one by one, sum them, take the server's step.
 
 Methods do not handle the classifier, which all of them train alike. Here it is added to the
 method's broadcast, and averaged next to the method's sums.
 
 Memory does not grow with the number of clients. Exceptions are robust rounds, and methods whose
 sums keep every reply until they close. A rejected upload never reaches a sum.
+
+The server's optimiser is FedAvgM's (Hsu et al. 2019) or FedAdam's (Reddi et al. 2021). The step
+from the old state to the mean of the replies is treated as a negative gradient. PyTorch's SGD with
+momentum, or Adam, takes the step instead:
+
+    momentum   v <- beta v + (old - mean),    new = old - eta v
+    adam       Adam with beta, 0.99 and epsilon 1e-3, as in FedAdam's paper
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.sparsity import apply_change, start_of
+from ravan_flwr.messages.wire import check_overflow
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansByNorm, check_form, check_names, check_tensor
-from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
+from ravan_flwr.training.adapted_model import FINGERPRINT
 
+MOMENTS = "server-optimizer/"  # prefix of the moments' names in the memory
+BETA2, EPSILON = 0.99, 1e-3  # of FedAdam
 KEPT_BROADCASTS = 4  # budget fractions whose broadcasts are cached during a round
 
 
@@ -105,7 +118,7 @@ class Aggregate:
         method_part = self._method_part(upload)
         sent = self._norms.start_of(method_part, self._sent(fraction))
         start = sent | self._classifier
-        self.limit.check(changes_of(upload, start, self.limit.wire), step)
+        self.limit.check(measure_changes(upload, start, self.limit.wire), step)
         alone = self._norms.norms_alone(method_part, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
@@ -129,7 +142,7 @@ class Aggregate:
         self._step = max(self._step, step)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in norms.items()}
 
-    def offer(
+    def check_and_add(
         self, upload: Mapping[str, Tensor], fraction: float, weight: float = 1.0, step: float = 0.0
     ) -> None:
         """Check an upload, its form too, and add it; raise ValueError if it is not valid."""
@@ -151,6 +164,86 @@ class Aggregate:
 
     def _method_part(self, upload: Mapping[str, Tensor]) -> Tensors:
         return {name: tensor for name, tensor in upload.items() if name not in self._classifier}
+
+
+class ServerState:
+    """Keep the model's global state, and step it from one round to the next.
+
+    Its memory has the optimiser's moments and the fingerprint of the model's bases. It is saved
+    with every checkpoint.
+
+    `derived` is the fingerprint of the model that every client must have. A calibration changes it.
+    """
+
+    def __init__(
+        self, config: Config, derived: list[float], tensors: Tensors, memory: Tensors
+    ) -> None:
+        self.tensors = dict(tensors)
+        self.derived = derived
+        self._robust, self._wire = config.robust, config.wire
+        self._moments = {
+            name.removeprefix(MOMENTS): tensor
+            for name, tensor in memory.items()
+            if name.startswith(MOMENTS)
+        }
+        step = config.learning_rate * (config.local_steps or 0)  # 0: clients differ in steps
+        self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
+        self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
+
+    @property
+    def memory(self) -> Tensors:
+        """Return the tensors that a resumed run needs in addition to the state."""
+        moments = {MOMENTS + k: tensor for k, tensor in self._moments.items()}
+        return moments | {FINGERPRINT: torch.tensor(self.derived, dtype=torch.float64)}
+
+    def open_sums(self, method: Method) -> Aggregate:
+        """Return empty sums of a round of the method that starts from these tensors."""
+        return Aggregate(method, self.tensors, self._limit, self._robust)
+
+    def step(self, mean: Tensors, frozen: tuple[str, ...] = ()) -> None:
+        """Take the optimiser's step to a mean; raise ValueError if the wire cannot carry it."""
+        old, new = ({k: v for k, v in s.items() if k not in frozen} for s in (self.tensors, mean))
+        moved, moments = self._optimizer.step(old, new, self._moments)
+        state = mean | moved
+        check_overflow(state, self._wire)  # a state that overflows could never be sent
+        frozen_moments = {k: v for k, v in self._moments.items() if k.split("/")[0] in frozen}
+        self.tensors, self._moments = state, frozen_moments | moments
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """The server's optimiser; with `kind` "none" the mean becomes the next state."""
+
+    kind: str
+    learning_rate: float = 1.0
+    momentum: float = 0.9
+
+    def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the next state and moments; `moments` are the previous step's, or empty."""
+        if self.kind == "none" or not old:  # a round in which the state is frozen
+            return mean, {}
+        values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}
+        parameters, rate = list(values.values()), self.learning_rate
+        if self.kind == "momentum":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, rate, self.momentum)
+        else:
+            optimizer = torch.optim.Adam(parameters, rate, (self.momentum, BETA2), EPSILON)
+        for name, value in values.items():
+            value.grad = old[name] - mean[name]
+            state = {
+                k.rpartition("/")[2]: v for k, v in moments.items() if k.startswith(f"{name}/")
+            }
+            if state:
+                optimizer.state[value] = {key: tensor.clone() for key, tensor in state.items()}
+        optimizer.step()
+        return (
+            {name: value.detach() for name, value in values.items()},
+            {
+                f"{name}/{key}": tensor
+                for name, value in values.items()
+                for key, tensor in optimizer.state[value].items()
+            },
+        )
 
 
 class CalibrationSums:
@@ -176,13 +269,13 @@ class CalibrationSums:
         check_names(upload, [*self.start])
         for name, tensor in self.start.items():
             check_tensor(upload, name, tensor.shape, torch.float32)
-        self.limit.check(changes_of(upload, self.start))
+        self.limit.check(measure_changes(upload, self.start))
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add an upload that was checked."""
         self.sums.add(upload, weight)
 
-    def offer(self, upload: Mapping[str, Tensor], weight: float) -> None:
+    def check_and_add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Check an upload and add it; raise ValueError if it is not valid."""
         self.check(upload)
         self.add(upload, weight)
@@ -203,7 +296,7 @@ class CalibrationSums:
 # as many as it cuts off at one end. Every reply of a round is kept until the round closes.
 
 TRIMMED = 0.2  # fraction of the replies that is cut off at either end; at least one reply
-FEWEST = 3  # values needed to outvote a false one
+MIN_VALUES = 3  # values needed to outvote a false one
 
 _BLOCK = 2**18  # numbers of all replies that are sorted at a time
 
@@ -252,4 +345,4 @@ def median_or_trimmed_mean(old: Tensor, replies: list[Tensor], statistic: str) -
     mask = (rank >= cut) & (rank < number - cut)
     total = torch.where(mask, ordered, 0.0).sum(0)
     mean = total / mask.sum(0).clamp(min=1)
-    return torch.where(number >= FEWEST, mean, old.double()).float()
+    return torch.where(number >= MIN_VALUES, mean, old.double()).float()

@@ -26,11 +26,11 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Mean
-from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
-from ravan_flwr.server.round import Round
+from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
-from ravan_flwr.server.transports import Plain, write
+from ravan_flwr.server.strategy import Plain
+from ravan_flwr.server.superlink import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import SimulatedClock
 
 IN_FLIGHT, TIMES, VERSION = "in-flight/sent", "in-flight/times", "version-"  # names in a checkpoint
@@ -63,10 +63,11 @@ class Buffered(Plain):
         """Draw clients until `concurrency` clients train."""
         federation = self.federation
         round_.asks_more = False  # a client that has replied, validly or not, is replaced at once
-        round_.collector.outstanding = self.sent  # one dict: messages of all rounds under way
+        round_.outstanding = self.sent  # one dict: messages of all rounds under way
         self._restore(round_, release)
         self._give_up(round_)
         self._keep_versions(round_.number)
+        round_.versions = self.versions
         eligible = federation.sampler.eligible(round_.grid, round_.log)
         self._pool, self._draws = federation.sampler.available(eligible, round_.log), 0
         busy = {sent.client.node_id for sent in self.sent.values()}
@@ -74,24 +75,23 @@ class Buffered(Plain):
         places = min(max(0, self.concurrency - len(busy)), len(free))
         cohort = sample(free, places, self.config.seed, round_.number)
         self._recipients = {client.node_id for client in cohort}
-        return write(federation, round_, release, cohort)
+        return release.write(cohort)
 
     def replies(self, round_: Round, release: Mean, messages: list[Message]) -> Iterator[Message]:
         """Send the messages; yield replies to these and earlier ones until the buffer is full.
 
         Stop also after `concurrency` rejected replies.
         """
-        collector, grid, clock = round_.collector, round_.grid, self.federation.clock
-        collector.send(grid, messages)
-        deadline = RoundDeadline(
-            self.config.round_timeout, len(self.sent), enough=self.buffer, clock=clock
-        )
-        collector.deadline = deadline
+        round_.send(messages)
+        round_.deadline = deadline = RoundDeadline(
+            self.config.round_timeout, len(self.sent), enough=self.buffer,
+            clock=self.federation.clock,
+        )  # fmt: skip
         rejected = len(round_.log.rejected)
         while self.sent and not deadline.satisfied:
             if len(round_.log.rejected) - rejected >= self.concurrency:
                 break
-            reply = next(pull_replies(grid, self._inbox, list(self.sent), deadline), None)
+            reply = next(pull_replies(round_.grid, self._inbox, list(self.sent), deadline), None)
             if reply is None:
                 self._give_up(round_)
                 break
@@ -100,17 +100,8 @@ class Buffered(Plain):
             yield reply
             if not deadline.satisfied:
                 replacement = self._draw_replacement(round_.number)
-                collector.send(grid, write(self.federation, round_, release, replacement))
+                round_.send(release.write(replacement))
         self._keep_versions(round_.number)
-
-    def version(self, round_: Round, sent: Sent) -> tuple[Tensors, int]:
-        state, most = self.federation.state.tensors, self.config.max_staleness
-        staleness = round_.number - sent.number
-        if most is not None and staleness > most:
-            raise ValueError(
-                f"its update is {staleness} versions old, expected at most max-staleness = {most}"
-            )
-        return (self.versions[sent.number] if staleness else state), staleness
 
     def _draw_replacement(self, number: int) -> list[RegisteredClient]:
         """Draw a free client that has not trained this version; return [] if there is none."""
@@ -142,7 +133,7 @@ class Buffered(Plain):
             if now - sent.time >= timeout:
                 del self.sent[key]
                 round_.log.count(0, sent.size)
-                round_.collector.reject(sent.client, f"no reply within {timeout:g} s")
+                round_.reject(sent.client, f"no reply within {timeout:g} s")
                 node = self.federation.registry.nodes[sent.client.node_id]
                 node.note_missed_reply(MessageType.TRAIN, round_.number)
 
@@ -150,8 +141,8 @@ class Buffered(Plain):
 
     def _keep_versions(self, number: int) -> None:
         """Keep this version, and those of clients whose update may still count; drop the others."""
-        most = self.config.max_staleness
-        oldest = -math.inf if most is None else number - most
+        max_staleness = self.config.max_staleness
+        oldest = -math.inf if max_staleness is None else number - max_staleness
         needed = {sent.number for sent in self.sent.values() if sent.number >= oldest}
         self.versions = {n: tensors for n, tensors in self.versions.items() if n in needed}
         self.versions[number] = self.federation.state.tensors
@@ -190,11 +181,11 @@ class Buffered(Plain):
         for (partition, number), (time, arrives) in rows:
             # A version too old to count is not kept; the reply to it is rejected unread.
             version = self.versions.get(number, federation.state.tensors)
-            earlier = Round(federation, number, round_.grid)
-            release_then = type(release)(federation, earlier, version)
-            (message,) = write(federation, earlier, release_then, [clients[partition]])
-            round_.collector.send(round_.grid, [message])
-            key = message.metadata.message_id
-            self.sent[key] = replace(round_.collector.outstanding[key], number=number, time=time)
+            notes = RoundLog(number, federation.registry.partitions)
+            earlier = Round(self.config, federation.message_builder, notes, round_.grid)
+            messages = type(release)(federation, earlier, version).write([clients[partition]])
+            round_.send(messages)
+            key = messages[0].metadata.message_id
+            self.sent[key] = replace(self.sent[key], number=number, time=time)
             arrivals[key] = arrives
         clock.restore(arrivals, busy_until)

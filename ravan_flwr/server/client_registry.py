@@ -31,8 +31,8 @@ from ravan_flwr.messages.registered_client import (
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
-from ravan_flwr.server.update import as_value_error, content_of
+from ravan_flwr.server.superlink import ReplyFetcher, in_process, push, simulating
+from ravan_flwr.server.update import as_value_error, read_content
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -42,7 +42,7 @@ REGISTRY_TIMEOUT = 20.0  # seconds to wait for further nodes, from the last answ
 AT_ONCE = 64  # open queries in Flower's simulation, which polls all open messages often
 REFUSALS_LOGGED = 5  # refused nodes with a log line each, per recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that connect when the result is delivered
-MOST_LATE = 2  # late replies per node that are fetched after their round has closed
+MAX_LATE = 2  # late replies per node that are fetched after their round has closed
 MISSED = "registry/missed"  # in a checkpoint: missed replies of each node, and when its skip ends
 KINDS = (MessageType.TRAIN, MessageType.EVALUATE)  # of messages whose replies are missed
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
@@ -93,8 +93,8 @@ class Node:
         self.faults = 0
 
     def expect_late(self, message_id: str, client: RegisteredClient, why: str) -> None:
-        """Fetch a late reply in later rounds; keep at most `MOST_LATE` such messages."""
-        if len(self.late) == MOST_LATE:
+        """Fetch a late reply in later rounds; keep at most `MAX_LATE` such messages."""
+        if len(self.late) == MAX_LATE:
             del self.late[next(iter(self.late))]
         self.late[message_id] = client, why
 
@@ -130,7 +130,7 @@ class ClientRegistry:
     ) -> None:
         self.config, self.code = config, code_fingerprint()
         self.backbone, self.derived = loaded.backbone_fingerprint, loaded.model.seed_fingerprint
-        self.least = config.min_replies if for_training else 1
+        self.min_clients = config.min_replies if for_training else 1
         self.nodes: dict[int, Node] = {}
         # Numbers of examples are checked if they are used as weights.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
@@ -156,8 +156,8 @@ class ClientRegistry:
         return sorted(self.clients.values(), key=lambda client: client.partition_id)
 
     @cached_property
-    def _most_examples(self) -> int:
-        return self._partitions.most_examples(self.clients.values())
+    def _max_examples(self) -> int:
+        return self._partitions.max_examples(self.clients.values())
 
     @property
     def refused(self) -> dict[int, str]:
@@ -176,7 +176,7 @@ class ClientRegistry:
 
     def examples(self, client: RegisteredClient) -> int:
         """Return a client's weight in examples."""
-        return self._partitions.examples(client, self._most_examples)
+        return self._partitions.examples(client, self._max_examples)
 
     def present(self, grid: Grid) -> list[RegisteredClient]:
         """Return the connected clients without an open query, sorted by partition."""
@@ -188,11 +188,15 @@ class ClientRegistry:
         ]
 
     def without_skipped(
-        self, clients: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
+        self,
+        clients: Sequence[RegisteredClient],
+        kind: str,
+        round_number: int,
+        min_clients: int = 1,
     ) -> list[RegisteredClient]:
         """Return the clients that are not skipped in this round; all, if too few would be left."""
         available = [m for m in clients if not self.nodes[m.node_id].is_skipped(kind, round_number)]
-        return available if len(available) >= max(least, self.least) else list(clients)
+        return available if len(available) >= max(min_clients, self.min_clients) else list(clients)
 
     @property
     def memory(self) -> Tensors:
@@ -226,7 +230,7 @@ class ClientRegistry:
             raise RuntimeError(f"no node to train on: {why}")
         if wait:
             self._log_clients()
-            self._partitions.check(self.clients.values(), self.least)
+            self._partitions.check(self.clients.values(), self.min_clients)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Query new nodes and take answers, as `recruit` does, but allow that no client exists."""
@@ -260,7 +264,7 @@ class ClientRegistry:
             # A node that crashes at each query, and reconnects, is not waited for again.
             waiting = any(n.open_query and n.num_queries == 1 for n in self.nodes.values())
             waiting = wait and (waiting or self._unasked > 0)
-            awaited = max(self._partitions.awaited(self.clients.values()), self.least)
+            awaited = max(self._partitions.awaited(self.clients.values()), self.min_clients)
             all_here = len(self.clients) + len(self.refused) >= awaited
             if not waiting and (all_here or time.monotonic() >= deadline):
                 open_ones = self._unasked or any(node.open_query for node in self.nodes.values())
@@ -322,7 +326,7 @@ class ClientRegistry:
         """Register a node as a client if its answer is valid and it has the same app."""
         try:
             with as_value_error():
-                answers = content_of(reply).config_records
+                answers = read_content(reply).config_records
                 refused = answers.get("refused")
                 answer = refused or answers.get("client", ConfigRecord())
                 node.partition = partition_in(answer)
@@ -369,7 +373,7 @@ class ClientRegistry:
     def _note(self, node: Node, client: RegisteredClient | None, refused: str) -> None:
         """Store a node's client, or the reason of its refusal; drop cached lists of clients."""
         node.client, node.refused = client, refused
-        for name in ("clients", "_by_partition", "_most_examples"):
+        for name in ("clients", "_by_partition", "_max_examples"):
             vars(self).pop(name, None)
 
     def _log_clients(self) -> None:

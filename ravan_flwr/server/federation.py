@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.server.aggregation import ServerState
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.reply_collector import MessageBuilder
+from ravan_flwr.server.round import MessageBuilder
 from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.server.state import ServerState
 from ravan_flwr.simulated_time.clock import REAL, Clock
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -37,11 +37,7 @@ class Federation:
     @property
     def time(self) -> float:
         """Return the seconds that the run has taken so far."""
-        return self.since(self.clock.now)
-
-    def since(self, time: float) -> float:
-        """Return the seconds from the run's start to that time of the clock."""
-        return time - self.began
+        return self.clock.now - self.began
 
     def steps(self, client: RegisteredClient) -> int:
         """Return a client's local steps in a round; 0 if there are no trainable parameters."""

@@ -46,8 +46,8 @@ class Noised(Mean):
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         super().__init__(federation, round_, state)
         self.account = cast(ClientBudget, federation.privacy)
-        self.norm = self.next_norm = self.account.norm
-        round_.least = 0  # a cohort may be empty; then the round releases only noise
+        self.norm = self.account.norm
+        round_.min_replies = 0  # a cohort may be empty; then the round releases only noise
         round_.asks_more = False  # the account counts only the clients that were drawn
         round_.enough = round_.grace = math.inf  # the round waits for all replies
         # All clients that may be drawn, connected or not.
@@ -84,8 +84,8 @@ class Noised(Mean):
                 cohort.append(client)
         return cohort
 
-    def check(self, update: Update) -> Mapping[str, float]:
-        check_finite(update.upload)
+    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:  # noqa: ARG002
+        check_finite(upload)
         return {}  # clipping bounds the change
 
     def add(self, update: Update) -> list[list[int]]:
@@ -98,23 +98,17 @@ class Noised(Mean):
         """Return the round's sums, empty before the first reply."""
         return ClippedSum(self.state, self.norm)
 
-    def mean(self) -> Tensors:
+    def close(self) -> Tensors:
+        """Spend the release's privacy budget, then add noise to the sum of the changes."""
+        self.account.spend()
+        spent = self.account.as_record() | {"clip-norm": self.norm}
+        self.round.log.private = cast(PrivacyRecord, spent)
         sums = self.clipped_sum
         del self.clipped_sum
         if not sums.count:
             log.warning("round %d: no update arrived, and only noise is added", self.round.number)
-        self.next_norm = sums.next_norm(self.noise)
+        self.account.norm = sums.next_norm(self.noise)
         # How many clients are expected to train each number of the state.
         fractions = Counter(client.budget_fraction for client in self.clients)
         expected = expected_clients(self.method, self.state, fractions, self.account.rate)
         return sums.release(self.noise, expected)
-
-    def close(self) -> None:
-        """Spend the release's privacy budget, then take the next state."""
-        self.account.spend()
-        spent = self.account.as_record() | {"clip-norm": self.norm}
-        self.round.log.private = cast(PrivacyRecord, spent)
-        try:
-            super().close()
-        finally:
-            self.account.norm = self.next_norm

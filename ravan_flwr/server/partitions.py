@@ -19,7 +19,7 @@ log = getLogger(__name__)
 
 Clients = Collection[RegisteredClient]
 
-MOST_TIMES = 10  # times the median: the most examples that a node's own data count
+MAX_MEDIANS = 10  # times the median: the most examples that a node's own data count
 
 
 class Partitions:
@@ -29,16 +29,16 @@ class Partitions:
         before: The number of partitions of a resumed run; None in a new run.
         sizes: Returns each partition's number of examples, given the number of partitions. Raises
             an error if the server does not have the data.
-        most: The operator's bound on numbers of examples that the server does not know.
+        max_examples: The operator's bound on numbers of examples that the server does not know.
     """
 
     def __init__(
         self,
         before: int | None = None,
         sizes: Callable[[int], Sequence[int]] | None = None,
-        most: int | None = None,
+        max_examples: int | None = None,
     ) -> None:
-        self._before, self._sizes_of, self._most = before, sizes, most
+        self._before, self._sizes_of, self._max_examples = before, sizes, max_examples
         self._settled: int | None = None  # None until nodes that share the data have connected
         self._holders: dict[int, int] = {}  # partition id -> the node that claimed it first
         self._partition_of: dict[int, int] = {}  # node id -> partition id
@@ -134,8 +134,8 @@ class Partitions:
             self.owners[client.partition_id] = key
         return ""
 
-    def check(self, clients: Clients, least: int) -> None:
-        """Raise ValueError if `num-partitions` differs from the resumed run's or is below `least`.
+    def check(self, clients: Clients, min_replies: int) -> None:
+        """Raise ValueError unless `num-partitions` is the resumed run's, and `min_replies` or more.
 
         A round gets at most as many replies as there are partitions.
         """
@@ -145,25 +145,27 @@ class Partitions:
                 f"resume: the nodes have num-partitions = {now}, expected {self._before} as "
                 "before, since the data is partitioned by it; start as many clients again"
             )
-        if now < least:
+        if now < min_replies:
             raise ValueError(
-                f"min-replies = {least}: the nodes have num-partitions = {now}, and a round gets "
-                "no more replies than that; start more clients, or lower min-replies (with "
+                f"min-replies = {min_replies}: the nodes have num-partitions = {now}, and a round "
+                "gets no more replies than that; start more clients, or lower min-replies (with "
                 "secure-aggregation=true it is secure-minimum at least)"
             )
 
-    def most_examples(self, clients: Clients) -> int:
+    def max_examples(self, clients: Clients) -> int:
         """Return the largest weight, in examples, of a client whose number is not checked.
 
         It is the operator's bound, or ten times the median of all clients. So the only node with
         data of its own does not set its own bound.
         """
         claimed = [client.examples for client in clients] or [MOST_EXAMPLES]
-        return MOST_TIMES * median_low(claimed) if self._most is None else self._most
+        if self._max_examples is not None:
+            return self._max_examples
+        return MAX_MEDIANS * median_low(claimed)
 
-    def examples(self, client: RegisteredClient, most: int) -> int:
-        """Return a client's weight in examples: its number, at most `most` if it is not checked."""
-        return client.examples if client.node_id in self._checked else min(client.examples, most)
+    def examples(self, client: RegisteredClient, limit: int) -> int:
+        """Return a client's weight in examples: its number, or a lower `limit` if unchecked."""
+        return client.examples if client.node_id in self._checked else min(client.examples, limit)
 
 
 def _sharing(clients: Clients) -> list[RegisteredClient]:

@@ -36,7 +36,7 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
-LEAST_NORM, MOST_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
+MIN_NORM, MAX_NORM = 1e-100, 1e100  # clip norms with which no deviation is 0 or infinite
 CLOSE = 1e-6  # relative difference of two accounts of the same releases, on different machines
 # Rounds that are repeated, as after going back, are counted again. Still, no account has more than
 # this times the recorded rounds, of which UNRECORDED may be missing: computing it takes minutes.
@@ -217,10 +217,10 @@ class ClientBudget(PrivacyBudget):
         if self.config.clip_norm or (norm is None and not self.releases):
             return
         self.norm = float(norm) if norm is not None and norm.numel() == 1 else math.nan
-        if not LEAST_NORM <= self.norm <= MOST_NORM:
+        if not MIN_NORM <= self.norm <= MAX_NORM:
             raise ValueError(
                 f"checkpoint: {CLIP_NORM} is {'missing' if norm is None else norm.tolist()}, "
-                f"expected one number from {LEAST_NORM:g} to {MOST_NORM:g}; restore the "
+                f"expected one number from {MIN_NORM:g} to {MAX_NORM:g}; restore the "
                 "checkpoint, or go back with resume=RUN@N"
             )
 

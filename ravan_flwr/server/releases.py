@@ -5,24 +5,25 @@ differs (optional.py lists them).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from logging import getLogger
 from typing import ClassVar
 
-from flwr.app import Message, MessageType
+from flwr.app import ArrayRecord, Message, MessageType
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import num_bytes
+from ravan_flwr.messages.arrays import num_bytes, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.messages.sparsity import WHOLE, sparsity_of_round
-from ravan_flwr.messages.wire import wire_of_round
+from ravan_flwr.messages.sparsity import WHOLE, sent_sparsely, sparsify, sparsity_of_round
+from ravan_flwr.messages.wire import encode, wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors, split_classifier
 from ravan_flwr.optional import RELEASES, load
+from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import (
-    FEWEST,
+    MIN_VALUES,
     Aggregate,
     CalibrationSums,
     check_upload,
@@ -32,8 +33,7 @@ from ravan_flwr.server.aggregation import (
 )
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.round import Round
+from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.update import Update, read_trained
 from ravan_flwr.training.adapted_model import AdaptedModel
 
@@ -46,7 +46,7 @@ def release_class(config: Config) -> "type[Mean]":
     return found
 
 
-def weight_of_staleness(staleness: int) -> float:
+def weigh_staleness(staleness: int) -> float:
     """Return the weight of an update that is `staleness` versions old."""
     return float((1 + staleness) ** -0.5)
 
@@ -65,7 +65,8 @@ class Mean:
 
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         self.federation, self.round, self.state = federation, round_, state
-        self.config, self.method = federation.config, round_.method
+        self.config, self.method = federation.config, federation.method.in_round(round_.number)
+        self._broadcasts: dict[float, ArrayRecord] = {}  # by budget fraction, as they travel
 
     @staticmethod
     def check_model(model: AdaptedModel) -> None:
@@ -82,6 +83,21 @@ class Mean:
         """Choose the clients that train."""
         return self.federation.sampler.sample(self.round.grid, self.round.log)
 
+    def write(self, clients: Iterable[RegisteredClient]) -> list[Message]:
+        """Return a message with the broadcast for each of these clients."""
+        messages, broadcasts = [], self._broadcasts
+        for client in clients:
+            # Most methods have one broadcast for all.
+            fraction = client.budget_fraction if self.method.parts else 1.0
+            if fraction not in broadcasts:
+                broadcasts[fraction] = self.encode(self.broadcast(fraction))
+            message = self.federation.message_builder.message(
+                client, self.message_type, self.round.number, broadcasts[fraction], {}
+            )
+            self.address(message, client)
+            messages.append(message)
+        return messages
+
     def broadcast(self, fraction: float) -> Tensors:
         """Return the tensors that a client with that budget fraction is sent."""
         return outgoing(self.method, self.state, fraction)
@@ -89,53 +105,71 @@ class Mean:
     def address(self, message: Message, client: RegisteredClient) -> None:
         """Add to a message what only this client is sent."""
 
+    def encode(self, tensors: Tensors) -> ArrayRecord:
+        """Return tensors as the wire carries them: sparse and with fewer bits, as configured."""
+        config, number = self.config, self.round.number
+        density = sparsity_of_round(config.densities, number)[0]
+        sparse = sparsify(tensors, density, sent_sparsely(self.method))
+        random = generator(config.seed, "wire down", number)
+        return to_record(encode(sparse, wire_of_round(config.wire, number), random))
+
     # While replies arrive: `read` checks everything about a reply, so that `add` cannot fail.
 
-    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:
-        """Return the update in a reply; raise ValueError with the reason to reject it.
-
-        The client was sent `version`, the state `staleness` rounds ago.
-        """
-        update, fraction = self.opened(message, sent), sent.client.budget_fraction
-        check_upload(self.method, update.upload, split_classifier(version)[1], fraction)
-        upload = update.upload
-        if sparsity_of_round(self.config.densities, sent.number) != WHOLE:
-            upload = moved(self.method, upload, fraction, version)  # it has a change
-        if staleness:
-            weight = weight_of_staleness(staleness)
-            upload = rebased(self.method, upload, fraction, version, self.state, weight)
-        update = replace(update, upload=upload, staleness=staleness)
-        return replace(update, norms=self.check(update))
-
-    def opened(self, message: Message, sent: Sent) -> Update:
-        """Return the decoded tensors and the metrics of a reply; the tensors are not checked."""
-        federation, config, client = self.federation, self.config, sent.client
-        classifier = self.state.get(CLASSIFIER)
-        shapes = self.method.upload_shapes(client.budget_fraction).values()
-        most = sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
+    def read(self, message: Message, sent: Sent) -> Update:
+        """Return the update in a reply; raise ValueError with the reason to reject it."""
+        config, method, client, number = self.config, self.method, sent.client, sent.number
+        staleness, max_staleness = self.round.number - number, config.max_staleness
+        if staleness and max_staleness is not None and staleness > max_staleness:
+            raise ValueError(
+                f"its update is {staleness} versions old, expected at most max-staleness = "
+                f"{max_staleness}"
+            )
+        # The state that the client was sent, and what its reply may hold.
+        version = self.round.versions[number] if staleness else self.state
+        fraction, densities = client.budget_fraction, sparsity_of_round(config.densities, number)
+        shapes = method.upload_shapes(fraction).values()
+        max_values = sum(map(math.prod, shapes))
+        if CLASSIFIER in self.state:
+            max_values += self.state[CLASSIFIER].numel()
         update = read_trained(
-            message, client, sent.number, federation.state.derived,
-            wire_of_round(config.wire, sent.number), most,
-            sparsity_of_round(config.densities, sent.number)[1],
-            personal=federation.method.personal is not None,
+            message, client, number, self.federation.state.derived,
+            wire_of_round(config.wire, number), max_values, densities[1],
+            personal=self.federation.method.personal is not None,
             with_loss=config.privacy == "none", with_seconds=config.privacy != "example",
         )  # fmt: skip
-        if METHODS[config.method].pools:
-            everyone = federation.registry.clients.values()
+        self.check_form(update.upload, fraction)
+        upload = update.upload
+        if densities != WHOLE:  # it has changes, most of them zeros; the sums take values
+            upload = moved(method, upload, fraction, version)
+        if staleness:  # its change of an earlier state becomes one of the present state
+            weight = weigh_staleness(staleness)
+            upload = rebased(method, upload, fraction, version, self.state, weight)
+        if METHODS[config.method].pools:  # each client trains on the examples of all
+            everyone = self.federation.registry.clients.values()
             client = replace(client, examples=sum(each.examples for each in everyone))
-        bytes_up = num_bytes(message.content.array_records["arrays"])
-        return replace(update, client=client, bytes_up=bytes_up, steps=self.steps(client))
+        steps = self.steps(client)
+        step = config.learning_rate * steps
+        return replace(
+            update, client=client, upload=upload, staleness=staleness, steps=steps, step=step,
+            bytes_up=num_bytes(message.content.array_records["arrays"]),
+            norms=self.check_size(upload, fraction, step),
+        )  # fmt: skip
 
-    def check(self, update: Update) -> Mapping[str, float]:
-        """Raise ValueError if an update of the right form changes too much; return its norms."""
-        step = self.config.learning_rate * update.steps
-        return self.sums.check(update.upload, update.client.budget_fraction, step)
+    def check_form(self, upload: Tensors, fraction: float) -> None:
+        """Raise ValueError if an upload has wrong names, shapes or types for that budget."""
+        check_upload(self.method, upload, split_classifier(self.state)[1], fraction)
+
+    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:
+        """Raise ValueError if an upload changes too much; return its norms.
+
+        `step` is how far the client's optimiser can move a number.
+        """
+        return self.sums.check(upload, fraction, step)
 
     def add(self, update: Update) -> list[list[int]]:
         """Add an update to the sums; return its heads, by layer."""
         weight = self.federation.weight(update.client)
-        step = self.config.learning_rate * update.steps
-        self.sums.add(update.upload, update.norms, weight, step)
+        self.sums.add(update.upload, update.norms, weight, update.step)
         return self.method.heads_in(update.upload)
 
     def steps(self, client: RegisteredClient) -> int:
@@ -149,21 +183,20 @@ class Mean:
         """Return the round's sums, empty before the first reply."""
         return self.federation.state.open_sums(self.method)
 
-    def mean(self) -> Tensors:
-        """Return the state that the sums make; raise ValueError if the round has no effect."""
+    def close(self) -> Tensors | None:
+        """Return what the sums make, to which the server's optimiser steps; None: no step.
+
+        Raise ValueError if the round has no effect.
+        """
         robust, count = self.config.robust, self.sums.count
-        if robust != "none" and count < FEWEST:
+        if robust != "none" and count < MIN_VALUES:
             log.warning(
                 "round %d: %d replies came, and weighting = %r changes nothing with fewer than %d",
-                self.round.number, count, robust, FEWEST,
+                self.round.number, count, robust, MIN_VALUES,
             )  # fmt: skip
         sums = self.sums
         del self.sums  # in a robust round they hold every reply
         return sums.close()
-
-    def close(self) -> None:
-        """Take the next state; raise ValueError and keep the old one if the round has no effect."""
-        self.federation.state.take(self.mean(), self.method.frozen_tensors)
 
 
 class Calibrated(Mean):
@@ -176,8 +209,8 @@ class Calibrated(Mean):
         config, calibration = self.config, federation.method.calibration
         assert calibration is not None
         self.all_clients, self.by_steps = calibration.all_clients, calibration.by_steps
-        most = max(map(federation.steps, federation.registry.clients.values()), default=0)
-        step = config.calibration_learning_rate * most
+        max_steps = max(map(federation.steps, federation.registry.clients.values()), default=0)
+        step = config.calibration_learning_rate * max_steps
         self.calibration_sums = CalibrationSums(
             calibration, config.max_update_norm, step, config.robust
         )
@@ -185,7 +218,7 @@ class Calibrated(Mean):
         if self.all_clients:
             round_.enough = math.inf
         if config.robust != "none":
-            round_.least = round_.quorum = max(round_.least, FEWEST)
+            round_.min_replies = round_.quorum = max(round_.min_replies, MIN_VALUES)
 
     def draw(self) -> list[RegisteredClient]:
         if not self.all_clients:
@@ -198,10 +231,11 @@ class Calibrated(Mean):
     def steps(self, client: RegisteredClient) -> int:
         return super().steps(client) if self.by_steps else self.config.calibration_steps
 
-    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:  # noqa: ARG002
-        update = self.opened(message, sent)
-        self.calibration_sums.check(update.upload)
-        return update
+    def check_form(self, upload: Tensors, fraction: float) -> None:  # noqa: ARG002
+        self.calibration_sums.check(upload)
+
+    def check_size(self, upload: Tensors, fraction: float, step: float) -> Mapping[str, float]:  # noqa: ARG002
+        return {}  # checked with the form
 
     def add(self, update: Update) -> list[list[int]]:
         self.calibration_sums.add(update.upload, self.federation.weight(update.client))

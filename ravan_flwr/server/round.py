@@ -1,54 +1,212 @@
-"""One round: what it asks of clients, what came back, and when its wait for replies ends."""
+"""One round: send its messages, wait for the replies, reject what is invalid or late.
+
+A reply is accepted until its round closes. A later reply is fetched in a following round, rejected
+and recorded there, so that no round waits for it and the log is complete.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.messages.sparsity import sent_sparsely, sparsify, sparsity_of_round
-from ravan_flwr.messages.wire import encode, wire_of_round
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.arrays import FIXED, array_bytes, to_record
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.seeding import generator
-from ravan_flwr.server.federation import Federation
-from ravan_flwr.server.reply_collector import ReplyCollector
-from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.methods.tensors import checksum
+from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.simulated_time.clock import REAL
+from ravan_flwr.server.superlink import (
+    ReplyFetcher,
+    RoundDeadline,
+    find_failures,
+    in_process,
+    pull_replies,
+    push,
+)
+from ravan_flwr.simulated_time.clock import REAL, find_clock
+from ravan_flwr.specs import Scalar
+
+Checked = TypeVar("Checked")
+
+
+class MessageBuilder:
+    """Write messages, with the fixed tensors for nodes that lack them. One object serves a run."""
+
+    def __init__(self, nodes: Mapping[int, Node], fixed: Tensors | None) -> None:
+        self.nodes, self.inbox = nodes, ReplyFetcher()
+        self.fixed: ArrayRecord | None = None
+        self._fixed_hash = ""
+        if fixed is not None:
+            self.keep_fixed(fixed)
+
+    def keep_fixed(self, fixed: Tensors) -> None:
+        """Add these tensors to the next message of every client that lacks them."""
+        self.fixed, self._fixed_hash = to_record(fixed), checksum(fixed)
+
+    def message(
+        self,
+        client: RegisteredClient,
+        kind: str,
+        number: int,
+        arrays: ArrayRecord,
+        config: Mapping[str, Scalar],
+    ) -> Message:
+        """Return a message to one client; add the fixed tensors unless the client has them."""
+        settings = ConfigRecord(
+            {**config, "round": number, "budget-fraction": client.budget_fraction}
+        )
+        content = RecordDict({"arrays": arrays, "config": settings})
+        if self.fixed is not None:
+            settings["fixed-hash"] = self._fixed_hash
+            if not self.nodes[client.node_id].has_fixed:
+                content[FIXED] = self.fixed
+        return Message(content, client.node_id, kind, group_id=str(number))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message that was sent and has no reply yet."""
+
+    client: RegisteredClient
+    number: int  # of the round
+    size: int  # in bytes
+    time: float  # when it was sent
 
 
 class Round:
-    """The log and the messages of one round. Its release and transport may change its limits."""
+    """The messages of one round that are under way, and the limits of the wait for replies.
 
-    def __init__(self, federation: Federation, number: int, grid: Grid) -> None:
-        config = self.config = federation.config
-        self.number, self.grid = number, grid
-        self.method = federation.method.in_round(number)
-        self.log = RoundLog(number, federation.registry.partitions)
-        self.collector = ReplyCollector(federation.message_builder, self.log)
-        self.recipients: set[int] = set()  # ids of the nodes that were asked
-        self.broadcasts: dict[float, ArrayRecord] = {}  # by budget fraction, as they travel
-        # When the wait for replies ends. Releases and transports change these when they open.
-        self.least = config.min_replies  # valid replies that the round needs
+    Its release and its transport may change the limits when they open.
+    """
+
+    def __init__(
+        self, config: Config, message_builder: MessageBuilder, log: RoundLog, grid: Grid
+    ) -> None:
+        self.config, self.log, self.grid, self.number = config, log, grid, log.number
+        self._message_builder, self._nodes = message_builder, message_builder.nodes
+        self.min_replies = config.min_replies  # valid replies that the round needs
         self.asks_more = True  # are further clients asked if fewer have replied?
         self.enough: float = config.clients_per_round  # valid replies that end the wait at once
-        self.quorum = self.least  # valid replies with which the straggler timeout begins
+        self.quorum = self.min_replies  # valid replies with which the straggler timeout begins
         self.grace = config.straggler_grace  # the straggler timeout; None: automatic
-        if in_process(grid) and federation.clock is REAL:
+        if in_process(grid) and find_clock(grid) is REAL:
             # Clients in one process share this machine: none is slower than the others.
             self.grace = math.inf
+        self.recipients: set[int] = set()  # ids of the nodes that were sent a message
+        self.outstanding: dict[str, Sent] = {}  # by message id
+        self.versions: Mapping[int, Tensors] = {}  # earlier states that clients still train
+        self.deadline = RoundDeadline(0, 0)
+        self._kind = MessageType.TRAIN  # of its messages
 
-    def send(self, messages: list[Message], enough: float = math.inf) -> Iterator[Message]:
-        """Send the messages, and yield the replies until the wait ends."""
-        return self.collector.replies(
-            self.grid, messages, self.config.round_timeout, self.quorum, self.grace, enough
-        )
+    def replies(self, messages: list[Message], enough: float = math.inf) -> Iterator[Message]:
+        """Send the messages, then yield replies as they arrive, until the `RoundDeadline`.
 
-    def encoded(self, tensors: Tensors) -> ArrayRecord:
-        """Return tensors as the wire carries them: sparse and with fewer bits, as configured."""
-        wire = wire_of_round(self.config.wire, self.number)
-        random = generator(self.config.seed, "wire down", self.number)
-        density = sparsity_of_round(self.config.densities, self.number)[0]
-        sparse = sparsify(tensors, density, sent_sparsely(self.method))
-        return to_record(encode(sparse, wire, random))
+        Nodes that have not replied by then are asked less often from now on.
+        """
+        self.outstanding = {}
+        if not messages:
+            return
+        # A calibration counts as training.
+        self._kind = messages[0].metadata.message_type.partition(".")[0]
+        self.send(messages)
+        grid = self.grid
+        self.deadline = RoundDeadline(
+            self.config.round_timeout, len(self.outstanding), self.quorum, self.grace, enough,
+            find_clock(grid),
+        )  # fmt: skip
+        failures = {
+            message_id: self._nodes[sent.client.node_id].failures
+            for message_id, sent in self.outstanding.items()
+        }
+        waiting = sorted(failures, key=failures.__getitem__)  # those with failures come last
+        late = {message_id: node for node in self._nodes.values() for message_id in node.late}
+        failed = find_failures(grid).count
+        inbox = self._message_builder.inbox
+        for reply in pull_replies(grid, inbox, waiting, self.deadline, late.keys()):
+            answered = reply.metadata.reply_to_message_id
+            if answered in self.outstanding:
+                yield reply
+            elif answered in late:
+                self._reject_late(reply, late.pop(answered))
+            failed = find_failures(grid).count
+        # If the SuperLink failed after the last reply, missing replies are not the nodes' fault.
+        self._close(find_failures(grid).last if find_failures(grid).count > failed else "")
+
+    def send(self, messages: list[Message]) -> None:
+        """Push the messages; reject the clients whose message the SuperLink does not take."""
+        pushed = {id(message) for message in push(self.grid, messages)}
+        for message in messages:
+            self.recipients.add(message.metadata.dst_node_id)
+            client = self._nodes[message.metadata.dst_node_id].client
+            assert client is not None  # messages are written only to clients
+            if id(message) in pushed:
+                self.expect(message, client, find_clock(self.grid).now)
+            else:
+                self.reject(client, "the message could not be sent")
+
+    def expect(self, message: Message, client: RegisteredClient, now: float = 0.0) -> None:
+        """Add a sent message to the outstanding ones."""
+        sent = Sent(client, self.number, array_bytes(message), now)
+        self.outstanding[message.metadata.message_id] = sent
+
+    def valid(
+        self, replies: Iterable[Message], read: Callable[[Message, Sent], Checked]
+    ) -> Iterator[tuple[Sent, Checked]]:
+        """Yield what `read` makes of each reply; reject a reply for which it raises ValueError."""
+        for message in replies:
+            sent = self.outstanding.pop(message.metadata.reply_to_message_id)
+            node = self._nodes[sent.client.node_id]
+            self.log.count(array_bytes(message), sent.size)
+            try:
+                checked = read(message, sent)
+            except ValueError as error:
+                self.reject(sent.client, error)
+                continue
+            self.deadline.use()
+            node.answered(self._kind)
+            node.has_fixed = self._message_builder.fixed is not None  # it has them now
+            yield sent, checked
+            del checked  # an update may be as large as the model
+
+    def reject(self, client: RegisteredClient, reason: object) -> None:
+        """Record a rejected reply with its reason."""
+        node = self._nodes[client.node_id]
+        node.has_fixed = False  # it may have forgotten what it was sent
+        node.faults += 1
+        self.log.reject(client, reason)
+
+    def _reject_late(self, reply: Message, node: Node) -> None:
+        """Count a late reply's bytes, and reject it unless it is unused."""
+        client, reason = node.late.pop(reply.metadata.reply_to_message_id)
+        self.log.count(array_bytes(reply), 0)
+        if reason:
+            self.reject(client, reason)
+
+    def _close(self, failure: str) -> None:
+        """Stop waiting, and record each missing reply as unused or as rejected.
+
+        Replies are unused if enough others came. If the SuperLink failed, the reply is rejected
+        but the node is asked as often as before. Otherwise the node has missed a reply.
+        """
+        seconds = f"{self.deadline.seconds:.4g}"
+        for message_id, sent in self.outstanding.items():
+            client, node, reason = sent.client, self._nodes[sent.client.node_id], ""
+            self.log.count(0, sent.size)
+            if self.deadline.satisfied:
+                self.log.unused.append(client.partition_id)
+            elif failure:
+                node.has_fixed = False  # it may not have got the message
+                self.log.reject(
+                    client, f"no reply within {seconds} s, since the SuperLink failed ({failure})"
+                )
+            else:
+                self.reject(client, f"no reply within {seconds} s")
+                node.note_missed_reply(self._kind, self.number)
+                reason = f"late: a reply to round {self.number}, which closed after {seconds} s"
+            # In one process a client runs only when its reply is fetched: none is late.
+            if not in_process(self.grid):
+                node.expect_late(message_id, client, reason)

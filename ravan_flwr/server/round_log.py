@@ -174,7 +174,7 @@ class RoundLog:
         record |= {key: value for key, value in optional.items() if value is not None}
         return cast(RoundRecord, record)
 
-    def too_few_replies_message(self, least: int) -> str:
+    def too_few_replies_message(self, min_replies: int) -> str:
         """Return the error message of a round with fewer valid replies than it needs."""
         by_reason: dict[str, list[str]] = {}
         for rejection in self.rejected:
@@ -183,7 +183,7 @@ class RoundLog:
         n = len(self.clients) or "no"
         message = (
             f"round {self.number}: got {n} valid {'reply' if n in (1, 'no') else 'replies'}, "
-            f"expected at least {'one' if least == 1 else f'min-replies = {least}'}: "
+            f"expected at least {'one' if min_replies == 1 else f'min-replies = {min_replies}'}: "
             f"{reasons or 'no other client is connected'}."
         )
         if self.number > 1:

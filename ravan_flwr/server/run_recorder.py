@@ -96,7 +96,7 @@ class RunRecorder(Callback):
             )
 
 
-def summary_of(
+def make_summary(
     loaded: ModelAndData,
     config: Config,
     records: list[RoundRecord],

@@ -18,9 +18,9 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.simulated_time.clock import clock_of
+from ravan_flwr.server.superlink import in_process
+from ravan_flwr.simulated_time.clock import find_clock
 
 log = getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Sampler:
         """
         config, eligible = self.config, self.eligible(grid, round_log)
         clients = self.available(
-            eligible if among is None else among(eligible), round_log, self._least
+            eligible if among is None else among(eligible), round_log, self._min_clients
         )
         number = min(config.clients_per_round, len(clients))
         reserve = config.num_asked(len(clients)) - number
@@ -108,11 +108,11 @@ class Sampler:
         return [client for client in clients if client.budget_fraction in eligible]
 
     def available(
-        self, eligible: Sequence[RegisteredClient], round_log: RoundLog, least: int = 1
+        self, eligible: Sequence[RegisteredClient], round_log: RoundLog, min_clients: int = 1
     ) -> list[RegisteredClient]:
         """Return the clients that are not skipped in this round; log the others."""
         available = self.registry.without_skipped(
-            eligible, MessageType.TRAIN, round_log.number, least
+            eligible, MessageType.TRAIN, round_log.number, min_clients
         )
         ids = {client.node_id for client in available}
         round_log.skipped = [m.partition_id for m in eligible if m.node_id not in ids]
@@ -120,9 +120,9 @@ class Sampler:
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:
         """Wait until as many clients are eligible as a round needs, or the time is up."""
-        clock = clock_of(grid)
+        clock = find_clock(grid)
         deadline = clock.now + self.config.round_timeout
-        while len(self.eligible(grid, round_log)) < self._least:
+        while len(self.eligible(grid, round_log)) < self._min_clients:
             clients = len(self.registry.clients)
             # No new client can connect in one process, or if every partition has its node.
             complete = in_process(grid) or clients >= self.registry.partitions
@@ -133,6 +133,6 @@ class Sampler:
             self.registry.gather(grid)
 
     @property
-    def _least(self) -> int:
+    def _min_clients(self) -> int:
         """Return how many clients a round needs: at least one."""
         return self._smallest_cohort(self.config, self.registry.partitions)

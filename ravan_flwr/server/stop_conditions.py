@@ -41,9 +41,9 @@ def reached(config: Config, metric: str, records: Iterable[RoundRecord]) -> Roun
     """
     if not config.until_metric:
         return None
-    least = merit({metric: config.until_metric}, metric)
+    target = merit({metric: config.until_metric}, metric)
     measured = (record for record in records if metric in record["metrics"])
-    return next((record for record in measured if merit(record["metrics"], metric) >= least), None)
+    return next((record for record in measured if merit(record["metrics"], metric) >= target), None)
 
 
 def exceeds_max_bytes(config: Config, records: Iterable[RoundRecord], rounds: int = 1) -> bool:

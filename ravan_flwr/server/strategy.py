@@ -8,46 +8,103 @@ is overridden. A round goes
     aggregate_train   each reply is read and checked whole, then added to the release's sums, of
                       which the release makes the next state
 
-Which release and transport a run has follows from its settings (releases.py, transports.py). What
+Which release and transport a run has follows from its settings (optional.py). What
 differs between methods is in the method. A round with fewer valid replies than `min-replies` stops
 the run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import getLogger
+from types import MappingProxyType
 from typing import cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
-from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.multihead import MultiHeadMethod
+from ravan_flwr.optional import TRANSPORTS, load
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.record import Metrics
+from ravan_flwr.runs.record import Metrics, per_client_statistics
+from ravan_flwr.server.aggregation import ServerState
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.evaluation import evaluation_messages, mean_metrics
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.releases import Calibrated, Mean, release_class
-from ravan_flwr.server.reply_collector import MessageBuilder, Sent
-from ravan_flwr.server.reply_fetcher import in_process, simulating
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.server.round import Round
+from ravan_flwr.server.round import MessageBuilder, Round, Sent
+from ravan_flwr.server.round_log import RoundLog, mean_of
 from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
-from ravan_flwr.server.transports import Plain, transport_class
-from ravan_flwr.server.update import Update
-from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
+from ravan_flwr.server.superlink import (
+    in_process,
+    install_object_check,
+    retry_failed_calls,
+    simulating,
+)
+from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
+from ravan_flwr.server.user_messages import report_start
+from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
+
+
+class Plain:
+    """Send each drawn client a message; ask further clients if too few replies are valid.
+
+    Args:
+        federation: The parts of the run.
+        memory: What `memory` returned when a resumed run was stopped.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        memory: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.federation = federation
+
+    @property
+    def memory(self) -> Tensors:
+        """Return what a resumed run needs."""
+        return {}
+
+    def open(self, round_: Round, release: Mean) -> list[Message]:
+        """Return the messages with which the round begins."""
+        return release.write(release.draw())
+
+    def replies(self, round_: Round, release: Mean, messages: list[Message]) -> Iterator[Message]:
+        """Send the messages and yield the replies, until the round may close.
+
+        A node's failure loses its reply, but not the round while other clients can be asked.
+        """
+        while messages:
+            yield from round_.replies(messages, round_.enough)
+            messages = self._more(round_, release)
+
+    def _more(self, round_: Round, release: Mean) -> list[Message]:
+        """Return messages to further clients if too few replied; none if all clients were asked."""
+        if len(round_.log.clients) >= round_.min_replies or not round_.asks_more:
+            return []
+        skipped = round_.log.skipped
+        clients = self.federation.sampler.sample(
+            round_.grid,
+            round_.log,
+            lambda eligible: [m for m in eligible if m.node_id not in round_.recipients],
+        )
+        round_.log.skipped = skipped
+        if clients:
+            log.warning(
+                "round %d has %d valid replies, expected %d at least: it asks %s more",
+                round_.number, len(round_.log.clients), round_.min_replies,
+                count(len(clients), "client"),
+            )  # fmt: skip
+        return release.write(clients)
 
 
 class FederatedTuning(Strategy):
@@ -90,7 +147,8 @@ class FederatedTuning(Strategy):
             privacy, start.trained,
         )  # fmt: skip
         # Of the run; the calibration has a plain one.
-        self._transport = transport_class(config)(self.federation, start.memory)
+        transport: type[Plain] = load(TRANSPORTS[config.aggregation])
+        self._transport = transport(self.federation, start.memory)
 
     def start(
         self,
@@ -110,7 +168,7 @@ class FederatedTuning(Strategy):
         if not in_process(grid):
             install_object_check()
             retry_failed_calls(grid, timeout)
-        clock = self.federation.clock = clock_of(grid)
+        clock = self.federation.clock = find_clock(grid)
         self.federation.began = clock.now - self._resume_point.time
         result, arrays = Result(), initial_arrays
         self.state.tensors = from_record(arrays)
@@ -144,7 +202,7 @@ class FederatedTuning(Strategy):
                 with self.round.log.timed("evaluate"):
                     if evaluate_fn is None:
                         messages = self.configure_evaluate(number, arrays, ConfigRecord(), grid)
-                        metrics = self.aggregate_evaluate(number, self.round.send(messages))
+                        metrics = self.aggregate_evaluate(number, self.round.replies(messages))
                     else:
                         metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
@@ -170,7 +228,8 @@ class FederatedTuning(Strategy):
     def open_round(self, number: int, grid: Grid) -> None:
         """Begin a round, with empty sums. Round 0 is the calibration."""
         release = self._release_class if number else Calibrated
-        self.round = Round(self.federation, number, grid)
+        round_log = RoundLog(number, self.registry.partitions)
+        self.round = Round(self.config, self.message_builder, round_log, grid)
         self.release: Mean = release(self.federation, self.round, self.state.tensors)
         self.transport = self._transport if number else Plain(self.federation)
 
@@ -190,14 +249,16 @@ class FederatedTuning(Strategy):
         """
         round_, release = self.round, self.release
         # Lazy: the next reply is fetched, and the wait for it may end, after this one is used.
-        for sent, update in round_.collector.valid(replies, self._read):
+        for sent, update in round_.valid(replies, release.read):
             heads = release.add(update)
             self._log_use(update, heads, sent)
             del update  # it may be as large as the model
-        if len(round_.log.clients) < round_.least:
-            raise RuntimeError(round_.log.too_few_replies_message(round_.least))
+        if len(round_.log.clients) < round_.min_replies:
+            raise RuntimeError(round_.log.too_few_replies_message(round_.min_replies))
         try:
-            release.close()
+            mean = release.close()
+            if mean is not None:
+                self.state.step(mean, release.method.frozen_tensors)
         except ValueError as error:
             if not server_round:
                 raise  # without the calibration's fixed tensors the run cannot start
@@ -211,16 +272,11 @@ class FederatedTuning(Strategy):
         metrics = MetricRecord({} if loss is None else {"train-loss": loss})
         return to_record(self.state.tensors), metrics
 
-    def _read(self, message: Message, sent: Sent) -> Update:
-        """Return the update in a reply; raise ValueError with the reason to reject it."""
-        version, staleness = self.transport.version(self.round, sent)
-        return self.release.read(message, sent, version, staleness)
-
     def _log_use(self, update: Update, heads: list[list[int]], sent: Sent) -> None:
         """Log a used update; also if its client had lost its personal parameters."""
         federation, partition = self.federation, update.client.partition_id
-        span = federation.since(sent.time), federation.time
-        device = federation.clock.device_of(partition)
+        span = sent.time - federation.began, federation.time
+        device = federation.clock.find_device(partition)
         self.round.log.use(update, heads, sent.size, span, device)
         if update.anew and partition in federation.trained:
             self.round.log.began_anew.append(partition)
@@ -232,53 +288,40 @@ class FederatedTuning(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return a message for each client that asks it to evaluate the state."""
-        return evaluation_messages(self.federation, self.round)
+        """Return a message for each client, but the skipped ones, to evaluate the state."""
+        kind, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
+        clients = self.registry.without_skipped(self.registry.present(grid), kind, server_round)
+        message = self.message_builder.message
+        return [message(client, kind, server_round, content, {}) for client in clients]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the mean over the clients' validation splits; None if no reply is valid."""
-        means = mean_metrics(self.federation, self.round, replies)
-        return None if means is None else MetricRecord(dict(means))
+        """Return the mean over the clients' validation splits; None if no reply is valid.
+
+        The weights are the clients' numbers of examples, or of other units.
+        """
+        measures, share = self.loaded.task.measures, self.config.validation_share
+
+        def read(message: Message, sent: Sent) -> tuple[float, Metrics]:
+            limit = max_validation_size(self.registry.examples(sent.client), share)
+            return read_evaluated(message, server_round, measures, limit)
+
+        valid = self.round.valid(replies, read)
+        answers = {sent.client.partition_id: answer for sent, answer in valid}
+        if not answers:
+            return None
+        units, means = zip(*(answers[partition] for partition in sorted(answers)), strict=True)
+        self.round.log.per_client = per_client_statistics(list(map(measures.completed, means)))
+        mean = {name: mean_of([one[name] for one in means], units) for name in measures.names}
+        return MetricRecord(dict(measures.completed(mean)))
 
     # Around the rounds.
 
     def summary(self) -> None:
         """Log the method, its number of trained parameters, and the clients of a round."""
-        steps = sorted(map(self.federation.steps, self.registry.clients.values())) or [0]
-        low, high = steps[0], steps[-1]
-        eligible = sum(
-            self.method.can_train(m.budget_fraction) for m in self.registry.clients.values()
-        )
-        asked = self.config.clients_per_round
-        fewer = eligible < asked and not METHODS[self.config.method].all_clients
-        log.info(
-            "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d%s",
-            self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
-            self.method.trainable_parameters(),
-            " and the classifier" if self.config.classifier == "trained" else "",
-            100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(min(asked, eligible), "client"),
-            (f"{low} to " if low < high else "") + count(high, "local step"),
-            self.config.batch_size,
-            f"; clients-per-round is {asked}, but no more can take part" * fewer,
-        )  # fmt: skip
-        method = self.method
-        if isinstance(method, MultiHeadMethod) and method.init == "gram-schmidt":
-            columns, side = method.heads * method.rank, method.side
-            if columns > side:
-                log.info(
-                    "init=gram-schmidt: heads x rank = %d, the smallest layer has %d dimensions: "
-                    "the bases of %d heads at a time are orthonormal there",
-                    columns, side, side // method.rank,
-                )  # fmt: skip
-        if self.config.secure_aggregation:
-            log.info(
-                "secure-aggregation: the server sees sums over at least %d clients, head by head; "
-                "heads that fewer clients train stay unchanged",
-                self.config.secure_minimum,
-            )
+        steps = list(map(self.federation.steps, self.registry.clients.values()))
+        report_start(self.config, self.method, self.registry, steps)
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Append the round's record, and call the callbacks with it."""

@@ -29,9 +29,9 @@ from ravan_flwr.server.superlink import UNREADABLE
 from ravan_flwr.tasks.base import Measures
 
 # Largest values that a client may report. A larger loss means that training diverged.
-MOST_LOSS = 1e9
-MOST_SECONDS = 1e9
-MOST_STEPS = 1e9
+MAX_LOSS = 1e9
+MAX_SECONDS = 1e9
+MAX_STEPS = 1e9
 _FOR_USERS = re.compile(r"<class 'ValueError'>:<'(.*)'>", re.DOTALL)  # Flower's text of an error
 IN_UNIT_RANGE = ("accuracy", "f1")  # metrics from 0 to 1
 
@@ -50,6 +50,7 @@ class Update:
     bytes_up: int = 0
     staleness: int = 0  # versions by which the state has moved since it was sent
     steps: int = 0  # local steps, from the client's examples and the settings
+    step: float = 0.0  # learning rate times steps: how far its optimiser can move a number
     norms: Mapping[str, float] = field(default_factory=dict)  # by tensor, where they bound a state
 
 
@@ -59,7 +60,7 @@ def read_trained(
     round_number: int,
     derived: Sequence[float],
     wire: str = "float32",
-    most: int | None = None,
+    max_values: int | None = None,
     density: Fraction = Fraction(1),
     *,
     personal: bool = False,
@@ -68,27 +69,27 @@ def read_trained(
 ) -> Update:
     """Return the update in a training reply of that round; the node must have the server's bases.
 
-    The method checks the tensors later. `most` limits the number of values after decoding, and
-    `density` is the fraction of them that was sent. If clients have `personal` parameters, a reply
-    reports whether the client began without them. Clients of a private run report no loss, and no
-    seconds if they add the noise. If a reply has these values all the same, they are not read.
+    The method checks the tensors later. `max_values` limits the number of values after decoding,
+    and `density` is the fraction of them that was sent. If clients have `personal` parameters, a
+    reply reports whether the client began without them. Clients of a private run report no loss,
+    and no seconds if they add the noise; if a reply has these values, they are not read.
     """
     with as_value_error():
-        metrics, content = _opened(reply, round_number)
+        metrics, content = open_reply(reply, round_number)
         check_derived(metrics.get("derived"), derived, client.versions)
-        loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
+        loss = within(metrics, "train-loss", -MAX_LOSS, MAX_LOSS) if with_loss else None
+        seconds = within(metrics, "seconds", 0, MAX_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         skips = with_loss and "skipped-steps" in metrics
-        skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
-        tensors = decode(view_record(content.array_records["arrays"]), wire, most)
-        return Update(client, densify(tensors, density, most), loss, seconds, anew, skipped)
+        skipped = int(within(metrics, "skipped-steps", 0, MAX_STEPS)) if skips else 0
+        tensors = decode(view_record(content.array_records["arrays"]), wire, max_values)
+        return Update(client, densify(tensors, density, max_values), loss, seconds, anew, skipped)
 
 
-def refusal_in(reply: Message, round_number: int) -> str:
+def read_refusal(reply: Message, round_number: int) -> str:
     """Return why a client refuses to train further; "" if the reply has an update."""
     with as_value_error():
-        refused = content_of(reply).config_records.get("refused")
+        refused = read_content(reply).config_records.get("refused")
         if refused is None:
             return ""
         if refused.get("round") != round_number:
@@ -99,7 +100,7 @@ def refusal_in(reply: Message, round_number: int) -> str:
 def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
     """Return the pieces of a reply in a phase of a secure round, or the clients it distrusts."""
     with as_value_error():
-        arrays = _opened(reply, round_number)[1].array_records["arrays"]
+        arrays = open_reply(reply, round_number)[1].array_records["arrays"]
         return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
 
 
@@ -111,27 +112,27 @@ def read_masked(
     The client must have the server's bases.
     """
     with as_value_error():
-        metrics, content = _opened(reply, round_number)
+        metrics, content = open_reply(reply, round_number)
         check_derived(metrics.get("derived"), derived, client.versions)
         has_seconds = "seconds" in metrics
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if has_seconds else None
+        seconds = within(metrics, "seconds", 0, MAX_SECONDS) if has_seconds else None
         return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds
 
 
 def read_evaluated(
-    reply: Message, round_number: int, measures: Measures, most: float
+    reply: Message, round_number: int, measures: Measures, max_examples: float
 ) -> tuple[float, Metrics]:
-    """Return the units of an evaluation reply of that round, `most` at most, and means over them.
+    """Return the units of an evaluation reply of that round, and means over them.
 
-    Units are examples, or what else the measures count.
+    Units are examples, `max_examples` at most, or what else the measures count.
     """
     with as_value_error():
-        metrics, _ = _opened(reply, round_number)
-        number = above_zero(metrics, "num-examples", most)
+        metrics, _ = open_reply(reply, round_number)
+        number = above_zero(metrics, "num-examples", max_examples)
         if measures.unit != "examples":
             number = above_zero(metrics, f"num-{measures.unit}", number * measures.most)
         limits = {
-            name: (0, 1) if name in IN_UNIT_RANGE else (-MOST_LOSS, MOST_LOSS)
+            name: (0, 1) if name in IN_UNIT_RANGE else (-MAX_LOSS, MAX_LOSS)
             for name in measures.names
         }
         return number, {name: within(metrics, name, *limits[name]) for name in limits}
@@ -151,7 +152,7 @@ def as_value_error() -> Iterator[None]:
         raise ValueError(f"its reply cannot be used: {cause}") from error
 
 
-def most_validation_size(trained: int, fraction: float) -> int:
+def max_validation_size(trained: int, fraction: float) -> int:
     """Return the largest size of a validation split for a client with that many training examples.
 
     A split of n examples has ceil(fraction n) of them, less than fraction n + 1. The limit keeps a
@@ -160,7 +161,7 @@ def most_validation_size(trained: int, fraction: float) -> int:
     return math.ceil((trained * fraction + 1) / (1 - fraction) - 1e-9)
 
 
-def content_of(reply: Message) -> RecordDict:
+def read_content(reply: Message) -> RecordDict:
     """Return a reply's content; raise ValueError with the node's reason if it is an error."""
     if reply.has_error():
         text = (reply.error.reason or "").strip()
@@ -172,9 +173,9 @@ def content_of(reply: Message) -> RecordDict:
     return reply.content
 
 
-def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
+def open_reply(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
     """Return a reply's metrics and content; raise ValueError if it is from another round."""
-    content = content_of(reply)
+    content = read_content(reply)
     metrics = content.metric_records["metrics"]
     if metrics.get("round") != round_number:
         value = shown(metrics.get("round"))
@@ -192,11 +193,11 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def above_zero(metrics: Mapping[str, Any], key: str, most: float) -> float:
-    """Return one number of a reply; raise ValueError unless it is above 0 and at most `most`."""
+def above_zero(metrics: Mapping[str, Any], key: str, high: float) -> float:
+    """Return one number of a reply; raise ValueError unless it is above 0 and at most `high`."""
     value = finite(metrics, key)
-    if not 0 < value <= most:
-        raise ValueError(f"{key} is {value:g}, expected above 0 and at most {most:g}")
+    if not 0 < value <= high:
+        raise ValueError(f"{key} is {value:g}, expected above 0 and at most {high:g}")
     return value
 
 

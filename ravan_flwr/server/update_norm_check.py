@@ -55,7 +55,7 @@ class Change:
 Changes = dict[str, Change]
 
 
-def changes_of(
+def measure_changes(
     upload: Mapping[str, Tensor], start: Mapping[str, Tensor], wire: str = "float32"
 ) -> Changes:
     """Return an upload's changes of the tensors in `start`; raise ValueError if not finite."""
@@ -99,16 +99,16 @@ class UpdateNormCheck:
             return
         suffix = "" if self.step else " of its examples"
         for name, change in changes.items():
-            most = self.most(change, step)
-            if change.size > most:
+            max_size = self.max_size(change, step)
+            if change.size > max_size:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
-                    f"{change.numbers} numbers), expected at most {most:.4g}, which is what "
+                    f"{change.numbers} numbers), expected at most {max_size:.4g}, which is what "
                     f"{self.step or step:g} = learning-rate x local-steps{suffix} allow; if honest "
                     "clients send this, set limits=max-update-norm=NUMBER"
                 )
 
-    def most(self, change: Change, step: float = 0.0) -> float:
+    def max_size(self, change: Change, step: float = 0.0) -> float:
         """Return the largest size that a change of that tensor may have."""
         return REACH * (_reach(self.step or step, change.before) + change.rounding)
 
@@ -136,14 +136,14 @@ class UpdateNormCheck:
         """Raise ValueError if a tensor's norm would grow from `old` to `norm` by too much."""
         before = math.sqrt(sum_of_squares(old, name))
         root = math.sqrt(max(1, old.numel()))
-        most = GROWTH * root * _reach(self.step or step, before / root)
+        max_growth = GROWTH * root * _reach(self.step or step, before / root)
         if self.norm is not None:
-            most = self.norm * (1 + self.norm + before)  # a product of two changed factors
+            max_growth = self.norm * (1 + self.norm + before)  # a product of two changed factors
         grown = norm - before
-        if grown > most:
+        if grown > max_growth:
             raise ValueError(
                 f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
-                f"{most:.4g}"
+                f"{max_growth:.4g}"
             )
 
 

@@ -8,10 +8,13 @@ from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
-from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.methods.base import Method
+from ravan_flwr.methods.multihead import MultiHeadMethod
+from ravan_flwr.runs.console import count, megabytes, minutes
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
-from ravan_flwr.server.reply_fetcher import in_process, simulating
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.superlink import in_process, simulating
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -37,6 +40,43 @@ def report_float32(loaded: ModelAndData, config: Config) -> None:
         log.info(
             "matrix products in float32: float32-matmul=tf32 and precision=bfloat16 are several "
             "times as fast on this GPU, and round more (docs/gpu.md)"
+        )
+
+
+def report_start(
+    config: Config, method: Method, registry: ClientRegistry, steps: list[int]
+) -> None:
+    """Log the method, its number of trained parameters, and the clients of a round.
+
+    `steps` are the clients' local steps.
+    """
+    low, high = min(steps, default=0), max(steps, default=0)
+    fractions = [client.budget_fraction for client in registry.clients.values()]
+    eligible, asked = sum(map(method.can_train, fractions)), config.clients_per_round
+    fewer = eligible < asked and not METHODS[config.method].all_clients
+    trained = method.trainable_parameters()
+    log.info(
+        "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d%s",
+        config.method, f", rank {method.rank}" if method.rank else "", trained,
+        " and the classifier" if config.classifier == "trained" else "",
+        100 * trained / method.budget, config.lora_rank,
+        count(min(asked, eligible), "client"),
+        (f"{low} to " if low < high else "") + count(high, "local step"), config.batch_size,
+        f"; clients-per-round is {asked}, but no more can take part" * fewer,
+    )  # fmt: skip
+    if isinstance(method, MultiHeadMethod) and method.init == "gram-schmidt":
+        columns, side = method.heads * method.rank, method.side
+        if columns > side:
+            log.info(
+                "init=gram-schmidt: heads x rank = %d, the smallest layer has %d dimensions: "
+                "the bases of %d heads at a time are orthonormal there",
+                columns, side, side // method.rank,
+            )  # fmt: skip
+    if config.secure_aggregation:
+        log.info(
+            "secure-aggregation: the server sees sums over at least %d clients, head by head; "
+            "heads that fewer clients train stay unchanged",
+            config.secure_minimum,
         )
 
 
@@ -68,7 +108,7 @@ def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
             *(number, config.num_clients, config.num_clients),
         )
     sizes = loaded.partition_sizes(number)
-    if without := sum(not count for count in sizes):
+    if without := sum(not size for size in sizes):
         message = (
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
             "have no example left to train on, since each needs one for validation at least"
@@ -80,7 +120,7 @@ def check_simulation(grid: Grid, loaded: ModelAndData, config: Config) -> None:
             raise ValueError(f"{message}; use fewer clients{more_even}")
         log.warning("%s; they take no part; use fewer clients%s", message, more_even)
     if in_process(grid):  # the clients use the server's copy of the examples
-        _ = loaded.partition(next(n for n, count in enumerate(sizes) if count), number)
+        _ = loaded.partition(next(n for n, size in enumerate(sizes) if size), number)
 
 
 def report_result(

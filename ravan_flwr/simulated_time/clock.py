@@ -32,7 +32,7 @@ class Clock:
         """Wait until another node may have connected."""
         time.sleep(0.2)
 
-    def device_of(self, client: int) -> str | None:  # noqa: ARG002
+    def find_device(self, client: int) -> str | None:  # noqa: ARG002
         """Return the kind of a client's device; None if it is not simulated."""
         return None
 
@@ -65,7 +65,7 @@ class SimulatedClock(Clock):
     ) -> float:
         """Record a message to a client; return when its reply arrives."""
         device = self.devices[client]
-        seconds = seconds_of(device, bytes_down, operations, bytes_up)
+        seconds = estimate_seconds(device, bytes_down, operations, bytes_up)
         self.busy_until[client] = finish(
             max(self.now, self.busy_until[client]), seconds, device.online
         )
@@ -105,7 +105,7 @@ class SimulatedClock(Clock):
         day = DAY * HOUR
         self._now += min((d.online[0] * HOUR - self.now) % day or day for d in self.devices)
 
-    def device_of(self, client: int) -> str | None:
+    def find_device(self, client: int) -> str | None:
         return self.devices[client].kind
 
     @property
@@ -119,13 +119,15 @@ class SimulatedClock(Clock):
             self.busy_until = memory[BUSY_UNTIL].tolist()
 
 
-def clock_of(grid: Any) -> Clock:
+def find_clock(grid: Any) -> Clock:
     """Return a grid's simulated clock, or the real one."""
     clock: Clock | None = getattr(grid, "clock", None)
     return REAL if clock is None else clock
 
 
-def seconds_of(device: Device, bytes_down: float, operations: float, bytes_up: float) -> float:
+def estimate_seconds(
+    device: Device, bytes_down: float, operations: float, bytes_up: float
+) -> float:
     """Return the online seconds that a device needs for a message and its reply."""
     return bytes_down / device.downlink + operations / device.operations + bytes_up / device.uplink
 

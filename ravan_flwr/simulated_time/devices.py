@@ -99,7 +99,7 @@ def phones(random: torch.Generator) -> Device:
 PROFILES = {"uniform": uniform, "edge-gpus": edge_gpus, "phones": phones}
 
 
-def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
+def make_devices(profile: str, seed: int, clients: int) -> list[Device]:
     """Return a device for each client, from a profile or a YAML file."""
     if profile in PROFILES:
         draw = PROFILES[profile]

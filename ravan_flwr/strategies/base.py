@@ -185,7 +185,7 @@ class MethodStrategy(FedAvg):
                 with as_value_error():
                     weight = self._weight(reply, common_layout)
                     upload, fraction = _read(reply, translated, extras)
-                    sums.offer(upload, fraction, weight)
+                    sums.check_and_add(upload, fraction, weight)
             except ValueError as error:
                 node = reply.metadata.src_node_id
                 problems[node] = str(error)

@@ -13,7 +13,7 @@ from ravan_flwr.methods import BUDGET_FRACTIONS, METHODS, affordable
 from ravan_flwr.optional import PLAN_RELEASES, load
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import minutes
-from ravan_flwr.simulated_time.devices import devices_of
+from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory, step_seconds
@@ -180,7 +180,7 @@ def _time_text(config: Config, num_clients: int) -> str:
     """Return how long simulated devices take for a round with the whole budget, as text."""
     if config.devices is None:
         return ""
-    work = Workload(config, num_clients, devices_of(config.devices, config.seed, num_clients))
+    work = Workload(config, num_clients, make_devices(config.devices, config.seed, num_clients))
     seconds = sorted(work.seconds(1.0, client) for client in range(num_clients))
     middle, slowest = seconds[num_clients // 2], seconds[-1]
     return f"{middle:,.3g} s on the median device, {slowest:,.3g} s on the slowest"

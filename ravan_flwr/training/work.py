@@ -6,7 +6,7 @@ from statistics import median
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods import BUDGET_FRACTIONS
-from ravan_flwr.simulated_time.clock import seconds_of
+from ravan_flwr.simulated_time.clock import estimate_seconds
 from ravan_flwr.simulated_time.devices import Device
 from ravan_flwr.training.cost import Skeleton, step_memory, step_operations
 from ravan_flwr.training.model_and_data import get_model_and_data
@@ -47,7 +47,7 @@ class Workload:
         """Return the seconds of a client's round with that budget fraction, while it is online."""
         operations = self.operations("train", fraction, client)
         bytes_down, bytes_up = self.bytes_down(fraction), self.bytes_up(fraction)
-        return seconds_of(self.devices[client], bytes_down, operations, bytes_up)
+        return estimate_seconds(self.devices[client], bytes_down, operations, bytes_up)
 
     def memory_shortage(self, fraction: float, client: int) -> str:
         """Return an error text if a device has too little memory for a step, else ""."""

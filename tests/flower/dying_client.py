@@ -12,7 +12,7 @@ import psutil
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.launch.superlink import list_processes
 
 INSTALL = "from tests.flower import dying_client; dying_client.install({plan!r})"
 
@@ -40,7 +40,7 @@ def _kill_the_machine() -> None:
 
     The oldest first: this process ends with the one that stands for it (tests/fork_server.py).
     """
-    processes = map(psutil.Process, processes_of(Path(os.environ["FLWR_HOME"])))
+    processes = map(psutil.Process, list_processes(Path(os.environ["FLWR_HOME"])))
     for process in sorted(processes, key=psutil.Process.create_time):
         if process.pid != os.getpid():
             with suppress(psutil.NoSuchProcess):

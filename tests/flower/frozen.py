@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.launch.superlink import list_processes
 from tests.support.deployment import with_fork
 
 
 @contextmanager
 def frozen(home: Path) -> Iterator[None]:
     """Stop the device's processes."""
-    pids = all_processes_of(home)
+    pids = list_all_processes(home)
     send(pids, signal.SIGSTOP)
     try:
         yield
@@ -29,10 +29,10 @@ def frozen(home: Path) -> Iterator[None]:
         send(pids, signal.SIGCONT)
 
 
-def all_processes_of(home: Path) -> set[int]:
+def list_all_processes(home: Path) -> set[int]:
     """Find the processes of a device, with the forks of proxy processes."""
     found = set()
-    for pid in processes_of(home):
+    for pid in list_processes(home):
         found.add(pid)
         for fork in with_fork(pid)[1:]:
             with suppress(psutil.Error):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.launch.superlink import list_processes
 from tests.docstrings import as_messages, docstrings, lines
 from tests.flower import NEEDS_PROC
 from tests.support.tiny import save_speaker
@@ -64,7 +64,7 @@ def test_devices_train_on_local_conversations_and_get_the_result(deployment):
         assert [client["budget-fraction"] for client in record["clients"]] == [1.0, 1.0]
     first, *_, last = (record["metrics"]["perplexity"] for record in run.rounds)
     assert last < first
-    commands = (Path(f"/proc/{pid}/cmdline") for pid in processes_of(deployment.folder))
+    commands = (Path(f"/proc/{pid}/cmdline") for pid in list_processes(deployment.folder))
     workers = [path for path in commands if b"ravan_flwr.client.worker" in path.read_bytes()]
     assert len(workers) == 2
 

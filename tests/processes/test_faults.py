@@ -28,7 +28,7 @@ MOMENTS = {
     "in the middle of a checkpoint": ("ravan_flwr.runs.checkpoint.safetensors.torch.save", 3),
     "in the middle of a file": ("ravan_flwr.files.os.fsync", 7),
     "while old checkpoints are dropped": ("ravan_flwr.runs.checkpoint._drop", 1),
-    "at the end": ("ravan_flwr.server_app.summary_of", 1),
+    "at the end": ("ravan_flwr.server_app.make_summary", 1),
 }
 
 KILLER = """

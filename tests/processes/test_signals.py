@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
+from ravan_flwr.launch.superlink import LocalSuperLink, list_processes
 from tests import ROOT
 from tests.support.deployment import END_TIMEOUT, ROUNDS_TIMEOUT, TIMEOUT, copy_app, wait_for
 
@@ -39,7 +39,7 @@ def folder():
     """Make a folder with a short path, for Ray's sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="s-") as name:
         yield Path(name)
-        for pid in processes_of(Path(name)):
+        for pid in list_processes(Path(name)):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -81,14 +81,14 @@ def wait_for_training(process, folder, number=1):
 
 def assert_nothing_is_left(folder):
     """Check that all processes end: the command has sent each a signal."""
-    wait_for(lambda: not processes_of(folder), "the last process to end", END_TIMEOUT)
+    wait_for(lambda: not list_processes(folder), "the last process to end", END_TIMEOUT)
 
 
 @pytest.mark.slow
 def test_sigterm_ends_a_run_in_flower_and_all_of_its_processes(folder, start):
     process = start("simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
-    assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
+    assert len(list_processes(folder)) > 5  # the SuperLink, Flower's, Ray's
     process.terminate()
     assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
@@ -114,7 +114,7 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
         return bool(records_in(folder))
 
     wait_for(trains, "a round", ROUNDS_TIMEOUT)
-    assert len(processes_of(folder)) > 5
+    assert len(list_processes(folder)) > 5
     os.close(terminal)
     assert process.wait(TIMEOUT) != 0
     assert_nothing_is_left(folder)
@@ -137,7 +137,7 @@ def test_a_signal_ends_a_study_with_its_runs(folder, start):
     arguments = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
     process = start("study", *arguments)
     wait_for_training(process, folder, 2)
-    assert len(processes_of(folder)) == 3  # the study, two runs
+    assert len(list_processes(folder)) == 3  # the study, two runs
     process.terminate()
     assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
@@ -165,12 +165,12 @@ def test_a_superlink_that_is_interrupted_at_its_start_is_ended(monkeypatch):
     link = LocalSuperLink()
 
     def interrupted():
-        while not processes_of(link.home):  # forked, but not yet the SuperLink's program
+        while not list_processes(link.home):  # forked, but not yet the SuperLink's program
             time.sleep(0.01)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(link, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         link.__enter__()
-    assert processes_of(link.home) == []
+    assert list_processes(link.home) == []
     assert not link.home.exists()

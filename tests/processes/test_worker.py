@@ -16,7 +16,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import answers as client
 from ravan_flwr.client import worker
-from ravan_flwr.client.on_device import folder_of_sockets, is_on_a_device, private_folder
+from ravan_flwr.client.on_device import find_socket_folder, is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -103,7 +103,7 @@ here.serve()
 def test_replies_are_the_same_warm_and_cold_and_a_worker_builds_one_network_a_run(
     owner, python, tmp_path
 ):
-    socket, log = folder_of_sockets() / f"{owner.pid}.sock", tmp_path / "log"
+    socket, log = find_socket_folder() / f"{owner.pid}.sock", tmp_path / "log"
     python.start(["-c", COUNTED, str(socket), str(owner.pid)], log=log)
     wait_for(lambda: "listens" in log.read_text(), "the worker to listen")
     message = training_message()
@@ -261,7 +261,7 @@ def test_a_worker_of_a_device_counts_as_on_a_device(monkeypatch):
             "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
             "node-config": {"partition-id": 0, "num-partitions": 2},
         }  # fmt: skip
-        worker._answer_of(header, RecordDict(), RecordDict(), new=False)
+        worker._compute_answer(header, RecordDict(), RecordDict(), new=False)
     assert on_device == [False, True]
 
 
@@ -271,7 +271,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with pytest.raises(RuntimeError, match="set a shorter XDG_RUNTIME_DIR or TMPDIR"):
-        folder_of_sockets()
+        find_socket_folder()
 
 
 def test_an_idle_worker_ends(owner, home, python):

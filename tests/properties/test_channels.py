@@ -41,7 +41,7 @@ from ravan_flwr.extras.example_privacy import client as on_client
 from ravan_flwr.extras.example_privacy import steps as private_steps
 from ravan_flwr.extras.example_privacy.gradients import StepNoise, check_independent
 from ravan_flwr.extras.example_privacy.steps import PrivateStepper
-from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.worker_process import compute_reply, identify
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.results.card import fill_card
 from ravan_flwr.runs import tracking
@@ -162,7 +162,7 @@ def ask(kind, state, config, node=None):
     message = Message(content, 1, kind)
     message.metadata.__dict__["_run_id"] = 1
     node_config = {"partition-id": 0, "num-partitions": 20} | (node or {})
-    return reply_of(message, Context(1, 1, node_config, RecordDict(), dict(config)))
+    return compute_reply(message, Context(1, 1, node_config, RecordDict(), dict(config)))
 
 
 def view_of(reply: Any, logged: Any = ()) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Server:
         message = self.strategy.message_builder.message(node, "train", number, self.sent, {})
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         if self.round is not None:
-            self.round.collector.expect(message, node)
+            self.round.expect(message, node)
         return message
 
     def reply(self, node, what):
@@ -244,7 +244,7 @@ def test_a_nearly_valid_calibration_upload_is_refused_and_leaves_the_sums_unchan
         ({name: numbers * torch.nan}, "not finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            sums.offer(bad, 1.0)
+            sums.check_and_add(bad, 1.0)
     for each in (sums, plain):
         each.add({name: numbers}, 1.0)
     assert all(same_bits(*pair) for pair in zip(sums.close(), plain.close(), strict=True))
@@ -264,7 +264,9 @@ def test_no_hostile_reply_affects_the_calibration(method, changes, replies):
         message = Message(RecordDict(), node.node_id, "train")
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         with pytest.raises(ValueError):  # noqa: PT011 (any that has a reason)
-            sums.offer(read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0)
+            sums.check_and_add(
+                read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0
+            )
 
 
 def test_the_memory_of_large_replies_is_released():

@@ -8,7 +8,7 @@ import torch
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.extensions import norm_limits
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from tests.methods import build, train_client
 
 STEPS = [0.01, 1.0, 100.0]  # learning rate times local steps
@@ -93,7 +93,7 @@ class Federation:
         start = self.start(unchanged, fraction)
         sent = [upload for upload, its in others if its == fraction]
         largest_change = {}
-        for place, (name, change) in enumerate(changes_of(unchanged, start).items()):
+        for place, (name, change) in enumerate(measure_changes(unchanged, start).items()):
             direction = torch.zeros(change.numbers)
             if only is not None and place % 2 != only:
                 largest_change[name] = torch.zeros_like(start[name])
@@ -101,7 +101,7 @@ class Federation:
             moved = [(upload[name] - start[name]).flatten() for upload in sent]
             replies = sum(moved) + start[name].flatten() * (1 + len(sent)) if sent else direction
             kind(name, direction, replies)
-            most = 0.999 * self.limit.most(change) * math.sqrt(change.numbers)
+            most = 0.999 * self.limit.max_size(change) * math.sqrt(change.numbers)
             if kind is opposite and name != "B":
                 most = min(most, float(direction.norm()))
             largest_change[name] = (direction * most / max(1e-9, float(direction.norm()))).view_as(
@@ -118,7 +118,7 @@ class Federation:
     def is_accepted(self, upload, fraction):
         """Return whether such a reply is accepted by itself."""
         try:
-            Aggregate(self.method, self.state, self.limit).offer(upload, fraction)
+            Aggregate(self.method, self.state, self.limit).check_and_add(upload, fraction)
         except ValueError:
             return False
         return True
@@ -127,7 +127,7 @@ class Federation:
         """Run a round of these replies; ValueError if a reply or the whole round is refused."""
         sums = Aggregate(self.method, self.state, self.limit)
         for upload, fraction in offered:
-            sums.offer(upload, fraction)
+            sums.check_and_add(upload, fraction)
         self.state = sums.close()
 
 

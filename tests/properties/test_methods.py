@@ -287,10 +287,10 @@ def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(name, case)
         bad = {k: changed if k == key else v for k, v in good.items()}
         sums = Aggregate(method, state, UpdateNormCheck(1e9))
         with pytest.raises(ValueError, match="expected"):
-            sums.offer({k: v for k, v in bad.items() if v is not None}, 1.0)
+            sums.check_and_add({k: v for k, v in bad.items() if v is not None}, 1.0)
         with pytest.raises(ValueError, match="expected"):
-            sums.offer(good | {"x": torch.zeros(1)}, 1.0)
-        sums.offer(good, 1.0)
+            sums.check_and_add(good | {"x": torch.zeros(1)}, 1.0)
+        sums.check_and_add(good, 1.0)
         assert sums.count == 1
         expected = aggregate(method, state, [(good, 1.0)])
         assert all(torch.equal(v, expected[k]) for k, v in sums.close().items())

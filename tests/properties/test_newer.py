@@ -13,8 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS, affordable
 from ravan_flwr.methods.fedrot_lora import nearest_rotation, partial_rotation
 from ravan_flwr.methods.lora_fair import correction
-from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.state import MOMENTS, ServerOptimizer, ServerState
+from ravan_flwr.server.aggregation import MOMENTS, Aggregate, ServerOptimizer, ServerState
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import (
     LAYERS,
@@ -281,7 +280,7 @@ def test_norms_of_cancelling_ranks_in_a_raflora_reply_are_measured_separately(mo
     monkeypatch.setattr(
         sums.limit, "check_growth", lambda name, _, norm, *__: norms.append((name, norm))
     )
-    sums.offer(bad, 1.0)
+    sums.check_and_add(bad, 1.0)
     ((name, norm),) = norms
     assert name == "B"
     assert norm == pytest.approx(2**0.5 * 300.0**2)
@@ -512,7 +511,7 @@ def test_a_robust_rolora_round_leaves_the_other_factor_unchanged(robust):
         method = base.in_round(number)
         sums = Aggregate(method, state, UpdateNormCheck(1e9), robust)
         for seed in range(5):
-            sums.offer(train_client(method, adapters, state, 1.0, seed), 1.0)
+            sums.check_and_add(train_client(method, adapters, state, 1.0, seed), 1.0)
         new = sums.close()
         assert torch.equal(new[other], state[other])
         assert not torch.equal(new[turn], state[turn])
@@ -534,9 +533,9 @@ def test_the_server_optimiser_moves_the_current_factor_alone(kind):
         turn, other = ("B", "A") if number % 2 else ("A", "B")
         before, sums = server.tensors, server.open_sums(method)
         for seed in range(3):
-            sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
+            sums.check_and_add(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
         moved[turn].append(sums._rounds[0].close()[turn])
-        server.take(sums.close(), method.frozen_tensors)
+        server.step(sums.close(), method.frozen_tensors)
         assert torch.equal(server.tensors[other], before[other])
     optimizer = ServerOptimizer(kind, 0.5, 0.9)
     for name, means in moved.items():

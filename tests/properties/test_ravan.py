@@ -176,8 +176,8 @@ def test_an_invalid_upload_is_rejected_and_leaves_the_sums_unchanged(case):
     good = train_client(method, adapters, state, 0.7, 1)
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     with pytest.raises(ValueError, match=message):
-        sums.offer(damage(good), 0.7)
-    sums.offer(good, 0.7)
+        sums.check_and_add(damage(good), 0.7)
+    sums.check_and_add(good, 0.7)
     expected = aggregate(method, state, [(good, 0.7)])
     assert sums.count == 1
     assert torch.equal(sums.close()["H"], expected["H"])
@@ -188,4 +188,4 @@ def test_a_client_may_not_send_more_than_its_budget_fraction():
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
     with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
-        Aggregate(method, state, UpdateNormCheck(1e9)).offer(upload, 0.5)
+        Aggregate(method, state, UpdateNormCheck(1e9)).check_and_add(upload, 0.5)

@@ -45,7 +45,7 @@ def test_robust_sums_equal_a_plain_loop(rows):
 def accumulate(method, state, uploads, robust):
     sums = Aggregate(method, state, UpdateNormCheck(1e9), robust=robust)
     for upload, fraction in uploads:
-        sums.offer(upload, fraction)
+        sums.check_and_add(upload, fraction)
     return sums.close()
 
 

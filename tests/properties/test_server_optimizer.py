@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAvgM
 
 from ravan_flwr.launch.in_process_grid import InProcessGrid
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.server.state import ServerOptimizer
+from ravan_flwr.server.aggregation import ServerOptimizer
 from tests.methods import assert_close
 
 

@@ -83,7 +83,7 @@ def test_the_next_state_equals_flascs():
         total = {name: total[name] + largest[name] for name in total}
         change = change_of(method, upload, sent)
         arrived = densify(sparsify(change, UP, change.keys()), UP, most=10**6)
-        sums.offer(moved(method, arrived, 1.0, state), 1.0)
+        sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
     for name, tensor in sums.close().items():
         torch.testing.assert_close(tensor, state[name] + total[name] / 3, rtol=1e-6, atol=1e-6)
 
@@ -108,7 +108,7 @@ def test_a_non_finite_value_affects_no_sum(name):
         corrupted = change | {key: torch.full_like(change[key], torch.nan)}
         arrived = densify(sparsify(corrupted, UP, change.keys()), UP, most=10**6)
         with pytest.raises(ValueError, match="not finite"):
-            sums.offer(moved(method, arrived, 1.0, state), 1.0)
+            sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
     assert bool(floats) == (name != "local")
     assert sums.count == 0
 

@@ -67,7 +67,7 @@ def run_rounds(settings, fraction, steps):
                 personal.get(client),
             )  # fmt: skip
             personal |= {client: result.personal} if result.personal else {}
-            total.offer(result.upload, fraction)
+            total.check_and_add(result.upload, fraction)
         state = total.close()
     with model.holding(state, personal.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]

@@ -77,17 +77,17 @@ def misbehave(monkeypatch, behave):
     `honest` takes changes of the client's settings: of its run's, or its own.
     """
 
-    def reply(message, context, reply_of=worker_process.reply_of):
+    def reply(message, context, compute_reply=worker_process.compute_reply):
         def honest(**changes):
             settings = {name: dict(getattr(context, name)) | changes[name] for name in changes}
-            return reply_of(message, replace(context, **settings))
+            return compute_reply(message, replace(context, **settings))
 
         kind = message.metadata.message_type.partition(".")[2]
         number = message.content["config"]["round"] if kind else 0
         partition = int(context.node_config["partition-id"])
         return behave(partition, number, kind, message, honest)
 
-    monkeypatch.setattr(in_process_grid, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "compute_reply", reply)
 
 
 def fail_in(*faults):
@@ -417,8 +417,8 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
             self.before = tensors
             return super()._share_secrets(cohort)
 
-        def mean(self):
-            mean = super().mean()
+        def close(self):
+            mean = super().close()
             return mean | self.before  # so that the state can be evaluated
 
     monkeypatch.setattr("ravan_flwr.extras.secure.release.Masked", Huge)
@@ -458,7 +458,7 @@ def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
     """Without a rejection the other clients would refuse the round."""
     sealing = agreement.derive_public_key(agreement.new_key())
 
-    def reply(message, context, honest=worker_process.reply_of):
+    def reply(message, context, honest=worker_process.compute_reply):
         answer, partition = honest(message, context), int(context.node_config["partition-id"])
         if message.metadata.message_type == "train.keys" and partition in (2, 4):
             keys = NodeKeys(Path(str(context.node_config["secure-keys"])), partition)
@@ -468,7 +468,7 @@ def test_two_clients_with_the_same_key_are_rejected(tmp_path, monkeypatch):
             answer.content["arrays"] = to_pieces(pieces)
         return answer
 
-    monkeypatch.setattr(in_process_grid, "reply_of", reply)
+    monkeypatch.setattr(in_process_grid, "compute_reply", reply)
     (record,) = records_of(run(tmp_path))
     assert "refused" not in record
     assert "its keys of the round are another client's" in record["rejected"][0]["reason"]

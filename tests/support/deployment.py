@@ -34,7 +34,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ravan_flwr.launch.superlink import processes_of
+from ravan_flwr.launch.superlink import list_processes
 from tests.support import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
@@ -125,7 +125,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         only after them: the tests do not wait for those.
         """
         ours = []
-        for pid in processes_of(self.folder):
+        for pid in list_processes(self.folder):
             if "ravan_flwr.client.worker" in _command_line(pid):
                 ours.append(pid)
             else:
@@ -195,7 +195,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     @contextmanager
     def only_apps_call(self) -> Iterator[None]:
         """Suspend all SuperExecs and SuperNodes meanwhile, but not the apps that they started."""
-        callers = [pid for pid in processes_of(self.folder) if CALLERS.search(_command_line(pid))]
+        callers = [pid for pid in list_processes(self.folder) if CALLERS.search(_command_line(pid))]
         pids = [pid for caller in callers for pid in with_fork(caller)]
         assert pids
         try:
@@ -255,7 +255,9 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def kill_serverapp(self, machine: str) -> None:
         """Kill the processes of the ServerApp that the machine started."""
-        pids = [pid for pid in processes_of(self._home(machine)) if SERVERAPP in _command_line(pid)]
+        pids = [
+            pid for pid in list_processes(self._home(machine)) if SERVERAPP in _command_line(pid)
+        ]
         assert pids
         for process in (process for pid in pids for process in with_fork(pid)):
             _send(process, signal.SIGKILL)
@@ -388,7 +390,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         }
 
     def _kill(self, machine: str, process: subprocess.Popen[bytes] | None) -> None:
-        for pid in processes_of(self._home(machine)):
+        for pid in list_processes(self._home(machine)):
             _send(pid, signal.SIGKILL)
         if process is not None:
             process.wait()

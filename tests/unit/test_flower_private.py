@@ -72,9 +72,9 @@ def test_the_grid_repeats_calls_by_an_invoker():
     from flwr.superlink.grid import HttpGrid
 
     grid = HttpGrid("http://127.0.0.1:9", token="a")
-    invoker = private.retry_invoker_of(grid)
+    invoker = private.find_retry_invoker(grid)
     assert {"should_giveup", "on_backoff", "max_time"} <= set(vars(invoker))
-    assert private.retry_invoker_of(object()) is None
+    assert private.find_retry_invoker(object()) is None
     refused = httpx.HTTPStatusError(
         "", request=httpx.Request("POST", "http://a"), response=httpx.Response(500)
     )

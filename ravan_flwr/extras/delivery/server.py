@@ -5,7 +5,6 @@ The run is over then, and its result is on disk. A node's failure affects only i
 """
 
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector, Sent
-from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
-from ravan_flwr.server.update import as_value_error, content_of
+from ravan_flwr.server.superlink import in_process, install_object_check, retry_failed_calls
+from ravan_flwr.server.update import as_value_error, read_content
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -130,7 +128,7 @@ class DeliverAtEnd(Callback):
         registry.catch_up(self.grid)
         present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
-        collector = ReplyCollector(self.message_builder, notes)
+        round_ = Round(config, self.message_builder, notes, self.grid)
         arrays, settings = to_record(self.state), parcel.as_config()
         messages = [
             self.message_builder.message(client, KIND, number, arrays, settings)
@@ -140,13 +138,11 @@ class DeliverAtEnd(Callback):
 
         def read(reply: Message, sent: Sent) -> Delivered:
             with as_value_error():
-                folder = read_answer(content_of(reply).config_records["kept"], parcel)
+                folder = read_answer(read_content(reply).config_records["kept"], parcel)
                 return {"partition-id": sent.client.partition_id, "folder": folder}
 
-        grace = math.inf if in_process(self.grid) else config.straggler_grace
-        limits = (config.round_timeout, config.min_replies, grace)
-        replies = collector.replies(self.grid, messages, *limits)
-        have = [delivered for _, delivered in collector.valid(replies, read)]
+        replies = round_.replies(messages)
+        have = [delivered for _, delivered in round_.valid(replies, read)]
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {
             f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result

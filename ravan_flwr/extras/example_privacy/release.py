@@ -31,9 +31,8 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.privacy_budget import CLOSE, Account, PrivacyBudget, Rate, Rounds
 from ravan_flwr.server.releases import Mean
-from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.round import Round
-from ravan_flwr.server.update import Update, refusal_in, within
+from ravan_flwr.server.round import Round, Sent
+from ravan_flwr.server.update import Update, as_value_error, open_reply, read_refusal, within
 from ravan_flwr.training.adapted_model import AdaptedModel
 
 log = getLogger(__name__)
@@ -208,24 +207,21 @@ class Counted(Mean):
         config["noise-multiplier"] = self.account.multiplier
         config["earlier-rounds"] = self._earlier[client.partition_id]
 
-    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:
-        if reason := refusal_in(message, self.round.number):
+    def read(self, message: Message, sent: Sent) -> Update:
+        if reason := read_refusal(message, self.round.number):
             self._refused += 1
             if self._refused == len(self._earlier):
-                self.round.least = 0  # no client is left that the round could wait for
+                self.round.min_replies = 0  # no client is left that the round could wait for
             self.account.close(sent.client)
             raise ValueError(f"it trains no further: {plain(reason)}")
-        return super().read(message, sent, version, staleness)
+        with as_value_error():
+            metrics, _ = open_reply(message, sent.number)
+            if within(metrics, "recounted", 0, 1):
+                self.round.log.recounted.append(sent.client.partition_id)  # also if it is rejected
+        return super().read(message, sent)
 
-    def opened(self, message: Message, sent: Sent) -> Update:
-        update = super().opened(message, sent)
-        if within(message.content.metric_records["metrics"], "recounted", 0, 1):
-            self.round.log.recounted.append(sent.client.partition_id)  # also if it is rejected
-        return update
-
-    def close(self) -> None:
-        """Log what was spent, then take the next state."""
+    def close(self) -> Tensors | None:
+        """Log what was spent, then return what the sums make."""
         spent = self.account.as_record() | {"clip-norm": self.config.clip_norm}
         self.round.log.private = cast(PrivacyRecord, spent)
-        if self.round.log.clients:
-            super().close()
+        return super().close() if self.round.log.clients else None

@@ -45,8 +45,7 @@ from ravan_flwr.runs.record import MaskedRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.federation import Federation
 from ravan_flwr.server.releases import Mean
-from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.round import Round
+from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.update import Update, read_masked, read_phase
 from ravan_flwr.specs import MAX_MASKED_CLIENTS
 
@@ -63,7 +62,7 @@ class Masked(Mean):
 
     def __init__(self, federation: Federation, round_: Round, state: Tensors) -> None:
         super().__init__(federation, round_, state)
-        round_.least = 0  # with too few replies the round has no effect, and the run continues
+        round_.min_replies = 0  # with too few the round has no effect, and the run continues
         round_.asks_more = False  # the masks belong to the clients that were drawn
         round_.enough = math.inf  # the round waits for all replies
         self.record: MaskedRecord = {"clients": 0}
@@ -140,7 +139,7 @@ class Masked(Mean):
         """Add the data for masking: the list of clients, and their shares for this client."""
         message.content[PIECES] = to_pieces(self.secure.to_mask(client.partition_id))
 
-    def read(self, message: Message, sent: Sent, version: Tensors, staleness: int) -> Update:  # noqa: ARG002
+    def read(self, message: Message, sent: Sent) -> Update:
         client, derived = sent.client, self.federation.state.derived
         data, seconds = read_masked(message, client, self.round.number, derived)
         self.secure.check_masked(client.partition_id, data)
@@ -155,7 +154,7 @@ class Masked(Mean):
 
     # After training: agreement, and unmasking.
 
-    def mean(self) -> Tensors:
+    def close(self) -> Tensors:
         """Unmask the sum and return the next state; raise ValueError if this is impossible."""
         self.round.log.secure = self.record
         if self._failure:
@@ -246,7 +245,7 @@ class Masked(Mean):
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(sent.client.partition_id, answer)
 
-        for _ in self.round.collector.valid(self.round.send(messages), read):
+        for _ in self.round.valid(self.round.replies(messages), read):
             pass  # taken while it is read, since a share is checked against the others
 
 

@@ -14,7 +14,7 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ravan_flwr.cli import main
-from ravan_flwr.launch.credentials import certificate_of, hosts_of, make_credentials
+from ravan_flwr.launch.credentials import list_hosts, load_certificate, make_credentials
 
 HOSTS = ["server.example.org", "192.0.2.7"]
 
@@ -45,8 +45,8 @@ def test_each_machine_has_a_folder_and_private_files_are_private(folder):
 
 @pytest.mark.parametrize("name", ["server.example.org", "localhost", "192.0.2.7", "127.0.0.1"])
 def test_the_certificate_is_valid_for_its_hosts(name, folder):
-    authority = certificate_of(folder / "authority" / "ca.crt")
-    certificate = certificate_of(folder / "superlink" / "superlink.crt")
+    authority = load_certificate(folder / "authority" / "ca.crt")
+    certificate = load_certificate(folder / "superlink" / "superlink.crt")
     try:
         subject: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -86,7 +86,7 @@ def test_removed_files_are_made_again(folder):
     assert make_credentials(folder, ["new.org"], 2) == [folder / "superlink", folder / "node-0"]
     after = contents(folder)
     assert {p.parent.name for p in before if before[p] != after[p]} == {"superlink", "node-0"}
-    assert hosts_of(certificate_of(folder / "superlink" / "superlink.crt"))[0] == "new.org"
+    assert list_hosts(load_certificate(folder / "superlink" / "superlink.crt"))[0] == "new.org"
 
 
 def test_a_failure_leaves_no_incomplete_folder(folder, monkeypatch):

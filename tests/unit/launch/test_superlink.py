@@ -30,4 +30,4 @@ def test_an_error_says_why_flowers_superlink_did_not_start(script, reason, tmp_p
     with pytest.raises(RuntimeError, match=f"Flower's SuperLink {reason}"), link:
         pass
     assert not link.home.exists()
-    assert not superlink.processes_of(link.home)
+    assert not superlink.list_processes(link.home)

@@ -169,7 +169,7 @@ def test_without_any_worker_clients_compute_in_this_process(jobs, pool_of, caplo
                 raise OSError("no memory")
             return super().start()
 
-    monkeypatch.setattr(workers, "reply_of", lambda message, _: message)
+    monkeypatch.setattr(workers, "compute_reply", lambda message, _: message)
     starter = Once(lambda _: "die")
     pool = pool_of(starter, 3)
     assert (len(pool), pool.processes) == (1, 1)

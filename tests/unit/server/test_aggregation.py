@@ -29,7 +29,7 @@ def test_a_broadcast_is_made_once_a_budget_fraction(counting_method):
     requested.clear()
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, fraction in zip(uploads, fractions, strict=True):
-        sums.offer(upload, fraction)
+        sums.check_and_add(upload, fraction)
     assert sums.count == len(fractions)
     assert sorted(requested) == [0.5, 1.0]
 
@@ -40,5 +40,5 @@ def test_few_broadcasts_are_cached_for_any_number_of_budget_fractions(counting_m
     sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for number in range(1, 4 * KEPT_BROADCASTS):
         fraction = number / (4 * KEPT_BROADCASTS)
-        sums.offer(train_client(method, adapters, state, fraction, number), fraction)
+        sums.check_and_add(train_client(method, adapters, state, fraction, number), fraction)
     assert sums._sent.cache_info().currsize == KEPT_BROADCASTS

@@ -20,16 +20,18 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.messages.arrays import STYPE, array_bytes, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.superlink import (
     ALWAYS_ROOM,
-    MOST_TIMES,
+    MAX_EXPANSION,
+    ReplyFetcher,
+    RoundDeadline,
     check_objects,
     fetch,
     install_object_check,
+    pull_replies,
 )
 from ravan_flwr.server.update import read_trained
-from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
 
@@ -89,8 +91,8 @@ class Pointed(Attacker):
         upload = {name: sent[name] for name in ("B", "A")}
         limit = UpdateNormCheck(None, RATE * STEPS)
         for tensor in upload.values():
-            change = changes_of({"B": tensor}, {"B": tensor})["B"]
-            tensor[0] += 0.999 * limit.most(change) * math.sqrt(tensor.numel())
+            change = measure_changes({"B": tensor}, {"B": tensor})["B"]
+            tensor[0] += 0.999 * limit.max_size(change) * math.sqrt(tensor.numel())
         honest.content["arrays"] = to_record(upload)
         return honest
 
@@ -204,7 +206,8 @@ def test_no_malformed_envelope_stops_the_server(uploads, one_thread):
         reply = fetch(uploads, "question-0")
         assert isinstance(reply, Message)
         assert reply.metadata.reply_to_message_id == "question-0"
-        assert array_bytes(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
+        size = sum(map(len, contents.values()))
+        assert array_bytes(reply) <= max(MAX_EXPANSION * size, ALWAYS_ROOM)
         try:
             read_trained(reply, sender, 1, DERIVED)
             used += 1
@@ -260,7 +263,7 @@ def test_an_unreachable_superlink_rejects_no_reply(uploads):
 
 def test_an_incomplete_reply_does_not_block_the_others(uploads, monkeypatch):
     """A node announces objects and does not upload them, so that their fetch blocks for minutes."""
-    monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 1.0)
+    monkeypatch.setattr("ravan_flwr.server.superlink.MAX_FETCH_SECONDS", 1.0)
     uploaded = threading.Event()
     fetch = uploads._client.PullObject
 

@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.timed_grid import TimedGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import rebased
-from ravan_flwr.server.releases import weight_of_staleness
+from ravan_flwr.server.releases import weigh_staleness
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import Device
 from tests.hand_made import Nodes, fake_clock, run  # noqa: F401 (a fixture)
@@ -48,7 +48,7 @@ def test_a_rebased_upload_applies_its_change_to_the_current_state(method, fracti
 
 
 def test_staleness_weights_equal_the_papers():
-    assert [weight_of_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [weigh_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
 @given(st.permutations(range(4)))
@@ -59,7 +59,7 @@ def test_the_order_within_a_buffer_does_not_matter(method, order):
     uploads = []
     for age, then in enumerate(states):
         upload = train_client(method_, adapters, then, 1.0, 7 + age)
-        weight = weight_of_staleness(age)
+        weight = weigh_staleness(age)
         uploads.append((rebased(method_, upload, 1.0, then, states[0], weight), 1.0))
     expected = aggregate(method_, states[0], uploads)
     got = aggregate(method_, states[0], [uploads[i] for i in order])

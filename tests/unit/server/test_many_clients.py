@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
-from ravan_flwr.server.client_registry import AT_ONCE, MOST_LATE, ClientRegistry, Node
+from ravan_flwr.server.client_registry import AT_ONCE, MAX_LATE, ClientRegistry, Node
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.round_log import LISTED, REJECTIONS_LOGGED, RoundLog
 from tests.hand_made import Nodes, fake_clock, loaded_of, registered_client, run
@@ -209,7 +209,7 @@ def test_only_the_latest_late_replies_of_a_node_are_expected():
     node = Node(1)
     for number in range(3):
         node.expect_late(str(number), registered_client(1), f"late {number}")
-    assert list(node.late) == [str(number) for number in range(3 - MOST_LATE, 3)]
+    assert list(node.late) == [str(number) for number in range(3 - MAX_LATE, 3)]
     assert node.late["2"] == (registered_client(1), "late 2")
 
 

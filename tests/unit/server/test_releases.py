@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ravan_flwr import optional
-from ravan_flwr.server import releases, transports
+from ravan_flwr.server import releases, strategy
 from scripts.draw_layers import PACKAGE, imported
 from tests.hand_made import Nodes, fake_clock, run
 
@@ -29,7 +29,7 @@ def test_the_server_app_imports_no_optional_module(python):
 
 
 ROWS: list[tuple[str, type]] = [(place, releases.Mean) for place in optional.RELEASES.values()]
-ROWS += [(place, transports.Plain) for place in optional.TRANSPORTS.values()]
+ROWS += [(place, strategy.Plain) for place in optional.TRANSPORTS.values()]
 
 
 @pytest.mark.parametrize(("place", "base"), ROWS)
@@ -60,8 +60,8 @@ def test_the_release_of_the_documentation_works(monkeypatch):
         nodes = Shifted(method="ffa-lora")
         nodes.opposed = opposed
         settings = {"method": "ffa-lora", "clients_per_round": 4}
-        notes, strategy, _ = run(nodes, rounds=1, evaluate_fn=lambda *_: None, **settings)
+        notes, used, _ = run(nodes, rounds=1, evaluate_fn=lambda *_: None, **settings)
         refused.append(notes.records[0].get("refused", ""))
     assert refused[0] == ""
     assert "cancel each other" in refused[1]
-    assert not strategy.state.tensors["B"].any()
+    assert not used.state.tensors["B"].any()

@@ -22,9 +22,9 @@ from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import round_log
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.releases import release_class
-from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
+from ravan_flwr.server.superlink import RoundDeadline
 from tests.hand_made import (
     Nodes,
     Unresponsive,
@@ -46,15 +46,15 @@ train_all = partial(run, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: N
     ("options", "used_at", "ends_at"),
     [
         ({}, [1, 2, 3], 3600),  # without a straggler timeout
-        ({"least": 2, "grace": 30.0}, [5], 3600),
-        ({"least": 2, "grace": 30.0}, [5, 9], 39),
-        ({"least": 2, "grace": 30.0}, [5, 9, 20], 39),
-        ({"least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer replies than `least`
+        ({"quorum": 2, "grace": 30.0}, [5], 3600),
+        ({"quorum": 2, "grace": 30.0}, [5, 9], 39),
+        ({"quorum": 2, "grace": 30.0}, [5, 9, 20], 39),
+        ({"quorum": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer replies than `quorum`
         ({"grace": None}, [5], 3600),  # auto: half of the sampled clients
         ({"grace": None}, [5, 40], 440),
         ({"grace": None}, [1, 2], 62),
         ({"grace": None}, [1, 3000], 3600),
-        ({"least": 3, "grace": None}, [1, 2], 3600),
+        ({"quorum": 3, "grace": None}, [1, 2], 3600),
     ],
 )
 def test_the_deadline_of_a_round(options, used_at, ends_at):
@@ -313,12 +313,12 @@ class Joining(Reconnecting):
         return [11] if self.looks <= 2 else super().get_node_ids()
 
 
-@pytest.mark.parametrize(("before", "least"), [(4, 1), (None, 3)])
-def test_a_lying_node_that_connects_first_does_not_decide_alone(before, least, monkeypatch):
+@pytest.mark.parametrize(("before", "min_replies"), [(4, 1), (None, 3)])
+def test_a_lying_node_that_connects_first_does_not_decide_alone(before, min_replies, monkeypatch):
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
     nodes = Joining()
     nodes.registered[11] = registered_client(11, 0, num_partitions=1)
-    config = read_config(settings_from({"min_replies": least}))
+    config = read_config(settings_from({"min_replies": min_replies}))
     client_registry = recruiting.ClientRegistry(config, loaded_of(), before)
     client_registry.recruit(nodes, wait=True)
     assert client_registry.partitions == 4
@@ -336,7 +336,7 @@ def test_a_node_refused_for_its_examples_occupies_no_partition():
 
 
 def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.superlink.MAX_FETCH_SECONDS", 0.1)
     over, threads = threading.Event(), []
 
     class Held(Reconnecting):

@@ -18,7 +18,7 @@ from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
-from ravan_flwr.server.update import most_validation_size
+from ravan_flwr.server.update import max_validation_size
 from tests.hand_made import DERIVED, Nodes, Unresponsive, fake_clock, registered_client, run
 from tests.methods import train_client
 from tests.reference import weighted_mean
@@ -526,7 +526,7 @@ def test_a_claim_of_validation_examples_is_accepted_up_to_its_split(fraction):
     for number in range(2, 500):
         held_back = math.ceil(fraction * number)
         if held_back < number:
-            most = most_validation_size(number - held_back, fraction)
+            most = max_validation_size(number - held_back, fraction)
             assert held_back <= most <= held_back + 1 / (1 - fraction) + 2
 
 

@@ -14,7 +14,7 @@ from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server.superlink import failures_of, retry_failed_calls
+from ravan_flwr.server.superlink import find_failures, retry_failed_calls
 from tests.hand_made import Nodes, fake_clock, run
 
 __all__ = ["fake_clock"]
@@ -177,5 +177,5 @@ def test_flowers_grid_repeats_a_call_over_http(superlink):
     retry_failed_calls(grid, 600.0)
     client = grid._runtime_client
     assert [node.node_id for node in client.GetNodes(GetNodesRequest()).nodes] == [7]
-    assert (superlink.calls, failures_of(grid).count) == (4, 2)
+    assert (superlink.calls, find_failures(grid).count) == (4, 2)
     grid.close()

@@ -14,7 +14,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import MeansByNorm
 from ravan_flwr.server.aggregation import Aggregate, CalibrationSums
-from ravan_flwr.server.update_norm_check import Change, UpdateNormCheck, changes_of
+from ravan_flwr.server.update_norm_check import Change, UpdateNormCheck, measure_changes
 from tests.methods import build, some_state, train_client
 
 
@@ -36,19 +36,19 @@ def test_a_change_is_measured_from_the_clients_broadcast(name, fraction, seed):
     still = method.upload(adapters) | {CLASSIFIER: torch.zeros(4)}
     limit = UpdateNormCheck(1e-9)
     sums = Aggregate(method, state, limit)
-    sums.offer(still, fraction)  # it changes nothing, for a state of any norm
+    sums.check_and_add(still, fraction)  # it changes nothing, for a state of any norm
     moved = {k: v + 0.5 if v.is_floating_point() else v for k, v in still.items()}
     numbers = sum(v.numel() for v in moved.values() if v.is_floating_point())
     message = f"change of norm {0.5 * math.sqrt(numbers):.4g}, expected at most 1e-09"
     with pytest.raises(ValueError, match=message):
-        sums.offer(moved, fraction)
+        sums.check_and_add(moved, fraction)
     assert sums.count == 1
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=9))
 def test_the_norm_of_a_change_equals_a_plain_loop(numbers):
     new, old = torch.tensor(numbers), torch.arange(float(len(numbers)))
-    (change,) = changes_of({"x": new}, {"x": old}).values()
+    (change,) = measure_changes({"x": new}, {"x": old}).values()
     squares = [(a - b) ** 2 for a, b in zip(new.tolist(), old.tolist(), strict=True)]
     assert change.size == pytest.approx(math.sqrt(statistics.mean(squares)), rel=1e-4, abs=1e-6)
     before = math.sqrt(statistics.mean(b * b for b in old.tolist()))
@@ -65,9 +65,9 @@ def test_the_limit_permits_rounding_of_the_wire_and_little_more(wire, seed, scal
     for _ in range(2):
         back = decode(encode(back, wire, random), wire)
     limit = UpdateNormCheck(None, 0.0, wire=wire)
-    changes = changes_of(back, state, wire)
+    changes = measure_changes(back, state, wire)
     limit.check(changes)
-    most = limit.most(changes["x"])
+    most = limit.max_size(changes["x"])
     assert most <= 0.1 * float(state["x"].abs().max()) + 1e-6  # 16 bits have a smallest number
     assert (most == 0) == (wire == "float32")
 
@@ -78,7 +78,7 @@ def test_after_small_updates_a_client_may_move_as_far_as_adam_can():
     state, limit = method.initial_state(adapters), UpdateNormCheck(None, step=0.1)
     for part in [0.001] * 20 + [0.99]:
         sums = Aggregate(method, state, limit)
-        sums.offer({k: state[k] + part * 0.1 for k in method.upload(adapters)}, 1.0)
+        sums.check_and_add({k: state[k] + part * 0.1 for k in method.upload(adapters)}, 1.0)
         state = sums.close()
 
 
@@ -96,9 +96,9 @@ def test_under_local_epochs_each_client_has_its_own_limit():
 def test_the_limits_are_those_of_the_documents_to_the_number():
     """By hand: 1.5 x 0.1 x (1 + 0.1), and ten times that reach for a state of 100 numbers."""
     limit = UpdateNormCheck(None, step=0.1)
-    assert limit.most(Change(0.0, 0.0, 1)) == pytest.approx(0.165)
-    assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1)) == 0
-    assert UpdateNormCheck(None).most(Change(0.0, 0.0, 1), 0.1) == pytest.approx(0.165)
+    assert limit.max_size(Change(0.0, 0.0, 1)) == pytest.approx(0.165)
+    assert UpdateNormCheck(None).max_size(Change(0.0, 0.0, 1)) == 0
+    assert UpdateNormCheck(None).max_size(Change(0.0, 0.0, 1), 0.1) == pytest.approx(0.165)
     for value in (0.0, 0.99 * 0.165):
         limit.check(size(value))
     error = "changes H by .*expected at most 0.165, which is what 0.1 = learning-rate x local"
@@ -147,7 +147,7 @@ def test_a_non_finite_flexlora_product_is_refused():
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
     sums = Aggregate(method, state, UpdateNormCheck(1e30))
-    sums.offer({k: torch.full_like(v, 1e28) for k, v in upload.items()}, 1.0)
+    sums.check_and_add({k: torch.full_like(v, 1e28) for k, v in upload.items()}, 1.0)
     with pytest.raises(ValueError, match="expected finite ones|expected at most"):
         sums.close()
 
@@ -199,4 +199,4 @@ def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not(name, changes):
         sums.add({"sketch": ones}, 1.0)
     else:
         with pytest.raises(ValueError, match=r"changes change by 1 .*0.1 = learning-rate"):
-            sums.offer({"change": ones}, 1.0)
+            sums.check_and_add({"change": ones}, 1.0)

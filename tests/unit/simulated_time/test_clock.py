@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.simulated_time.clock import SimulatedClock, finish
-from ravan_flwr.simulated_time.devices import DECILES, MBIT, Device, devices_of
+from ravan_flwr.simulated_time.devices import DECILES, MBIT, Device, make_devices
 
 
 def test_three_clients_by_hand():
@@ -47,7 +47,7 @@ def test_after_waiting_for_a_device_it_is_online(begin):
 
 def test_simulating_ten_thousand_clients_is_fast():
     """200 in flight of 10,000: less than 2 ms an update, of this process's time."""
-    clock = SimulatedClock(devices_of("edge-gpus", 0, 10_000))
+    clock = SimulatedClock(make_devices("edge-gpus", 0, 10_000))
     flying = {str(i) for i in range(200)}
     for i in range(200):
         clock.send(str(i), i, 10**6, 1e12, 10**6)
@@ -81,17 +81,17 @@ def test_work_continues_in_the_hours_online(start, hours, begin, length):
 
 @pytest.mark.parametrize("profile", ["uniform", "phones", "edge-gpus"])
 def test_a_profile_is_a_function_of_the_seed(profile):
-    devices = devices_of(profile, 3, 400)
-    assert devices == devices_of(profile, 3, 400)
-    assert devices[:7] == devices_of(profile, 3, 7)
-    assert (devices == devices_of(profile, 4, 400)) == (profile == "uniform")
+    devices = make_devices(profile, 3, 400)
+    assert devices == make_devices(profile, 3, 400)
+    assert devices[:7] == make_devices(profile, 3, 7)
+    assert (devices == make_devices(profile, 4, 400)) == (profile == "uniform")
 
 
 def test_links_have_the_published_deciles():
-    down = sorted(d.downlink / MBIT for d in devices_of("edge-gpus", 0, 4000))
+    down = sorted(d.downlink / MBIT for d in make_devices("edge-gpus", 0, 4000))
     assert down[400] == pytest.approx(DECILES[0], rel=0.15)
     assert down[3600] == pytest.approx(DECILES[1], rel=0.15)
-    phones = devices_of("phones", 0, 4000)
+    phones = make_devices("phones", 0, 4000)
     assert median(d.downlink for d in phones) / MBIT == pytest.approx(166.13, rel=0.1)
     assert median(d.uplink for d in phones) / MBIT == pytest.approx(21.08, rel=0.1)
 
@@ -105,11 +105,11 @@ FILE = """
 def test_a_file_gives_devices_in_its_order_and_may_have_more_than_there_are_clients(tmp_path):
     file = tmp_path / "devices.yaml"
     file.write_text(FILE)
-    fast, again, slow = devices_of(str(file), 0, 3)
+    fast, again, slow = make_devices(str(file), 0, 3)
     assert fast == again == Device("3090", 1e12, 12.5e6, 2.5e6, 8e9, (0.0, 24.0))
     assert slow == Device("slow", 1e11, 1e6, 1e5, math.inf, (22.0, 30.0))
     file.write_text(FILE.replace("clients: 2", f"clients: {10**15}"))
-    assert len(devices_of(str(file), 0, 4)) == 4
+    assert len(make_devices(str(file), 0, 4)) == 4
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_a_file_gives_devices_in_its_order_and_may_have_more_than_there_are_clie
 def test_an_invalid_device_file_is_reported(text, message, tmp_path):
     (tmp_path / "devices.yaml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
-        devices_of(str(tmp_path / "devices.yaml"), 0, 4)
+        make_devices(str(tmp_path / "devices.yaml"), 0, 4)
 
 
 def test_an_unknown_profile_is_reported():
     with pytest.raises(ValueError, match=r"devices = 'edge': .* expected one of uniform"):
-        devices_of("edge", 0, 4)
+        make_devices("edge", 0, 4)

@@ -104,7 +104,7 @@ def test_all_parameters_are_restored_after_a_client(method, classifier):
     for client in (1, 2):  # a state in the middle of a run, where W may have changed
         sums = Aggregate(shared.model.method, state, UpdateNormCheck(1e9))
         for upload in [train(shared, client=client, round_number=r, state=state) for r in (1, 3)]:
-            sums.offer(upload.upload, 1.0)
+            sums.check_and_add(upload.upload, 1.0)
         state = sums.close()
     stateless = method == "local" or (method, classifier) == ("none", "frozen")
     assert same_bits(state, shared.model.initial_state()) == stateless

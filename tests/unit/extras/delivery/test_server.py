@@ -16,7 +16,7 @@ from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.reply_collector import MessageBuilder
+from ravan_flwr.server.round import MessageBuilder
 from tests import attackers
 from tests.attackers import Attacked, Attacker
 from tests.hand_made import SUMMARY, Nodes, fake_clock, loaded_of, registered_client
