@@ -279,7 +279,7 @@ def _deliver_again(
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:
     """Write the run's report and return its path; None if it is off or cannot be written."""
-    if not config.report:
+    if config.tracking == "none":
         return None
     folder = directory.path / "report"
     try:
