@@ -223,7 +223,7 @@ def our_command(folder: Path, out: Path, rounds: int, method: str, processes: in
         "preset": folder / "preset.yaml", "method": method, "num-clients": CLIENTS,
         "clients-per-round": COHORT, "num-rounds": rounds, "local-steps": EACH // BATCH,
         "batch-size": BATCH, "learning-rate": RATE, "lora-rank": RANK, "eval-every": rounds,
-        "report": "false", "tracking": "none", "output-dir": out, "processes": processes,
+        "tracking": "none", "output-dir": out, "processes": processes,
     }  # fmt: skip
     options = [f"{key}={value}" for key, value in settings.items()]
     return [sys.executable, "-m", "ravan_flwr", "simulate", *options]

@@ -279,7 +279,7 @@ def steps(options: argparse.Namespace) -> Iterator[Row]:
         number, rounds = (2, 1) if options.small else (20, 2)
         settings: dict[str, Scalar] = {
             "processes": processes, "clients-per-round": 4, "num-rounds": rounds,
-            "eval-every": rounds, "local-steps": number, "report": False, "tracking": "none",
+            "eval-every": rounds, "local-steps": number, "tracking": "none",
             "output-dir": str(options.folder / "runs"),
         }  # fmt: skip
         try:

@@ -38,7 +38,6 @@ SETTINGS: dict[str, Scalar] = {
     "local-steps": 10,
     "batch-size": 8,
     "eval-every": 2,
-    "report": False,
     "tracking": "none",
 }
 # Budgets of a mixed federation: the last clients are the liars, and claim that of `whole`.

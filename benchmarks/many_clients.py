@@ -96,7 +96,7 @@ def main() -> None:
         settings = {
             "data": str(data.absolute()), "partition": options.partition,
             "num-rounds": options.rounds,
-            "local-steps": 1, "eval-every": 100, "report": False, "tracking": "none",
+            "local-steps": 1, "eval-every": 100, "tracking": "none",
             "processes": 1,
             "output-dir": str(Path(folder) / "runs"),
         }  # fmt: skip

@@ -33,9 +33,7 @@ POLL_SECONDS = "2"  # seconds between two polls of a SuperNode's own processes
 KILLED = 0.2
 SPARE = 4e9  # bytes of memory that stay free
 NODE = 1.5e8  # bytes of memory of a node, with its client process
-SETTINGS = (
-    "method='ravan' report=false tracking='none' local-steps=1 eval-every=10 straggler-grace=15"
-)
+SETTINGS = "method='ravan' tracking='none' local-steps=1 eval-every=10 straggler-grace=15"
 REGISTER = """
 import sys
 from flwr.cli.app import app

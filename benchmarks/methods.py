@@ -33,7 +33,7 @@ from ravan_flwr.training.model_and_data import get_model_and_data
 BASE = "fedit"
 SETTINGS: dict[str, Scalar] = {
     "preset": "digits-vit", "lora-rank": 8, "classifier": "frozen", "clients-per-round": 3,
-    "local-steps": 10, "report": False, "tracking": "none", "processes": 1,
+    "local-steps": 10, "tracking": "none", "processes": 1,
 }  # fmt: skip
 CLIENTS = 3  # all in every round, so that each receives the one-time payload in the first
 

@@ -84,7 +84,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
     try:
         for home, name, new in places:
             setattr(home, name, new)
-        quiet: dict[str, Scalar] = {"report": False, "tracking": "none", "processes": 1}
+        quiet: dict[str, Scalar] = {"tracking": "none", "processes": 1}
         simulate({**quiet, "output-dir": str(folder), **settings}, clients)
     finally:
         for (home, name, _), old in zip(places, before, strict=True):

@@ -99,8 +99,7 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
                     seconds = json.loads(file.read_text())["seconds"]
                 else:
                     run = deployment.run(
-                        f"method='fedit' classifier='frozen' lora-rank=4 report=false "
-                        f"tracking='none' {settings}"
+                        f"method='fedit' classifier='frozen' lora-rank=4 tracking='none' {settings}"
                     )
                     status = run.wait()
                     seconds = [record["seconds"] for record in run.rounds]
@@ -122,7 +121,7 @@ def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
         out = Path(tempfile.mkdtemp(dir=folder))
         simulated(
             ROOT,
-            f"method='fedit' classifier='frozen' lora-rank=4 report=false tracking='none' "
+            f"method='fedit' classifier='frozen' lora-rank=4 tracking='none' "
             f"output-dir='{out}' {settings}",
         )
         (record,) = out.glob("*/rounds.jsonl")

@@ -20,7 +20,7 @@ from ravan_flwr.specs import Scalar
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "clients-per-round": 4, "eval-every": 2,
-    "report": False, "tracking": "none",
+    "tracking": "none",
 }  # fmt: skip
 FURTHER: dict[str, dict[str, Scalar]] = {
     **{

@@ -63,7 +63,7 @@ def first(self):
     sys.stdout.flush()
     os._exit(0)
 training.Stepper.backward = first
-simulation.simulate({"report": False, "tracking": "none", "output-dir": sys.argv[1]}, 20)
+simulation.simulate({"tracking": "none", "output-dir": sys.argv[1]}, 20)
 """
 
 
@@ -94,7 +94,6 @@ def in_flower(folder: str) -> float:
         "--engine=flower",
         "local-steps=1",
         "num-rounds=1",
-        "report=false",
         "tracking=none",
         "clients-per-round=1",
     ]

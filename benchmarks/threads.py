@@ -76,7 +76,7 @@ def seconds_of_rounds(
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_"))}
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"num-rounds={rounds}", f"eval-every={rounds}", f"output-dir={folder}"]
-        settings += ["report=false", "tracking=none", *more]
+        settings += ["tracking=none", *more]
         subprocess.run(
             [sys.executable, "-m", "ravan_flwr", "simulate", *settings],
             env=inherited | environment,

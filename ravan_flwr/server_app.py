@@ -265,7 +265,7 @@ def _save_result(
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:
     """Write the run's report and return its path; None if it is off or cannot be written."""
-    if not config.report:
+    if config.tracking == "none":
         return None
     folder = directory.path / "report"
     try:

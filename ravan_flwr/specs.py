@@ -46,6 +46,7 @@ class DataSpec:
     chat_template: str = ""
     overlong: str = "cut"  # or "drop"
     loss_on: str = "answers"  # or "all"
+    beta: float = 0.0  # of DPO, how strongly it holds the model to the pretrained one; 0: 0.1
 
     @property
     def labels_known(self) -> bool:

@@ -16,12 +16,11 @@ PAGE, PROJECT = ROOT / "docs" / "settings.md", ROOT / "pyproject.toml"
 SECTION = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n)(?:.+\n)*")
 # The keys that a version added. Keys of no version are as old as 0.2.0.
 SINCE = {
-    "0.4.0": "clients-per-pass cuda-graphs float32-matmul".split(),
-    "0.3.0": """aggregation backbone-dtype batching beta buffer-size clip-norm concurrency deliver
-    delta devices epsilon head-mean learning-rate-schedule limits local-epochs
-    max-bytes max-gradient-norm max-staleness micro-batch-size noise-cohort noise-multiplier privacy
-    processes secure-aggregation secure-minimum sparsity until-metric until-time
-    weight-decay""".split(),
+    "0.4.0": "clients-per-pass cuda-graphs float32-matmul optimizer".split(),
+    "0.3.0": """aggregation backbone-dtype batching buffer-size clip-norm concurrency deliver
+    delta devices epsilon head-mean learning-rate-schedule limits
+    max-bytes max-staleness micro-batch-size noise-cohort noise-multiplier privacy
+    processes secure-aggregation secure-minimum sparsity until-metric until-time""".split(),
 }
 BEGIN, END = "<!-- keys: made by scripts/list_keys.py -->\n", "<!-- end of keys -->\n"
 

@@ -13,7 +13,7 @@ from tests.support.tiny import save_speaker
 MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
 QUICK: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 12, "batch-size": 8, "lora-rank": 4, "learning-rate": 2e-2,
-    "targets": "q_proj,v_proj,o_proj,down_proj", "report": False, "tracking": "none",
+    "targets": "q_proj,v_proj,o_proj,down_proj", "tracking": "none",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 
 SHORT: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
+    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "tracking": "none",
 }  # fmt: skip
 
 

@@ -15,8 +15,6 @@ Values = Mapping[str, Scalar]
 # A key, whether its value is valid, what is expected, and why.
 Rule = tuple[str, bool, str, str]
 
-STEPS = ("local-steps", "local-epochs")  # a client's training time; at most one of them is set
-
 PRIVACY_KEYS = ("epsilon", "noise-multiplier", "delta", "clip-norm", "noise-cohort")
 
 
@@ -34,16 +32,6 @@ def check_together(values: Values) -> None:
         rules = _private_clients if values["privacy"] == "client" else _private_examples
         _require(f"privacy = {values['privacy']!r}", "privacy=none", values, rules(values))
         _check_noise(values)
-
-
-def check_steps(values: Values, where: str = "") -> None:
-    """Raise ValueError if both local-steps and local-epochs are set."""
-    if all(values[key] != AUTO for key in STEPS):
-        raise ValueError(
-            f"{where}local-epochs = {values['local-epochs']!r}: got {where}local-steps = "
-            f"{values['local-steps']!r} as well, expected one of them, since each sets how long "
-            "a client trains; leave one out"
-        )
 
 
 def trains_backbone(values: Values) -> bool:
@@ -116,9 +104,9 @@ def _check_method(values: Values) -> None:
             raise _conflict(values, key, conflict, "another init", remedy)
     if METHODS[name].mixes and values["deliver"]:
         raise _conflict(values, "deliver", f"method {name!r}", "false", f"{MIXES}; leave it out")
-    if METHODS[name].pools and values["local-epochs"] != AUTO:
+    if METHODS[name].pools and isinstance(values["local-steps"], str):
         conflict = f"method {name!r}, with which one client trains on the examples of all"
-        raise _conflict(values, "local-epochs", conflict, "local-steps", "set that")
+        raise _conflict(values, "local-steps", conflict, "a number of steps", "set that")
 
 
 def _check_robust(values: Values, key: str, replies: int) -> None:
@@ -304,7 +292,8 @@ def _private_examples(values: Values) -> Iterator[Rule]:
     yield "precision", values["precision"] != "float16", "'float32' or 'bfloat16'", overflow
     lengths = "which examples share a batch, or a row, would depend on their lengths"
     yield only("batching", "random", lengths)
-    yield only("local-epochs", AUTO, "batches are drawn at random, so that there are no passes")
+    passes = "batches are drawn at random, so that there are no passes"
+    yield "local-steps", not isinstance(values["local-steps"], str), "a number of steps", passes
     yield only("noise-cohort", AUTO, "each client adds its own noise, whatever the others do")
     yield only("evaluate-on", "server", _REPORTS)
 

@@ -46,10 +46,11 @@ class Key:
     @property
     def allowed(self) -> str:
         """Return a description of the allowed values."""
-        if self.choices or self.forms:
-            forms = (":".join([word, *(part.help.upper() for part in parts)])
-                     for word, parts in self.forms.items())  # fmt: skip
-            return "one of " + ", ".join([*self.choices, *forms])
+        forms = (":".join([word, *(part.help.upper() for part in parts)])
+                 for word, parts in self.forms.items())  # fmt: skip
+        words = ", ".join([*self.choices, *forms])
+        if words and self.kind is str:
+            return f"one of {words}"
         if self.kind is bool:
             return "true or false"
         if self.kind is str:
@@ -58,7 +59,8 @@ class Key:
         bounds = (("at least", self.low), ("above", self.above), ("at most", self.high),
                   ("below", self.below))  # fmt: skip
         limits = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
-        return " ".join([noun, " and ".join(limits)]).strip()
+        number = " ".join([noun, " and ".join(limits)]).strip()
+        return f"{words}, or {number}" if words else number
 
     def checked(self, name: str, value: Scalar) -> Scalar:
         """Return the value in the key's type; raise ValueError if it is not allowed."""
@@ -69,13 +71,18 @@ class Key:
             value = float(value)
         if self.default == AUTO and AUTO not in self.allowed:
             problem += ', or "auto"'
+        if isinstance(value, str) and self.kind is not str:  # a word in place of a number
+            if value in self.choices:
+                return value
+            if value.partition(":")[0] in self.forms:
+                return self._joined(self.parts(name, value))
         if not isinstance(value, self.kind) or isinstance(value, bool) != (self.kind is bool):
             kind = _TYPE_NAMES.get(type(value), type(value).__name__)  # a file may hold a list
             raise ValueError(f"{problem}; got a {kind}")
-        if self.choices:
-            check_choice(name, str(value), self.choices)
-        if self.forms:
-            return self._joined(self.parts(name, str(value)))
+        if isinstance(value, str) and self.choices:
+            check_choice(name, value, self.choices)
+        if isinstance(value, str) and self.forms:
+            return self._joined(self.parts(name, value))
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise ValueError(problem)
         if not isinstance(value, str) and not (
@@ -140,7 +147,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """Return the end of a sentence: a question with what may be meant, or a full stop."""
     choices = tuple(choices)
-    others = OTHER_NAMES.get(_plain_word(value), ())
+    word = _plain_word(value)
+    others = OTHER_NAMES.get(word) or [EARLIER.get(word, "")]
     meant = [name for name in others if name.partition("=")[0] in choices]
     meant = meant or [near for near in [nearest(value, choices)] if near]
     return f": did you mean {' or '.join(map(repr, meant))}?" if meant else "."
@@ -168,7 +176,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     name: tuple(meant.split())
     for meant, names in {
         "learning-rate": "lr client-lr eta step-size",
-        "local-epochs": "num-epochs num-local-epochs num-train-epochs epoch e",
+        "local-steps=epochs:1": "num-epochs num-local-epochs num-train-epochs epochs epoch e",
         "local-steps": "num-steps max-steps",
         "num-rounds": "comm-rounds communication-rounds global-rounds num-server-rounds",
         "num-clients": "num-users n-clients num-supernodes client-num-in-total",
@@ -176,9 +184,9 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
         "batch-size": "bs b local-bs per-device-train-batch-size",
         "micro-batch-size": "mbs",
         "max-length": "max-seq-length max-seq-len seq-len",
-        "max-gradient-norm": "max-grad-norm grad-clip",
-        "weight-decay": "wd",
-        "proximal-mu": "mu fedprox-mu",
+        "optimizer=adam:0:1": "max-grad-norm grad-clip",
+        "optimizer=adam:0.01": "wd",
+        "optimizer=fedprox:0.01": "mu fedprox fedprox-mu",
         "partition=dirichlet:0.3 lora-scale": "alpha",
         "partition=dirichlet:0.3": "dirichlet dirichlet-alpha dir-alpha non-iid",
         "partition=iid": "iid",
@@ -209,3 +217,18 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     }.items()
     for name in names.split()
 }
+
+# Keys of earlier versions -> a setting that has their place.
+EARLIER = {
+    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
+    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
+    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
+    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
+    "server-learning-rate": "server-optimizer=adam:0.01", "packing": "batching=packed",
+    "server-momentum": "server-optimizer=momentum:1:0.9", "quantize": "backbone-dtype=4bit",
+    "robust": "weighting=median", "calibration-steps": "init=data-aware:8",
+    "local-epochs": "local-steps=epochs:1", "parameter-budget": "lora-rank=higher",
+    "weight-decay": "optimizer=adam:0.01", "max-gradient-norm": "optimizer=adam:0:1",
+    "proximal-mu": "optimizer=fedprox:0.01", "report": "tracking=none",
+    "beta": "the field data.beta of a preset",
+}  # fmt: skip

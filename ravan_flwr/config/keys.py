@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, get_args
 
-from ravan_flwr.config.key import AUTO, Key, check_choice, did_you_mean
+from ravan_flwr.config.key import AUTO, EARLIER, Key, check_choice, did_you_mean
 from ravan_flwr.methods import BUDGETS, METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
+BUDGET_NAMES = ("lower", "higher")  # of the parameter budgets of a preset
 ROBUST = ("median", "trimmed-mean")  # values of `weighting` in place of a mean
 
 
@@ -51,6 +52,11 @@ _SECONDS = Key(AUTO, "seconds", kind=float, above=0)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
 _FRACTION = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
+_MU = Key(0.0, "mu", kind=float, low=0, high=1_000_000)
+_OF_STEP = (
+    Key(0.0, "weight-decay", kind=float, low=0, high=1_000),
+    Key(0.0, "max-norm", kind=float, low=0, high=1_000_000_000),
+)
 
 
 def densities(sparsity: str) -> tuple[Fraction, Fraction]:
@@ -69,6 +75,7 @@ class Config:
 
     task: str
     num_clients: int | None  # of the preset or the federation; None: from the data (natural)
+    local_epochs: float | None  # of local-steps=epochs:NUMBER, where local_steps is None
 
     # model, data and method
     preset: str = key("digits-vit", "file of conf/, or the path of a file: task, model, data, and "
@@ -129,30 +136,24 @@ class Config:
         })
 
     # training on a client
-    local_steps: int | None = preset_key(50, "optimiser steps of a client in each round", low=1,
-        high=1_000_000)
-    local_epochs: float | None = preset_key(AUTO, "in place of local-steps: passes of a client "
-        "over its examples in each round, so that more examples mean more steps", above=0,
-        high=10_000)
+    local_steps: int | None = preset_key(50, "optimiser steps of a client in each round, or passes "
+        "over its examples, so that more examples mean more steps", low=1, high=1_000_000,
+        forms={"epochs": (Key(1.0, "number", kind=float, above=0, high=10_000),)})
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
     micro_batch_size: int | None = auto_key("examples of a step that are computed at a time "
         "(gradient accumulation), to save memory; auto: all", low=1, high=65_536)
     batching: str = key("random", "examples of a step: drawn at random, texts of similar lengths "
         "together, or several short texts of a language model in one row; the last two need less "
         "padding", choices=("random", "length", "packed"))
-    learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
+    learning_rate: float = auto_key("learning rate of the clients", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, by default a fiftieth of it; it rises in the first "
         "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
             Key(AUTO, "end", kind=float, low=0, high=10), _WARM_UP)})
-    weight_decay: float = key(0.0, "weight decay of the trained parameters in each step, as in "
-        "AdamW", low=0, high=1_000)
-    max_gradient_norm: float = key(0.0, "norm to which a step's gradient is clipped; 0: no "
-        "clipping", low=0, high=1_000_000_000)
-    proximal_mu: float = key(0.0, "FedProx: strength of the pull towards the round's start", low=0,
-        high=1_000_000)
-    beta: float | None = preset_key(AUTO, "task preference: beta of DPO, how strongly it holds the "
-        "model to the pretrained one; auto: 0.1", above=0, high=100)
+    optimizer: str = key("adam", "clients' optimiser: Adam, by default without the weight decay of "
+        "AdamW and without a norm to which gradients are clipped; FedProx pulls the parameters "
+        "towards the round's start with strength MU as well",
+        forms={"adam": _OF_STEP, "fedprox": (_MU, *_OF_STEP)})
     max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
     device: str = auto_key("where to compute; auto: a GPU if there is one",
         pattern=r"(auto|cpu|cuda|mps)(:\d+)?", in_words="auto, cpu, cuda, cuda:N or mps",
@@ -183,10 +184,9 @@ class Config:
     heads: int = preset_key(4, "RAVAN's heads in each adapted matrix", low=1, high=4_096)
     rank: int | None = auto_key("rank of an adapter, or of each head; auto: the preset's, or the "
         "largest within the parameter budget", low=1, high=65_536)
-    lora_rank: int = auto_key("parameter budget: as many parameters as a LoRA of this rank has",
-        low=1, high=65_536)
-    parameter_budget: str = key("lower", "which of the preset's two parameter budgets, with its "
-        "ranks and learning rates", choices=("lower", "higher"))
+    lora_rank: int = auto_key("parameter budget: as many parameters as a LoRA of this rank has; "
+        "lower and higher: the preset's, with its ranks and learning rates; auto: lower",
+        low=1, high=65_536, choices=BUDGET_NAMES)
     lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
     init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
         "number of each client's batches for data-aware bases, by default 8", forms={
@@ -265,9 +265,9 @@ class Config:
         of_result=False)
     deliver: bool = key(False, "at the end send every connected device the result, which it writes "
         "to the result-path of its node config", of_result=False)
-    report: bool = key(True, "write a page with pictures at the end of the run", of_result=False)
     tracking: str = key("tensorboard", "where each round is logged; wandb and mlflow log to "
-        "tensorboard too", choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
+        "tensorboard too; none: nowhere, and no page with pictures is written at the end",
+        choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
 
     # fmt: on
 
@@ -301,6 +301,21 @@ class Config:
     def robust(self) -> str:
         """Return the robust estimator in place of a mean, or "none"."""
         return self.weighting if self.weighting in ROBUST else "none"
+
+    @property
+    def weight_decay(self) -> float:
+        """Return the weight decay of a client's steps."""
+        return float(self.parts("optimizer")["weight-decay"])
+
+    @property
+    def max_gradient_norm(self) -> float:
+        """Return the norm to which a step's gradient is clipped, 0 for none."""
+        return float(self.parts("optimizer")["max-norm"])
+
+    @property
+    def proximal_mu(self) -> float:
+        """Return the strength of FedProx's pull towards the round's start."""
+        return float(self.parts("optimizer").get("mu", 0.0))
 
     @property
     def calibration_steps(self) -> int:
@@ -404,17 +419,6 @@ TOPICS = {
     "round-timeout": "slow, unresponsive and faulty clients", "output-dir": "what a run writes",
 }  # fmt: skip
 
-# Keys of earlier versions -> a setting that has their place.
-_EARLIER = {
-    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
-    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
-    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
-    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
-    "server-learning-rate": "server-optimizer=adam:0.01", "packing": "batching=packed",
-    "server-momentum": "server-optimizer=momentum:1:0.9", "quantize": "backbone-dtype=4bit",
-    "robust": "weighting=median", "calibration-steps": "init=data-aware:8",
-}  # fmt: skip
-
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's type; raise ValueError for an unknown key or a wrong value."""
     if name == "num-clients":
@@ -427,8 +431,8 @@ def check_key(name: str, value: Scalar) -> Scalar:
         raise ValueError(
             f"unknown key {name!r}: it is a limit; write limits={name}={value}"
         )
-    if name in _EARLIER:
-        raise ValueError(f"unknown key {name!r}: it is now {_EARLIER[name]}, say; write that")
+    if name in EARLIER:
+        raise ValueError(f"unknown key {name!r}: it is now {EARLIER[name]}, say; write that")
     if name not in KEYS:
         names = [*KEYS, "num-clients", *LIMITS]
         raise ValueError(

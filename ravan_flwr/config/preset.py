@@ -11,17 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import AUTO, check_choice
-from ravan_flwr.config.keys import KEYS, RUN, check_key
+from ravan_flwr.config.keys import BUDGET_NAMES, KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, join_list, targets_of
 from ravan_flwr.tasks import TASKS, TaskInfo
 
-RATES_BY = ("parameter-budget", "partition", "classifier")  # keys of learning rates
-LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
+RATES_BY = ("lora-rank", "partition", "classifier")  # keys of learning rates
+LORA_RANK = dict(zip(BUDGET_NAMES, (8, 16), strict=True))  # by parameter budget
 
 
 class _Model(Part):
@@ -131,14 +130,11 @@ def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
     run = check_fields("run.", run, set(), RUN.keys())
     settings = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | settings
-    if "local-epochs" in settings and "local-steps" not in settings:
-        values["local-steps"] = AUTO
     if str(values["partition"]).startswith("natural"):  # the data determine the number
         values["num-clients"] = settings.get("num-clients")
     clients = values.pop("num-clients")
     if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
-    check_steps(values, "run.")
     return {key: check_key(key, value) for key, value in values.items()} | {"num-clients": clients}
 
 

@@ -56,6 +56,7 @@ class Data(Part):
     chat_template: str = ""
     overlong: Literal["cut", "drop"] = "cut"
     loss_on: Literal["answers", "all"] = "answers"
+    beta: float = Field(DataSpec.beta, gt=0, le=100, description="a number above 0 and at most 100")
 
 
 def read_data(
@@ -119,6 +120,7 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
         chat_template=data.chat_template,
         overlong=data.overlong,
         loss_on=data.loss_on,
+        beta=data.beta,
     )
 
 

@@ -9,9 +9,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
+from ravan_flwr.config.checks import check_together, trains_backbone
 from ravan_flwr.config.key import AUTO, check_choice
-from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
+from ravan_flwr.config.keys import (
+    BUDGET_NAMES,
+    KEYS,
+    LIMITS,
+    RUN,
+    Config,
+    check_key,
+    read_limits,
+)
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
@@ -46,9 +54,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
 def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(settings)
     values |= read_limits(str(values.pop("limits")))
-    check_steps(values)
-    not_from_preset = set(STEPS) if any(values[key] != AUTO for key in STEPS) else set()
-    not_from_preset |= {"backbone-dtype"} if trains_backbone(values) else set()
+    not_from_preset = {"backbone-dtype"} if trains_backbone(values) else set()
     for key in preset.run.keys() - {"num-clients"} - not_from_preset:
         if values[key] == AUTO:
             values[key] = preset.run[key]
@@ -57,7 +63,8 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     _check_task(values, preset)
     if values["secure-aggregation"]:  # a sum of fewer clients is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
-    data = preset.data_of(str(values["glue-task"]))
+    data, steps = preset.data_of(str(values["glue-task"])), values["local-steps"]
+    epochs = KEYS["local-steps"].parts("local-steps", steps) if isinstance(steps, str) else {}
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
         "task": preset.task,
@@ -67,6 +74,8 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
         "data": _partitioned(chosen_data(data, str(values["data"])), str(values["partition"])),
         "glue-task": data.subset if preset.glue_tasks else "",
         "num-clients": _num_clients(values, preset),
+        "local-steps": None if epochs else steps,
+        "local-epochs": epochs.get("number"),
     }
     for key in _NONE_IF_AUTO:
         if values[key] == AUTO:
@@ -84,11 +93,16 @@ def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
 
 def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     """Set, in place, the values that follow from the preset and the method."""
-    budget, name = str(values["parameter-budget"]), str(values["method"])
-    method = METHODS[name]
+    name, lora_rank = str(values["method"]), values["lora-rank"]
+    budget = str(lora_rank) if lora_rank in BUDGET_NAMES else BUDGET_NAMES[0]
+    method, of_budget = METHODS[name], values | {"lora-rank": budget}
     # The preset's ranks apply only to its own heads, model, targets and parameter budget.
     has_rank = values["heads"] == preset.run["heads"] or "heads" in method.ignored
-    has_rank = has_rank and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
+    has_rank = has_rank and values["model"] == values["targets"] == AUTO
+    if isinstance(lora_rank, str):
+        values["lora-rank"] = preset.lora_rank[budget]
+    else:
+        has_rank = False
     # Under secure aggregation clients would report their metrics without masks.
     on_server = method.serves and (not method.personalised or bool(values["secure-aggregation"]))
     on_clients = (
@@ -96,15 +110,14 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     )
     defaults: dict[str, Scalar] = {
         "rank": preset.ranks[budget].get(name, AUTO) if has_rank else AUTO,
-        "lora-rank": preset.lora_rank[budget],
         "evaluate-on": "clients" if on_clients else "server",
         "validation-share": VALIDATION_SHARE if on_clients else 0.0,
         "max-length": preset.max_length,
     }
     if values["learning-rate"] == AUTO:
-        defaults["learning-rate"] = preset.learning_rate(name, values)
+        defaults["learning-rate"] = preset.learning_rate(name, of_budget)
     if values["calibration-learning-rate"] == AUTO:
-        defaults["calibration-learning-rate"] = preset.learning_rate("full", values)
+        defaults["calibration-learning-rate"] = preset.learning_rate("full", of_budget)
     if values["privacy"] == "example":
         defaults["clip-norm"] = GRADIENT_CLIP_NORM
     if values["max-length"] != AUTO and not preset.max_length:
@@ -112,7 +125,6 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
             f"max-length = {values['max-length']!r}: {preset.path} has no texts, expected 'auto'; "
             "leave it out"
         )
-    defaults |= TASKS[preset.task].keys
     values.update({key: value for key, value in defaults.items() if values[key] == AUTO})
     if method.all_clients:
         # No round has more clients than there are.
@@ -140,15 +152,8 @@ def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
 
 
 def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
-    """Raise ValueError for keys of other tasks, and settings that the task does not support."""
+    """Raise ValueError for settings that the task does not support."""
     name = preset.task
-    for key in {key for kind in TASKS.values() for key in kind.keys} - TASKS[name].keys.keys():
-        if values[key] != AUTO:
-            tasks = ", ".join(name for name, kind in TASKS.items() if key in kind.keys)
-            raise ValueError(
-                f"{key} = {values[key]!r}: the task of {preset.path} is {name!r}, expected "
-                f"{tasks}; leave it out"
-            )
     if values["batching"] != "random" and not preset.max_length:
         raise ValueError(
             f"batching = {values['batching']!r}: {preset.path} has no texts, expected 'random', "

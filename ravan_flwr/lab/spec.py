@@ -99,7 +99,7 @@ class PlannedRun:
 
     def command(self, folder: Path, engine: str) -> list[str]:
         """Return the command that runs this run alone, without a report."""
-        settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
+        settings: dict[str, Scalar] = {"tracking": "none"}
         settings |= dict(self.settings) | dict(self.overrides)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
         command = [sys.executable, "-m", "ravan_flwr", "simulate", "--engine", engine]

@@ -118,7 +118,6 @@ def deliver(run: Path, superlink: str) -> Summary:
     # The run has at least one round, so none is left.
     settings |= {
         "num-rounds": 1, "resume": str(run.absolute()), "deliver": True, "tracking": "none",
-        "report": False,
     }  # fmt: skip
     if "preset" in settings:  # its file is in the app, where devices find it by its name
         settings["preset"] = Path(str(settings["preset"])).name.removesuffix(".yaml")

@@ -4,11 +4,8 @@ Presets are checked against this list, which imports no torch.
 """
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
-
-from ravan_flwr.specs import Scalar
 
 if TYPE_CHECKING:
     from ravan_flwr.tasks.base import Task
@@ -34,8 +31,6 @@ class TaskInfo:
     texts: int = 1  # per example, each of max_length tokens at most
     # Whether the loss compares with the pretrained network, which no method may change then.
     has_reference: bool = False
-    # Keys of the run config that only this task takes, with their defaults.
-    keys: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def is_causal_lm(self) -> bool:
@@ -73,11 +68,10 @@ TASKS = {
         max_length=512,
         target_length=128,
         answers=("chosen", "rejected"),
-        fields=("chat_template", "overlong"),
+        fields=("chat_template", "overlong", "beta"),
         unbounded=("margin",),
         texts=2,
         has_reference=True,
-        keys={"beta": 0.1},
     ),
     "question-answering": TaskInfo(
         ("question", "context", "answers"),

@@ -132,10 +132,8 @@ class Task(ABC):
     def __init__(
         self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None],
         model_config: Callable[[], Mapping[str, Any]] = dict,
-        settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.data, self.max_length = data, max_length
-        self.settings = settings or {}  # values of the keys in its `TaskInfo.keys`
         self._model_folder, self._model_config = model_folder, model_config
 
     @cached_property

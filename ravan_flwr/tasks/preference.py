@@ -31,6 +31,7 @@ from ravan_flwr.tasks.token_loss import losses_of_texts
 from ravan_flwr.tasks.tokens import Tokens, tokenize_text
 
 PAIR = TASKS["preference"].answers
+BETA = 0.1  # where a preset has no data.beta
 
 
 class Preference(Decoder):
@@ -83,7 +84,7 @@ class Preference(Decoder):
         with torch.no_grad(), without_adapters(network):  # before the policy's activations exist
             reference = losses_of_texts(network, **batch)
         policy = losses_of_texts(network, **batch)
-        rewards: Tensor = float(self.settings["beta"]) * (reference - policy)
+        rewards: Tensor = (self.data.beta or BETA) * (reference - policy)
         return rewards.view(-1, self.texts)
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:

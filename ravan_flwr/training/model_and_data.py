@@ -26,7 +26,7 @@ from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.optional import ENCODE_EACH, load
 from ravan_flwr.seeding import derive
-from ravan_flwr.tasks import TASKS, get_task
+from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import rounded_up
@@ -67,9 +67,8 @@ def make_task(config: Config) -> Task:
     def folder() -> Path | None:
         return None if spec.source == "bundled" else model_folder(spec)
 
-    settings = {key: getattr(config, key.replace("-", "_")) for key in TASKS[config.task].keys}
     return get_task(config.task)(
-        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec), settings
+        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
     )
 
 

@@ -133,7 +133,9 @@ def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:
     if config.evaluate_on == "clients":  # all clients get the state
         all_down += math.ceil(rounds / config.eval_every) * num_clients * skeleton.bytes_down(1.0)
     epochs = config.local_epochs
-    steps = f"local-epochs={epochs:g}" if epochs else f"{config.local_steps} steps of a client"
+    steps = (
+        f"local-steps=epochs:{epochs:g}" if epochs else f"{config.local_steps} steps of a client"
+    )
     if not method.trainable_parameters() and not skeleton.classifier_size:
         steps = "no step of a client, since nothing is trained"
     yield _row(

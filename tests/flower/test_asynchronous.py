@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
 NODES = 3
 SLOW, DOUBLING = 2, 1
-SETTINGS = "clients-per-round=3 eval-every=1000 report=false tracking='none'"
+SETTINGS = "clients-per-round=3 eval-every=1000 tracking='none'"
 ASYNC = f"aggregation='async' concurrency=3 {SETTINGS}"
 
 

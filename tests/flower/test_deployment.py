@@ -30,7 +30,7 @@ NODES = 4
 BUDGETS = ("1", "0.75", "0.5")  # the first is a whole number on purpose
 KILLED = 1  # without a warm worker at first, with one after the restart
 REFUSED = "Failed to activate SuperNode"
-SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report=false tracking='none' deliver=true"
+SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 tracking='none' deliver=true"
 
 
 def write_parquet(folder, images, labels):

@@ -20,7 +20,7 @@ from tests.support.deployment import ROUNDS_TIMEOUT, wait_for
 pytestmark = [pytest.mark.slow, NEEDS_PROC]
 
 NODES = 2
-SHORT = "batch-size=8 clients-per-round=2 report=false tracking='none'"
+SHORT = "batch-size=8 clients-per-round=2 tracking='none'"
 
 # round -> (fault of node 1, pattern of the reason of the rejection in the record)
 FAULTS = {

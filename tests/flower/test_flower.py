@@ -101,7 +101,7 @@ def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, s
 
     here: dict[str, Scalar] = {
         "local-steps": 2,
-        "report": False,
+        "tracking": "none",
         "output-dir": str(tmp_path / "here"),
     }
     expected = simulate(settings | here, NODES).summary

@@ -23,7 +23,7 @@ SECRET = "xylophonist"  # a word that only one device has
 SETTINGS = (
     "preset='talk' num-rounds=3 local-steps=8 clients-per-round=2 batch-size=8 lora-rank=4 "
     "learning-rate=2e-2 targets='q_proj,v_proj,o_proj,down_proj' backbone-dtype='4bit' "
-    "batching='packed' deliver=true report=false tracking='none'"
+    "batching='packed' deliver=true tracking='none'"
 )
 
 

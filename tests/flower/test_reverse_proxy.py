@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 PROXY, NODES = True, 3
-SHORT = "local-steps=3 clients-per-round=2 report=false tracking='none'"
+SHORT = "local-steps=3 clients-per-round=2 tracking='none'"
 ALLOWED = {
     "activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages",
     "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",

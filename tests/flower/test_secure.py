@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, NEEDS_PROC]
 NODES = 8
 PLAN = {7: (1, "keys"), 6: (1, "masked"), 5: (2, "shares"), 4: (2, "unmask")}
 SHORT = (
-    "num-rounds=2 local-steps=2 clients-per-round=8 report=false tracking='none' eval-every=2 "
+    "num-rounds=2 local-steps=2 clients-per-round=8 tracking='none' eval-every=2 "
     # A killed device ends no phase by these: the SuperLink reports it after 30 to 60 seconds. A
     # living one may need longer than that for a message on a busy machine.
     "secure-aggregation=true straggler-grace=600.0 round-timeout=900.0"

@@ -31,7 +31,7 @@ def test_the_script_has_forty_lines_at_most_and_learns(tmp_path, python):
 @pytest.mark.slow
 def test_the_comparison_of_methods_writes_its_files(tmp_path, python):
     script = ROOT / "examples" / "compare_methods.py"
-    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "tracking=none"]
     ended = python.run([str(script), *words])
     assert ended.returncode == 0, ended.stderr
     for name in ("report/index.html", "spectra/spectrum.csv", "model/config.json"):

@@ -147,7 +147,7 @@ def simulate_words(folder, model):
     return [
         "simulate", "preset=glue-llama", "glue-task=rte", f"model={model}", f"data={folder}",
         "num-rounds=1", "local-steps=1", "num-clients=2", "max-length=16", "lora-rank=2",
-        "report=false", f"output-dir={folder}/runs",
+        "tracking=none", f"output-dir={folder}/runs",
     ]  # fmt: skip
 
 

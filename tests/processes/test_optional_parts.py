@@ -14,7 +14,7 @@ import ravan_flwr.client_app, ravan_flwr.server_app
 from ravan_flwr import simulate
 from ravan_flwr.training.plan import plan_of
 
-short = {"num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": False, "tracking": "none"}
+short = {"num-rounds": 1, "local-steps": 1, "batch-size": 8, "tracking": "none"}
 for method in METHODS:
     run = simulate(short | {"method": method, "output-dir": "runs"}, 3)
     assert (run.summary["rounds"], run.summary["rejected"]) == (1, 0), method

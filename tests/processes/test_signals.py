@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("fork server"),
 ]
 
-LONG = ["num-rounds=100000", "local-steps=20", "report=false", "tracking=none", "num-clients=3"]
+LONG = ["num-rounds=100000", "local-steps=20", "tracking=none", "num-clients=3"]
 STUDY = {
     "title": "Long", "num-clients": 3, "seeds": [0, 1],
     "settings": {"num-rounds": 100_000, "local-steps": 20},

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 LONG = [
-    "num-rounds=100000", "local-steps=5", "batch-size=8", "report=false", "tracking=none",
+    "num-rounds=100000", "local-steps=5", "batch-size=8", "tracking=none",
     "num-clients=4", "processes=2",
 ]  # fmt: skip
 

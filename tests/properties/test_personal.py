@@ -147,7 +147,10 @@ def test_local_and_centralised_equal_fedit_of_one_client():
         ({"method": "fedsa-lora", "evaluate-on": "server"}, "evaluate-on = 'server': got method"),
         ({"method": "local", "evaluate-on": "server"}, "each client has a model of its own"),
         ({"method": "local", "validation-share": 0.0}, "needs examples to evaluate on"),
-        ({"method": "centralised", "local-epochs": 1.0}, "local-epochs = 1.0: got method"),
+        (
+            {"method": "centralised", "local-steps": "epochs:1"},
+            "local-steps = 'epochs:1': got meth",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, message):

@@ -15,7 +15,7 @@ def small_settings(folder, kind, glue_task="mnli", save=save_model):
     return {
         "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
         "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-        "partition": "iid", "report": False, "tracking": "none", "learning-rate": 1e-2,
+        "partition": "iid", "tracking": "none", "learning-rate": 1e-2,
         **({"glue-task": task} if task else {}),
         **({} if kind in OF_IMAGES else {"max-length": 16}),
     }  # fmt: skip

@@ -209,7 +209,7 @@ def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, 
         lambda *of, **how: make_scaler(*of, **{"init_scale": 2.0**127} | how),
     )
     settings: dict[str, Any] = {
-        "num-rounds": 1, "local-steps": 3, "batch-size": 8, "lora-rank": 4, "report": False,
+        "num-rounds": 1, "local-steps": 3, "batch-size": 8, "lora-rank": 4,
         "precision": "float16", "tracking": "none", "output-dir": str(tmp_path),
     }  # fmt: skip
     run = simulate(settings, 2)
@@ -232,7 +232,7 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
         "preset": preset, "model": str(save_model(model, tmp_path / "model")), "method": method,
         "data": str(save_data(preset, tmp_path / "data", task, test=8)), "lora-rank": 2,
         "num-rounds": 2, "local-steps": 2, "batch-size": 4, "learning-rate": 1e-3,
-        "tracking": "none", "report": False, "budgets": "uniform" if method == "ravan" else "full",
+        "tracking": "none", "budgets": "uniform" if method == "ravan" else "full",
         "output-dir": str(tmp_path / "runs"),
     }  # fmt: skip
     settings |= {"glue-task": task} if task else {}

@@ -40,7 +40,7 @@ def test_no_text_of_a_folder_leaves_the_node(tmp_path, monkeypatch):
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
         "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
         "max-length": 16, "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "eval-every": 1,
-        "output-dir": str(tmp_path / "runs"), "report": False,
+        "output-dir": str(tmp_path / "runs"), "tracking": "none",
     }  # fmt: skip
     run = simulate(run_config, 2)
     (record,) = records_of(run)

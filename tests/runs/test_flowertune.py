@@ -107,7 +107,7 @@ def run(request, tmp_path_factory):
         "backbone-dtype": "float32",
         "model": str(save_speaker("mistral", folder / "model", initializer_range=0.3)),
         "data": str(save_data("finance", folder / "data")), "lora-rank": 2, "max-length": 128,
-        "num-rounds": 1, "local-steps": 3, "eval-every": 1, "batch-size": 4, "report": False,
+        "num-rounds": 1, "local-steps": 3, "eval-every": 1, "batch-size": 4,
         "tracking": "none", "output-dir": str(folder / "runs"),
     }  # fmt: skip
     return simulate(settings, 3).run_dir, folder / "model"

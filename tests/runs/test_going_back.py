@@ -139,8 +139,8 @@ def test_a_run_that_never_learned_reports_a_collapse_in_log_and_report(
 ):
     """The learning rate is a thousand times too high: no earlier round is better."""
     simulation = run(
-        tmp_path, learning_rate=3.0, num_rounds=3, report=True, validation_share=0.2,
-        evaluate_on=evaluate_on,
+        tmp_path, learning_rate=3.0, num_rounds=3, tracking="tensorboard",
+        validation_share=0.2, evaluate_on=evaluate_on,
     )  # fmt: skip
     assert 3 in simulation.summary["collapsed"]
     output = capsys.readouterr().out

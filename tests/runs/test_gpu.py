@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA GPU"),
 ]
 
-ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": False, "tracking": "none"}
+ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "tracking": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +224,7 @@ def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
     settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
     sharing = share_gpus(read_config(settings), 3)
     assert sharing.clients_per_gpu >= 1
-    words = f"output-dir='{tmp_path}' report=false tracking='none' "
+    words = f"output-dir='{tmp_path}' tracking='none' "
     words += " ".join(f"{key}={value}" for key, value in settings.items())
     with LocalSuperLink() as link:
         assert link.run(ROOT, words, sharing.federation(3)) == "finished:completed"
@@ -239,7 +239,7 @@ def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
 def test_a_client_without_a_gpu_share_names_the_missing_setting(tmp_path, capfd, monkeypatch):
     """As with a plain `flwr run` whose federation config requests no GPU."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    words = f"output-dir='{tmp_path}' report=false tracking='none' num-rounds=1 local-steps=1"
+    words = f"output-dir='{tmp_path}' tracking='none' num-rounds=1 local-steps=1"
     with LocalSuperLink() as link:
         federation = "num-supernodes=2 client-resources-num-cpus=1"
         assert link.run(ROOT, words, federation) == "finished:completed"

@@ -35,7 +35,7 @@ def conversation_run(tmp_path_factory):
     """Return a run of RAVAN on conversations, its settings and its folder."""
     folder = tmp_path_factory.mktemp("spoken")
     settings = preset(folder, as_messages)
-    return simulate(settings | {"report": True}, 2), settings, folder
+    return simulate(settings | {"tracking": "tensorboard"}, 2), settings, folder
 
 
 def config_of(settings, **more):

@@ -212,8 +212,9 @@ def test_centralised_training_uses_the_examples_of_all_clients(tmp_path):
 @pytest.mark.slow
 def test_per_client_statistics_are_of_the_clients_metrics(tmp_path):
     simulation = run(
-        tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit", report=True
-    )
+        tmp_path, evaluate_on="clients", validation_share=0.3, method="fedit",
+        tracking="tensorboard",
+    )  # fmt: skip
     for record in records_of(simulation):
         assert record["per-client"].keys() == record["metrics"].keys()
     statistics = simulation.summary["per-client"]["accuracy"]

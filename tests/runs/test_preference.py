@@ -49,12 +49,12 @@ def preset(folder, form=None, **options: Any) -> dict[str, Any]:
     columns = ["chosen", "rejected"] if form else ["prompt", "chosen", "rejected"]
     (folder / "p.yaml").write_text(
         f"task: preference\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n"
-        "  max-length: 64\n  target-length: 8\n"
+        "  max-length: 64\n  target-length: 8\n  beta: 0.5\n"
         f"  columns: {json.dumps({name: name for name in columns})}\n"
     )
     return {
         "preset": str(folder / "p.yaml"), "output-dir": str(folder / "runs"), **QUICK,
-        "beta": 0.5, **options,
+        **options,
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def preset(folder, form=None, **options: Any) -> dict[str, Any]:
 def preference_run(tmp_path_factory):
     """Return a run of RAVAN on preferences, its settings and its folder."""
     folder = tmp_path_factory.mktemp("preferred")
-    settings = preset(folder, report=True)
+    settings = preset(folder, tracking="tensorboard")
     return simulate(settings, 3), settings, folder
 
 
@@ -171,15 +171,15 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch,
     counted = step_memory(loaded.config, 1.0).activations
     assert measured <= counted < 1.1 * measured
     # Compared with a step on as many texts of `causal`, which has no forward of the reference.
-    path = folder / "sft.yaml"
-    path.write_text(
-        (folder / "p.yaml").read_text().replace("task: preference", "task: causal").replace(
-            '"chosen": "chosen", "rejected": "rejected"', '"completion": "chosen"'
-        )
-    )  # fmt: skip
+    path, text = folder / "sft.yaml", (folder / "p.yaml").read_text()
+    for old, new in (
+        ("task: preference", "task: causal"), ("  beta: 0.5\n", ""),
+        ('"chosen": "chosen", "rejected": "rejected"', '"completion": "chosen"'),
+    ):  # fmt: skip
+        text = text.replace(old, new)
+    path.write_text(text)
     pairs = settings | {"method": "fedit", "micro-batch-size": micro_batch, "batch-size": 4}
     plain = settings | {"method": "fedit", "preset": PresetPath(path), "batch-size": 8}
-    plain.pop("beta")
     (forward, step), (pairs_forward, pairs_step) = (
         step_operations(read_config(with_preset_path(given)), 1.0) for given in (plain, pairs)
     )
@@ -198,7 +198,7 @@ def test_memory_and_operations_of_a_step_are_those_of_four_forwards(micro_batch,
           for name in ("full", "fedex-lora", "slora")),
         ({"init": "first-round"}, "init = 'first-round': it changes .* expected another init"),
         ({"batching": "packed"}, "has task 'preference', expected 'causal'"),
-        ({"beta": 0}, "beta = 0: expected a number above 0"),
+        ({"beta": 0.3}, "unknown key 'beta': .* data.beta"),
         ({"privacy": "example", "epsilon": 8.0, "num-rounds": 1}, "got task 'preference', whose"),
     ],
 )  # fmt: skip
@@ -208,8 +208,20 @@ def test_settings_that_do_not_fit_the_task_are_refused(options, message, prefere
         simulate(settings | options, 3)
 
 
-def test_beta_belongs_to_this_task_only(preference_run):
-    with pytest.raises(ValueError, match=r"beta = 0.3: the task of .*, expected preference"):
-        read_config({"beta": 0.3})
-    settings = {k: v for k, v in preference_run[1].items() if k != "beta"}
-    assert read_config(with_preset_path(settings)).beta == 0.1
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("beta: 0.5", "beta: 0", "data.beta = 0: expected a number above 0"),
+        ("task: preference", "task: causal", "data.beta: only task preference has it"),
+    ],
+)
+def test_beta_is_positive_and_belongs_to_this_task_only(
+    old, new, message, preference_run, tmp_path
+):
+    path = tmp_path / "p.yaml"
+    text = (preference_run[2] / "p.yaml").read_text().replace(old, new)
+    if "causal" in new:
+        text = text.replace('"chosen": "chosen", "rejected": "rejected"', '"completion": "chosen"')
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_config({"preset": PresetPath(path)})

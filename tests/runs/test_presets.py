@@ -66,7 +66,7 @@ def small_settings(tmp_path_factory):
                 **(DECODER_CHANGES if preset in OF_DECODERS else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
                 "partition": scheme if scheme == "iid" else f"{scheme}:1",
-                "report": False, "tracking": "none",
+                "tracking": "none",
             }  # fmt: skip
         return settings_by_preset[preset, glue_task]
 
@@ -173,7 +173,7 @@ def test_parameters_are_those_of_the_paper(preset, budget):
     expected = COUNTS[preset, budget]
     expected |= dict.fromkeys(("fedex-lora", "hetlora", "flexlora"), expected["fedit"])
     for method, count in expected.items():
-        config = read_config({"preset": preset, "parameter-budget": budget, "method": method})
+        config = read_config({"preset": preset, "lora-rank": budget, "method": method})
         assert adapter_parameters(config) == count, method
 
 
@@ -217,7 +217,7 @@ RATES = {
 def test_learning_rates_are_those_of_the_paper(preset, method):
     actual = [
         read_config(
-            {"preset": preset, "method": method, "parameter-budget": budget, "partition": partition}
+            {"preset": preset, "method": method, "lora-rank": budget, "partition": partition}
         ).learning_rate
         for budget in ("lower", "higher")
         for partition in ("iid", "dirichlet")
@@ -235,7 +235,7 @@ def test_other_heads_or_budgets_replace_the_papers_ranks():
     assert rank(heads=8) is None  # then the rank follows from the budget
     assert rank(lora_rank=16) is None
     assert rank(rank=7) == 7
-    assert rank(parameter_budget="higher", method="ffa-lora") == 128
+    assert rank(lora_rank="higher", method="ffa-lora") == 128
 
 
 @pytest.mark.parametrize("preset", OF_THE_PAPER)

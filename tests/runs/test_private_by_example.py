@@ -29,7 +29,7 @@ run = functools.partial(short_runs.run, clients=CLIENTS)
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("settings", [CLIENT, PRIVATE], ids=lambda one: one["privacy"])
 def test_a_private_run_reports_epsilon_and_counts_it_after_resuming(settings, tmp_path, capsys):
-    private = run(tmp_path, settings=settings, report=True)
+    private = run(tmp_path, settings=settings, tracking="tensorboard")
     summary, run_dir = private.summary, private.run_dir
     out = capsys.readouterr().out
     assert out.count("epsilon ") >= 4  # the planned value, and a line for each round

@@ -28,7 +28,7 @@ FROZEN = [name for name, listed in METHODS.items() if listed.frozen_backbone and
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return small_decoder(tmp_path_factory.mktemp("quantized")) | {
-        "num-rounds": 2, "local-steps": 2, "report": False, "tracking": "none",
+        "num-rounds": 2, "local-steps": 2, "tracking": "none",
     }  # fmt: skip
 
 

@@ -630,7 +630,7 @@ def test_a_plan_counts_the_bytes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_charts")
 def test_log_card_and_pages_state_that_uploads_were_masked(tmp_path):
-    run_dir = run(tmp_path, report=True, tracking="tensorboard").run_dir
+    run_dir = run(tmp_path, tracking="tensorboard").run_dir
     masked = "the server sees sums over at least 4 clients, head by head"
     assert f"secure-aggregation: {masked}" in (run_dir / "log.txt").read_text()
     (card,) = run_dir.glob("*/README.md")

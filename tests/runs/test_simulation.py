@@ -58,7 +58,7 @@ def test_runs_in_two_threads_are_independent(tmp_path):
 
 
 def test_a_run_directory_has_all_files_and_fields(tmp_path):
-    simulation = run(tmp_path, report=True, tracking="tensorboard")
+    simulation = run(tmp_path, tracking="tensorboard")
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
@@ -154,7 +154,7 @@ def test_an_epoch_has_as_many_steps_as_batches(tmp_path, method):
     """All clients have 119 or 120 examples, two batches, so both keys give the same run."""
     clients = {"method": method, "clients": 12, "batch_size": 64}
     by_steps = run(tmp_path / "1", **clients, local_steps=2)
-    by_passes = run(tmp_path / "2", **clients, local_steps="auto", local_epochs=1)
+    by_passes = run(tmp_path / "2", **clients, local_steps="epochs:1")
     assert without_times(by_passes.summary) == without_times(by_steps.summary)
     assert same_bits(saved(by_steps), saved(by_passes))
     assert by_passes.summary["steps"] == 3 * 2 * 2
@@ -163,8 +163,8 @@ def test_an_epoch_has_as_many_steps_as_batches(tmp_path, method):
 @pytest.mark.slow
 def test_clients_with_more_examples_take_more_steps(tmp_path):
     settings = {
-        "partition": "dirichlet", "local_steps": "auto", "local_epochs": 0.5, "batch_size": 32,
-        "clients": 6, "clients_per_round": 4,
+        "partition": "dirichlet", "local_steps": "epochs:0.5", "batch_size": 32, "clients": 6,
+        "clients_per_round": 4,
     }  # fmt: skip
     uninterrupted = run(tmp_path / "1", **settings)
     clients = clients_of(uninterrupted)
@@ -304,7 +304,7 @@ def test_each_setting_without_effect_gives_a_warning(tmp_path, capsys):
     """The first three lack the setting that they belong to."""
     words = ["epsilon=8", "delta=1e-6", "secure-minimum=5", "method=fedit", "heads=8"]
     words += ["clients-per-round=30", "num-clients=2", "num-rounds=1", "local-steps=1"]
-    main(["simulate", f"output-dir={tmp_path}", "report=false", *words])
+    main(["simulate", f"output-dir={tmp_path}", "tracking=none", *words])
     (run_dir,) = tmp_path.iterdir()
     (record,) = records_of(SimpleNamespace(run_dir=run_dir))
     assert len(record["clients"]) == 2
@@ -383,7 +383,7 @@ def test_an_error_of_a_full_disk_names_the_file_and_how_to_resume(
 @pytest.mark.usefixtures("without_charts")
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch, capsys, name):
     full_disk_for(monkeypatch, name)
-    ended = run(tmp_path, clients=2, num_rounds=1, report=True)
+    ended = run(tmp_path, clients=2, num_rounds=1, tracking="tensorboard")
     lines = capsys.readouterr().out.splitlines()
     assert any(f"no report in {ended.run_dir / 'report'}: " in line for line in lines)
     assert any(line.startswith("done: ") for line in lines)
@@ -497,7 +497,7 @@ RESUMED = [
     {"method": "fedit", "server_optimizer": "momentum"},
     *({"init": init, "budgets": "uniform", "scoring": "gradient"}
       for init in ("data-aware", "first-round")),
-    {"partition": "dirichlet", "local_steps": "auto", "local_epochs": 0.5, "batch_size": 32},
+    {"partition": "dirichlet", "local_steps": "epochs:0.5", "batch_size": 32},
     {"budgets": "skewed-right", "scoring": "random", "selection": "global"},
     {"budgets": "skewed-right", "scoring": "weight", "selection": "layer"},
     {"budgets": "skewed-right", "scoring": "gradient", "selection": "global"},

@@ -34,7 +34,7 @@ def test_labels_are_checked_before_training(folder, tmp_path, monkeypatch):
     settings: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(folder), "data": "nobody/has-this",
         "evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path),
-        "report": False, "tracking": "none",
+        "tracking": "none",
     }  # fmt: skip
     with pytest.raises(ValueError, match="target-length = 1: got labels of more tokens: alt.ath"):
         simulate(settings, 2)

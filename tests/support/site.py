@@ -22,7 +22,7 @@ from tests.support.network import Network, Program, network_unavailable
 SITE_TIMEOUT = 900.0  # seconds; a busy machine is no fault
 SERVERS = ("superlink", "superexec", "proxy")
 # With a short straggler timeout, rounds without an unreachable device take a third of the time.
-QUICK = "report=false local-steps=5 straggler-grace=20"
+QUICK = "tracking='none' local-steps=5 straggler-grace=20"
 RUNS = "/var/lib/ravan-serverapp/runs"
 
 

@@ -21,7 +21,7 @@ from tests.own_models import make_bert
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 CASES = re.findall(r"^```bash\n(.*)\n```\n```text\n(.*)\n```$", PAGE, re.MULTILINE)
 TEXTS = range(60)
-QUICK = ["num-rounds=1", "local-steps=1", "report=false", "tracking=none", "output-dir=runs"]
+QUICK = ["num-rounds=1", "local-steps=1", "tracking=none", "output-dir=runs"]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_task_model_and_data_are_enough(file):
     assert config.partition == "dirichlet-by-client:0.3"
     assert (config.heads, config.classifier) == (4, "trained")
     assert (config.lora_rank, config.max_length) == (8, 256)
-    assert config_of(file(), **{"parameter-budget": "higher"}).lora_rank == 16
+    assert config_of(file(), **{"lora-rank": "higher"}).lora_rank == 16
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -35,7 +35,7 @@ OF_CLIENTS: Refused = [
 ]
 OF_EXAMPLES: Refused = [
     ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
-    ({"local-epochs": 2.0}, "got local-epochs = 2.0, expected 'auto', since batches"),
+    ({"local-steps": "epochs:2"}, "got local-steps = 'epochs:2', expected a number of .* batches"),
     ({"preset": "finance", "batching": "length"}, "got batching = 'length', expected 'random'"),
     ({"preset": "finance", "batching": "packed"}, "got batching = 'packed', expected 'random'"),
     ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),

@@ -76,20 +76,25 @@ def test_local_steps_or_local_epochs_set_the_length_of_training(preset):
         return config.local_steps, config.local_epochs
 
     assert work() == (50, None)
-    assert work(**{"local-epochs": 2}) == (None, 2.0)
-    assert work(**{"local-epochs": "auto", "local-steps": 3}) == (3, None)
-    with pytest.raises(ValueError, match="local-epochs = 1.0: got local-steps = 5 as well"):
-        work(**{"local-epochs": 1, "local-steps": 5})
+    assert work(**{"local-steps": "epochs:2"}) == (None, 2.0)
+    assert work(**{"local-steps": "epochs"}) == (None, 1.0)
+    assert work(**{"local-steps": 3}) == (3, None)
     for wrong in (0, -1, float("nan"), 1e9, "one"):
-        with pytest.raises(ValueError, match="local-epochs = .*: expected a number above 0"):
-            work(**{"local-epochs": wrong})
-    half = preset("half", run={"local-epochs": 0.5})
+        with pytest.raises(
+            ValueError, match="local-steps = .*: number = .*: expected a number above 0"
+        ):
+            work(**{"local-steps": f"epochs:{wrong}"})
+    for wrong in (0, 1.5, "one", "epoch:1"):
+        expected = rf"local-steps = {wrong!r}: expected epochs:NUMBER, or a whole number at least 1"
+        with pytest.raises(ValueError, match=expected):
+            work(**{"local-steps": wrong})
+    half = preset("half", run={"local-steps": "epochs:0.5"})
     assert work(preset=half) == (None, 0.5)
     assert work(preset=half, **{"local-steps": 4}) == (4, None)
-    assert work(preset=preset("none", run={"local-epochs": "auto"})) == (50, None)
-    both = preset("both", run={"local-epochs": 1, "local-steps": 9})
-    with pytest.raises(ValueError, match=r"run.local-epochs = 1: got run.local-steps = 9 as well"):
-        work(preset=both)
+    assert work(preset=preset("none", run={"local-steps": "auto"})) == (50, None)
+    earlier = preset("earlier", run={"local-epochs": 1})
+    with pytest.raises(ValueError, match="run.local-epochs is unknown: .* 'local-steps=epochs:1'"):
+        work(preset=earlier)
 
 
 def test_a_natural_partition_takes_its_number_of_clients_from_the_data(preset):
@@ -137,7 +142,7 @@ def test_automatic_ranks_depend_on_the_presets_own_model():
     "settings",
     [
         {},
-        {"local-epochs": 0.25},
+        {"local-steps": "epochs:0.25"},
         {"preset": "glue-llama", "glue-task": "mnli", "targets": "q_proj,v_proj"},
     ],
 )
@@ -146,7 +151,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
     written = json.loads(json.dumps(config.as_dict()))
     assert written == config.as_dict()
     assert recorded_config(written, "x") == config
-    assert written["local-epochs"] == settings.get("local-epochs")
+    assert written["local-epochs"] == (0.25 if "local-steps" in settings else None)
     assert written["data"]["partition-by"] == "label"
 
 
@@ -171,7 +176,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"classifier": 3}, "classifier = 3: expected one of frozen, trained"),
         ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda, cuda:N or mps"),
         ({"device": "cuda:x"}, "device = 'cuda:x': expected auto"),
-        ({"report": 1}, "report = 1: expected true or false; got a whole number"),
+        ({"deliver": 1}, "deliver = 1: expected true or false; got a whole number"),
         ({"evaluate-on": "clients", "validation-share": 0}, "needs examples .* validation-share"),
         ({"partition": "dirichlet:0"}, "partition = 'dirichlet:0': alpha = 0: expected a num"),
         ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
@@ -239,8 +244,8 @@ def names(text):
 def test_identifying_keys_decide_whether_two_runs_are_the_same():
     """Resuming, grouping seeds and finding what a study has done follow the flags of the keys."""
     elsewhere = names(
-        "clients-per-pass cuda-graphs deliver device output-dir processes report resume "
-        "round-timeout tracking"
+        "clients-per-pass cuda-graphs deliver device output-dir processes resume round-timeout "
+        "tracking"
     )
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
@@ -253,14 +258,14 @@ def test_identifying_keys_decide_whether_two_runs_are_the_same():
 
 def test_a_preset_has_the_expected_settings():
     assert RUN.keys() - {"num-clients"} == names(
-        "backbone-dtype batch-size beta classifier clients-per-round eval-every "
-        "gradient-checkpointing heads init learning-rate-schedule local-epochs local-steps "
+        "backbone-dtype batch-size classifier clients-per-round eval-every "
+        "gradient-checkpointing heads init learning-rate-schedule local-steps "
         "lora-scale max-bytes num-rounds partition precision"
     )
     assert all(KEYS[name].default == "auto" for name in RUN.keys() - {"num-clients"})
 
 
-@pytest.mark.parametrize("key", ["report", "gradient-checkpointing"])
+@pytest.mark.parametrize("key", ["deliver", "gradient-checkpointing"])
 def test_boolean_keys_accept_booleans_alone(key):
     for value, word in ((True, "yes"), (False, "no")):
         assert getattr(read_config({key: value}), key.replace("-", "_")) is value

@@ -18,7 +18,7 @@ data:
   name: ./texts
   columns: {text: text, label: topic}
   partition-by: user
-run: {partition: natural, local-epochs: 1, batch-size: 2}
+run: {partition: natural, local-steps: "epochs:1", batch-size: 2}
 """
 USERS = ["ann $x$", "b\x1b[2J", "日本語", "\u202eevil", "zoe" * 20]
 
@@ -42,7 +42,7 @@ def preset(tmp_path):
 
 @pytest.mark.parametrize("partition", ["dirichlet", "pathological", "shards", "iid"])
 def test_the_table_counts_the_clients_examples(partition):
-    settings = {"partition": partition, "local-epochs": 1.0, "validation-share": 0.2}
+    settings = {"partition": partition, "local-steps": "epochs:1", "validation-share": 0.2}
     assigned = assign(settings, 6)
     loaded = ModelAndData(read_config(settings))
     labels = np.array(loaded.splits["train"]["label"][:])

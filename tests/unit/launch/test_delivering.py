@@ -62,7 +62,7 @@ def test_it_submits_the_settings_of_the_run_without_new_rounds(run, submitted, c
     settings = submitted["settings"]
     assert settings == {
         "method": "fedit", "seed": 3, "num-rounds": 1, "limits": "max-share=0.5",
-        "resume": str(run), "deliver": True, "tracking": "none", "report": False,
+        "resume": str(run), "deliver": True, "tracking": "none",
     }  # fmt: skip
     assert read_config(settings).deliver
     output = capsys.readouterr().out

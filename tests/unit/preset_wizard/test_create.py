@@ -351,7 +351,7 @@ def test_the_bundled_model_is_accepted(new, images, tmp_path):
     assert (config.model.source, config.model.name) == ("bundled", "digits-vit")
     assert "adapts 8 matrices of 96 x 96" in output
     assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
-    short = {"num-rounds": 1, "local-steps": 1, "report": False}
+    short = {"num-rounds": 1, "local-steps": 1, "tracking": "none"}
     settings = {"preset": str(tmp_path / "conf" / "digits.yaml")} | short
     assert simulate(settings, 3).summary["rounds"] == 1
 

@@ -80,7 +80,7 @@ def test_preferences_give_a_preset(tmp_path, monkeypatch):
     other = [TALK[0], {"role": "assistant", "content": "ne ka ne ka ne"}]
     output, config = preset_from(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
     assert "chosen from column 'chosen', rejected from column 'rejected'" in output
-    assert (config.task, config.classifier, config.beta) == ("preference", "frozen", 0.1)
+    assert (config.task, config.classifier) == ("preference", "frozen")
     loaded = get_model_and_data(config)
     assert len(loaded.test_sets["test"]) == 12
     longest = int(loaded.test_sets["test"].take(loaded.test_sets["test"].rows[:1])["length"].max())

@@ -52,9 +52,9 @@ def test_a_run_in_simulated_time_shows_its_devices_and_their_seconds():
 
 def test_settings_of_model_and_data_are_shown_one_by_one():
     model = {"name": "digits-vit", "targets": ["query", "Schlüssel"]}
-    words = ReadPage(run_of(record(1), model=model, report=True)).words
+    words = ReadPage(run_of(record(1), model=model, deliver=True)).words
     assert 'model.name digits-vit model.targets ["query", "Schlüssel"]' in words
-    assert "report true" in words  # as a user types it
+    assert "deliver true" in words  # as a user types it
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -253,9 +253,9 @@ GIVEN += [
     {"preset": "glue-llama", "glue-task": "rte", "max-length": 17, "wire": "int8"},
     {"preset": "svhn-vit-b16", "model": "google/x@abc", "data": "some/one", "weighting": "median"},
     {"preset": "code", "backbone-dtype": "float32", "precision": "float32", "max-bytes": 1e6},
-    {"partition": "pathological:3:user", "data": "some/one", "local-epochs": 0.5},
+    {"partition": "pathological:3:user", "data": "some/one", "local-steps": "epochs:0.5"},
     {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "limits": "max-examples=4"},
-    {"deliver": True, "num-rounds": 9, "tracking": "none", "report": False, "heads": 4},
+    {"deliver": True, "num-rounds": 9, "tracking": "none", "heads": 4},
 ]
 
 

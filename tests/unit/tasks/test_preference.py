@@ -42,8 +42,8 @@ def where(tmp_path_factory):
 
 def task(data, where, length=96, beta=0.1, **changes):
     settings = transformers.AutoConfig.from_pretrained(where).to_dict()
-    data = dataclasses.replace(data, **changes)
-    return Preference(data, length, lambda: where, lambda: settings, {"beta": beta})
+    data = dataclasses.replace(data, beta=beta, **changes)
+    return Preference(data, length, lambda: where, lambda: settings)
 
 
 def say(role, content):
@@ -126,7 +126,8 @@ def test_tokens_loss_metrics_and_gradients_equal_trls(form, beta, where, tmp_pat
     network, factors = adapted(where)
     examples = datasets.Dataset.from_dict(rows(form))
     expected, loss, metrics, layers = by_trl(where, factors, examples, beta, tmp_path)
-    preference = task(FORMS[form], where, beta=beta)
+    given = 0.0 if beta == 0.1 else beta
+    preference = task(FORMS[form], where, beta=given)
     batch = whole_batch(preference, preference.encode(examples))
     pairs = len(examples)
     order = torch.arange(2 * pairs).view(2, pairs).T.flatten()  # TRL has all chosen ones first

@@ -33,7 +33,7 @@ BY_LENGTH = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "
     [(0.5, 40, 2), (0.5, 41, 3), (0.1, 300, 3), (0.7, 100, 7), (1e-9, 10**6, 1), (1.5, 1, 2)],
 )
 def test_partial_passes_are_rounded_up_to_whole_batches(epochs, examples, steps):
-    config = read_config({"local-epochs": epochs, "batch-size": 10})
+    config = read_config({"local-steps": f"epochs:{epochs}", "batch-size": 10})
     assert config.steps_of(examples) == steps
     assert read_config({"local-steps": 7}).steps_of(examples) == 7
 
@@ -41,7 +41,7 @@ def test_partial_passes_are_rounded_up_to_whole_batches(epochs, examples, steps)
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
 @BY_LENGTH
 def test_a_pass_has_every_example_once_in_equal_batches(number, batch_size, lengths):
-    config = read_config({"local-epochs": 3, "batch-size": batch_size})
+    config = read_config({"local-steps": "epochs:3", "batch-size": batch_size})
     by_chance = sorted(map(len, a_pass(number, batch_size, None)))
     assert config.steps_of(number) == 3 * len(by_chance)
     for skip in range(3):

@@ -103,7 +103,7 @@ def test_a_plan_estimates_time_from_a_step_that_it_tries_on_this_machine():
     assert "Tried just now, with made-up weights and examples" in row
     assert "evaluations and messages are not counted" in row
     # Of a step in two parts, one part is tried. With epochs, the steps depend on the data.
-    row = time_of(**{"device": "cpu", "micro-batch-size": 16, "local-epochs": 1})
+    row = time_of(**{"device": "cpu", "micro-batch-size": 16, "local-steps": "epochs:1"})
     assert "a step takes about 1 s on this machine (cpu). Tried" in row
 
 

@@ -88,7 +88,7 @@ def test_microbatches_give_the_same_steps(loaded, size):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"micro-batch-size": 12}, {"max-gradient-norm": 1e9}, {"server-optimizer": "none"}],
+    [{"micro-batch-size": 12}, {"optimizer": "adam:0:1e9"}, {"server-optimizer": "none"}],
 )  # fmt: skip
 def test_settings_without_effect_change_no_bit(loaded, changes):
     before, after = trained(loaded), trained(loaded, **changes)
@@ -111,7 +111,7 @@ def test_decay_and_clipping_equal_pytorchs(loaded, monkeypatch):
 
     monkeypatch.setattr(torch.optim, "AdamW", recording)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
-    trained(loaded, **{"weight-decay": 0.1, "max-gradient-norm": 1e-3})
+    trained(loaded, optimizer="adam:0.1:1e-3")
     assert optimizers[0]["weight_decay"] == 0.1
     assert len(clipped_norms) == 3
     assert max(clipped_norms) > 1e-3
