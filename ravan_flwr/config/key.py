@@ -30,7 +30,8 @@ class Key:
     below: float = math.inf  # in place of `high`
     # First word of a text -> the parts that may follow it. A part's `help` is its name.
     forms: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
-    pattern: str = ""  # a regular expression that the whole text must match
+    # A regular expression that a whole text must match. A key of numbers may be such a text, too.
+    pattern: str = ""
     in_words: str = ""  # `pattern` in words
 
     # The value of "auto" if the preset's `run` has none. None: "auto" does not refer to the preset.
@@ -58,13 +59,16 @@ class Key:
         bounds = (("at least", self.low), ("above", self.above), ("at most", self.high),
                   ("below", self.below))  # fmt: skip
         limits = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
-        return " ".join([noun, " and ".join(limits)]).strip()
+        number = " ".join([noun, " and ".join(limits)]).strip()
+        return f"{number}, or {self.in_words}" if self.pattern else number
 
     def checked(self, name: str, value: Scalar) -> Scalar:
         """Return the value in the key's type; raise ValueError if it is not allowed."""
         if value == AUTO and self.default == AUTO:
             return value
         problem = f"{name} = {value!r}: expected {self.allowed}"
+        if isinstance(value, str) and self.pattern and re.fullmatch(self.pattern, value):
+            return value
         if self.kind is float and type(value) is int and abs(value) < 2**1023:
             value = float(value)
         if self.default == AUTO and AUTO not in self.allowed:
@@ -76,7 +80,7 @@ class Key:
             check_choice(name, str(value), self.choices)
         if self.forms:
             return self._joined(self.parts(name, str(value)))
-        if self.pattern and not re.fullmatch(self.pattern, str(value)):
+        if self.pattern and isinstance(value, str):
             raise ValueError(problem)
         if not isinstance(value, str) and not (
             math.isfinite(value) and self.above < value < self.below

@@ -187,7 +187,10 @@ class Config:
         low=1, high=65_536)
     parameter_budget: str = key("lower", "which of the preset's two parameter budgets, with its "
         "ranks and learning rates", choices=("lower", "higher"))
-    lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
+    lora_scale: float | str = preset_key(1.0, "scale of a LoRA's update, alpha / r; sqrt-clients: "
+        "ALPHA sqrt(clients-per-round / r), by default with ALPHA 1 (SFed-LoRA)", above=0,
+        high=1_000, pattern=r"sqrt-clients(:(?=[\d.]*[1-9])\d{1,4}(\.\d{1,9})?)?",
+        in_words="sqrt-clients:ALPHA")
     init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
         "number of each client's batches for data-aware bases, by default 8", forms={
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
