@@ -187,7 +187,9 @@ class Config:
     lora_rank: int = auto_key("parameter budget: as many parameters as a LoRA of this rank has; "
         "lower and higher: the preset's, with its ranks and learning rates; auto: lower",
         low=1, high=65_536, choices=BUDGET_NAMES)
-    lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
+    lora_scale: float | str = preset_key(1.0, "scale of a LoRA's update, alpha / r; sqrt-clients: "
+        "ALPHA sqrt(clients-per-round / r), by default with ALPHA 1 (SFed-LoRA)", above=0,
+        high=1_000, forms={"sqrt-clients": (Key(1.0, "alpha", kind=float, above=0, high=1_000),)})
     init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
         "number of each client's batches for data-aware bases, by default 8", forms={
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),

@@ -91,6 +91,8 @@ class Settings:
     lora_rank: int = 32  # a LoRA of this rank has the parameter budget's number of parameters
     rank: int | None = None  # None: the largest rank within the parameter budget
     lora_scale: float = 1.0
+    # If not 0: lora_scale is alpha, and a LoRA's scale is alpha sqrt(scale_clients / rank).
+    scale_clients: int = 0
     heads: int = 4
     init: str = "gram-schmidt"
     calibration_steps: int = 8

@@ -13,6 +13,7 @@ has k (out + in) < out in, then the (out, in) matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -50,6 +51,10 @@ class LoraMethod(Method[LoRALinear]):
         self.side = min(*self.outs, *self.ins)
         self.rank = settings.rank or min(self.side, self.budget // self.parameters_per_rank())
         check_rank(self.rank, self.side)
+        if settings.scale_clients:
+            # A mean of N clients has 1 / N of their variance, and sqrt(N) makes up for it.
+            scale = settings.lora_scale * math.sqrt(settings.scale_clients / self.rank)
+            self.settings = replace(settings, lora_scale=scale)
         self.parts = self.rank if self.by_ranks else None
 
     def parameters_per_rank(self) -> int:

@@ -50,13 +50,17 @@ from ravan_flwr.training.step import DTYPES
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """Make the configured method for these layers; `size` counts the pretrained parameters."""
-    names = {field.name for field in dataclasses.fields(Settings)} - {"init", "layer_form"}
+    made_here = {"init", "layer_form", "scale_clients"}
+    names = {field.name for field in dataclasses.fields(Settings)} - made_here
     settings = {name: getattr(config, name) for name in names}
     # A merged weight in few bits loses small updates (adapters/merged.py).
     full_precision = config.precision == "float32" and config.quantize == "none"
     full_precision = full_precision and config.float32_matmul == "highest"
     settings["layer_form"] = "auto" if full_precision else "factored"
     settings["init"] = config.parts("init")[""]
+    if isinstance(config.lora_scale, str):
+        settings["lora_scale"] = config.parts("lora-scale")["alpha"]
+        settings["scale_clients"] = config.clients_per_round
     return get_method(config.method)(Settings(**settings), layers, size)
 
 

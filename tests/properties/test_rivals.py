@@ -1,12 +1,14 @@
-"""FSLoRA, FedMomentum, FRLoRA and FLoRIST against their definitions, by float64 loops."""
+"""FSLoRA, FedMomentum, FRLoRA, FLoRIST and a scale against their definitions, by float64 loops."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.florist import smallest_rank
+from ravan_flwr.training.model_and_data import make_method
 from tests.methods import (
     LAYERS,
     Network,
@@ -220,3 +222,39 @@ def test_florist_adds_the_fewest_directions_that_have_the_part_tau_of_the_energy
 def test_florists_rank_is_the_smallest_that_reaches_the_threshold(values, rank):
     """100 of 101 is 0.990099; 98.01 of 99.02 is 0.98980: with tau = 0.99 on either side."""
     assert smallest_rank(torch.tensor(values, dtype=torch.float64)) == rank
+
+
+# SFed-LoRA's scale
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "recorded"),
+    [
+        ("sqrt-clients", 1.5, "sqrt-clients:1"),
+        ("sqrt-clients:2", 3.0, "sqrt-clients:2"),
+        ("sqrt-clients:0.5", 0.75, "sqrt-clients:0.5"),
+        (0.5, 0.5, 0.5),
+    ],
+)
+def test_sqrt_clients_scales_by_alpha_times_the_root_of_clients_over_rank(value, scale, recorded):
+    """Nine clients and rank four: sqrt(9 / 4) is 1.5."""
+    settings = {"method": "fedit", "rank": 4, "clients-per-round": 9, "lora-scale": value}
+    config = read_config(settings)
+    assert config.as_dict()["lora-scale"] == recorded
+    method = make_method(config, LAYERS, 0)
+    (adapter, _) = method.install(Network(), {})
+    adapter.set_factors(torch.ones_like(adapter.B), torch.ones_like(adapter.A))
+    assert_close([adapter.delta_weight()], [torch.full((6, 5), scale * 4)], **TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("sqrt-clients:0", "sqrt-clients:0': alpha = 0.*expected a number above 0"),
+        ("sqrt-clients:x", "sqrt-clients:x': alpha = 'x'.*expected a number above 0"),
+        ("sqrt", "lora-scale = 'sqrt'.*expected sqrt-clients:ALPHA, or a number above 0"),
+    ],
+)
+def test_another_text_as_lora_scale_is_refused_with_the_form(value, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({"method": "fedit", "lora-scale": value})
