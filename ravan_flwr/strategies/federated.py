@@ -274,7 +274,7 @@ def _record(metrics: Any) -> MetricRecord:
             f"metrics: got {metrics!r}, expected numbers by name; return "
             '{"num-examples": len(examples), "train-loss": loss}, say'
         )
-    values = {name: v if isinstance(v, int) else float(v) for name, v in metrics.items()}
+    values: Config = {name: v if isinstance(v, int) else float(v) for name, v in metrics.items()}
     if wrong := [name for name, value in values.items() if not math.isfinite(value)]:
         raise ValueError(
             f"metric {wrong[0]!r} is {values[wrong[0]]}, expected a finite number; lower the "
