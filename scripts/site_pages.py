@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"index.md": "README.md"} | {
     name: name
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md",
-                 "examples/own_app/README.md")
+                 "examples/own_app/README.md", "examples/own_trainer/README.md",
+                 "examples/own_sft/README.md")
 }  # fmt: skip
 PAGES = {file: page for page, file in BESIDE.items()}
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")

@@ -5,9 +5,11 @@ FedExLoraStrategy, FFALoraStrategy, HetLoraStrategy, FlexLoraStrategy, RaFLoraSt
 FedSVDStrategy, FedRotLoraStrategy, LoraFairStrategy    aggregate those of one with LoraConfig
 
 load_arrays, choose, collect_arrays, restore            a client's round
+federated                                               a ClientApp of a Trainer, or of a function
 """
 
 from ravan_flwr.strategies.client import choose, collect_arrays, load_arrays, restore
+from ravan_flwr.strategies.federated import federated
 from ravan_flwr.strategies.lora import (
     FedExLoraStrategy,
     FedRotLoraStrategy,
@@ -23,5 +25,5 @@ from ravan_flwr.strategies.ravan import FedSBStrategy, RavanStrategy
 __all__ = [
     "FFALoraStrategy", "FedExLoraStrategy", "FedRotLoraStrategy", "FedSBStrategy",
     "FedSVDStrategy", "FlexLoraStrategy", "HetLoraStrategy", "LoraFairStrategy", "RaFLoraStrategy",
-    "RavanStrategy", "choose", "collect_arrays", "load_arrays", "restore",
+    "RavanStrategy", "choose", "collect_arrays", "federated", "load_arrays", "restore",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 log = getLogger("flwr")  # where FedAvg logs the same replies
 
 MAX_NORM = 1e15  # of an update; products of two such changes are finite in float32
+RESIDUAL = ("residual", "residual-rank")  # what FedEx-LoRA's arrays have beside the factors
 MAX_WEIGHT = 2.0**53  # of a reply; no product with a float32 overflows
 
 
@@ -113,6 +115,7 @@ class MethodStrategy(FedAvg):
         self.max_update_norm, self.seed, self.weighting = max_update_norm, seed, weighting
         self.rejected: dict[int, dict[int, str]] = {}
         self._sent: tuple[ArrayRecord, Tensors, Arrays] | None = None
+        self._newest: ArrayRecord | None = None  # what was sent, or its successor
         self._has_accepted = False  # True once any reply was accepted
 
     @abstractmethod
@@ -140,7 +143,7 @@ class MethodStrategy(FedAvg):
                 "expected finite numbers; correct the initial arrays, or the server optimiser"
             )
         translated = self.translate(tensors, server_round)
-        self._sent = arrays, tensors, translated
+        self._sent, self._newest = (arrays, tensors, translated), arrays
         if self.optimizer is not None:
             extras = {
                 name: tensor for name, tensor in tensors.items() if name not in translated.names
@@ -207,7 +210,35 @@ class MethodStrategy(FedAvg):
         changed = translated.write(new) | _unflattened(new.get(CLASSIFIER), extras)
         if self.optimizer is not None:
             changed |= self._stepped(server_round, changed)
-        return _record(sent, changed, translated), metrics
+        self._newest = _record(sent, changed, translated)
+        return self._newest, metrics
+
+    def save(self, folder: str | Path, model: Any) -> None:
+        """Save the newest global arrays as a PEFT adapter.
+
+        After each round, for example in the `evaluate_fn` of `start`. The adapter's arrays are the
+        initial arrays of a run that continues: `ArrayRecord(get_peft_model_state_dict(loaded))`.
+
+        Args:
+            folder: str | Path. Where `PeftModel.from_pretrained` will find the adapter.
+            model: PeftModel. A model that is built as the clients'. It gets the arrays.
+        """
+        from peft import set_peft_model_state_dict  # noqa: PLC0415 (a strategy needs no PEFT)
+
+        if self._newest is None:
+            raise ValueError(
+                f"save: nothing was sent that {str(folder)!r} could get, expected one round at "
+                "least; call start first, and in evaluate_fn save from round 1 on"
+            )
+        if RESIDUAL[0] in self._newest:
+            raise ValueError(
+                "save: got arrays with what FedEx-LoRA adds to the pretrained weights, which no "
+                "adapter holds, expected an adapter's alone; call load_arrays(model, arrays), and "
+                "save model.merge_and_unload()"
+            )
+        tensors = {name: _tensor(name, array) for name, array in self._newest.items()}
+        set_peft_model_state_dict(model, tensors)
+        model.save_pretrained(folder)
 
     def _report_unchanged(self, server_round: int, problems: Sequence[str]) -> None:
         """Log that all replies of a round were unused; ValueError if no reply was ever accepted."""

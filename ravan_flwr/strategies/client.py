@@ -210,6 +210,30 @@ def restore(model: nn.Module) -> None:
             delattr(module, _PRETRAINED_WEIGHT)
 
 
+def check_trained(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters; ValueError unless `collect_arrays` has them all.
+
+    Args:
+        model: nn.Module. A model, which may be none of PEFT; without a choice of heads or ranks.
+    """
+    adapter = _active_adapter(model)
+    if not _adapted_layers(model, "ravan_H") and not _adapted_layers(model, "lora_A"):
+        tuner = type(getattr(model, "base_model", model)).__name__
+        raise ValueError(
+            f"model: its adapter {adapter!r} is of a {tuner}, expected heads or a LoRA; make the "
+            "model with RavanConfig or LoraConfig"
+        )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sent = {tensor.data_ptr() for tensor in _adapter_tensors(model).values()}
+    if others := [name for name, p in trained.items() if p.data_ptr() not in sent]:
+        raise ValueError(
+            f"model: {others[0]!r} is trained and not part of the adapter, so it would never be "
+            "sent, expected trained parameters of the adapter alone; freeze it, or name its module "
+            "in modules_to_save"
+        )
+    return sorted(trained)
+
+
 def _undo_choice(model: nn.Module) -> None:
     for module, name in list(_chosen_tensors(model)):
         rows: Any = module.parametrizations[name][0]  # type: ignore[index]

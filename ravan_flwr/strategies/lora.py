@@ -16,9 +16,7 @@ from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
-from ravan_flwr.strategies.base import MethodStrategy, checked_array, layers_in
-
-RESIDUAL = ("residual", "residual-rank")
+from ravan_flwr.strategies.base import RESIDUAL, MethodStrategy, checked_array, layers_in
 
 
 class LoraArrays:

@@ -351,9 +351,9 @@ def test_the_bundled_model_is_accepted(new, images, tmp_path):
     assert (config.model.source, config.model.name) == ("bundled", "digits-vit")
     assert "adapts 8 matrices of 96 x 96" in output
     assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
-    short = {"num-rounds": 1, "local-steps": 1, "tracking": "none"}
-    settings = {"preset": str(tmp_path / "conf" / "digits.yaml")} | short
-    assert simulate(settings, 3).summary["rounds"] == 1
+    preset = str(tmp_path / "conf" / "digits.yaml")
+    run = simulate({"preset": preset, "num-rounds": 1, "local-steps": 1, "tracking": "none"}, 3)
+    assert run.summary["rounds"] == 1
 
 
 @pytest.mark.parametrize(

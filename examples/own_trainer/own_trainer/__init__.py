@@ -1,0 +1,1 @@
+"""A Trainer script, and the Flower app that it becomes."""

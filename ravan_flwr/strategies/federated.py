@@ -1,0 +1,292 @@
+"""Make a Flower client of a training loop that exists: a Trainer's, or any function's.
+
+    app = federated(trainer)             a Trainer of transformers or trl, with a PEFT model
+    app = federated(build)               build(context) returns the trainer of that node
+    app = federated(train_fn, model)     train_fn(model, config) trains, and returns metrics
+
+A round is one call of `trainer.train()` or `train_fn` between the functions of client.py: load the
+arrays, choose what the node's budget fraction allows, train, collect, restore. An error ends the
+round for that client alone: Flower sends its text, and the strategy lists it as `rejected`.
+"""
+
+import copy
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sized
+from logging import getLogger
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.strategies.client import check_trained, choose, collect_arrays, load_arrays, restore
+
+log = getLogger("flwr")
+
+Config = dict[str, Any]
+Metrics = Mapping[str, float]
+STATE = "federated"  # record of a node's state: names of trained parameters, the optimiser
+
+
+def federated(
+    work: Any, model: nn.Module | Callable[[Context], nn.Module] | None = None, *,
+    budget: float | Callable[[Context], float] | None = None, score: str = "random",
+    selection: str = "layer", keep_optimizer: bool = False,
+) -> ClientApp:  # fmt: skip
+    """Return a Flower ClientApp that trains a PEFT model by a loop that exists.
+
+    For the strategies of this package, and for Flower's `FedAvg` over a LoRA (FedIT). Freeze
+    `lora_A` where the strategy's clients must (FFA-LoRA, FedSVD).
+
+    A Trainer keeps its data, arguments and callbacks. Its seed in a round is a function of
+    `args.seed`, round and partition, and it writes to `output_dir/client-<partition>/round-<n>`.
+    Its replies have the metrics `train-loss`, `num-examples`, `steps`, and `missing-steps`: above 0
+    where the loop ended early.
+
+    Args:
+        work: Trainer | Callable. A Trainer of transformers or trl: a round is its `max_steps`, or
+            the `local-steps` of the strategy's `train_config`. Or a function of the node's context
+            that returns one, called for every message, where nodes share code but no data. With
+            `model`, a function of the model and a configuration (the keys of run, node and message)
+            that returns metrics, `num-examples` among them. Random numbers are seeded before it.
+        model: nn.Module | Callable | None (default: None). The model that `get_peft_model`
+            returned, or a function of the context that returns it; only for a function.
+        budget: float | Callable | None (default: None). The node's budget fraction, or a function
+            of the context that returns it. None: the node config's `budget`, or 1 without one.
+        score: str (default: "random"). As in `choose`; "gradient" for a Trainer alone.
+        selection: str (default: "layer"). As in `choose`.
+        keep_optimizer: bool (default: False). Whether a Trainer's optimiser continues with the
+            moments of the node's last round, which Flower keeps in the node's context. The schedule
+            of learning rates begins anew. For a Trainer with the full budget alone.
+
+    Returns:
+        A ClientApp for training and, of a Trainer with `eval_dataset`, evaluation. A resumed run
+        counts rounds on where `train_config` has `rounds-before`.
+    """
+    if model is not None and (keep_optimizer or score == "gradient"):
+        raise ValueError(
+            f"keep_optimizer = {keep_optimizer!r}, score = {score!r}: got a function, expected a "
+            "Trainer for the one or the other; keep the optimiser in the function, or pass "
+            "score='weight'"
+        )
+    app = ClientApp()
+
+    def loop_for(context: Context) -> "TrainerLoop | FunctionLoop":
+        if model is None:
+            return TrainerLoop(work, context, keep_optimizer=keep_optimizer)
+        return FunctionLoop(work, model if isinstance(model, nn.Module) else model(context))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        config: Config = {**context.run_config, **context.node_config}
+        for record in message.content.config_records.values():
+            config |= record
+        loop, state = loop_for(context), context.state.setdefault(STATE, ConfigRecord())
+        assert isinstance(state, ConfigRecord)
+        trained = check_trained(loop.model)
+        _check_same(trained, cast(list[str], state.setdefault("trained", trained)))
+        share = budget(context) if callable(budget) else budget
+        fraction = config.get("budget", 1.0) if share is None else share
+        if keep_optimizer and fraction != 1:
+            raise ValueError(
+                f"keep_optimizer = True: got the budget fraction {fraction!r}, expected 1, since "
+                "other heads are trained in other rounds; leave keep_optimizer out"
+            )
+        number = config.get("server-round", 0) + config.get("rounds-before", 0)
+        partition = config.get("partition-id", context.node_id)
+        this_round = ClientRound(loop.seed(config), number, partition)
+        try:
+            load_arrays(loop.model, _only(message))
+            if fraction != 1:
+                choose(
+                    loop.model, fraction, score, selection=selection,
+                    generator=this_round.generator("heads"), backward=loop.backward,
+                )  # fmt: skip
+            metrics = _record(loop.train(this_round, config, state))
+            arrays = collect_arrays(loop.model)
+        finally:
+            restore(loop.model)
+        _check_same(check_trained(loop.model), trained)
+        for name, array in arrays.items():
+            if not np.isfinite(array.numpy()).all():
+                raise ValueError(
+                    f"array {name!r} is not finite after training, expected finite numbers; lower "
+                    "the learning rate, or clip gradients"
+                )
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        loop = loop_for(context)
+        check_trained(loop.model)
+        try:
+            load_arrays(loop.model, _only(message))
+            metrics = _record(loop.evaluate())
+        finally:
+            restore(loop.model)
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+class FunctionLoop:
+    """Train by a function of the model and a configuration."""
+
+    backward = None
+
+    def __init__(self, train_fn: Callable[[Any, Config], Metrics], model: nn.Module) -> None:
+        self.train_fn, self.model = train_fn, model
+
+    def seed(self, config: Config) -> int:
+        """Return the run config's seed, or 0."""
+        return int(config.get("seed", 0))
+
+    def train(self, this_round: ClientRound, config: Config, _: ConfigRecord) -> Metrics:
+        """Call the function."""
+        _seed_everything(this_round)
+        return self.train_fn(self.model, config)
+
+    def evaluate(self) -> Metrics:
+        """Raise ValueError: the function only trains."""
+        raise ValueError(
+            "evaluate: got a function that trains, expected a Trainer with eval_dataset; set "
+            "fraction_evaluate=0.0 in the strategy, and pass evaluate_fn to start"
+        )
+
+
+class TrainerLoop:
+    """Train by a Trainer, whose arguments are others during a round."""
+
+    def __init__(self, work: Any, context: Context, *, keep_optimizer: bool) -> None:
+        from transformers import Trainer  # noqa: PLC0415 (heavy, and no function needs it)
+
+        trainer = work(context) if callable(work) else work
+        if not isinstance(trainer, Trainer):
+            raise ValueError(
+                f"federated: got a {type(trainer).__name__}, expected a Trainer of transformers or "
+                "trl, or a function of the context that returns one; to a function that trains, "
+                "add the model"
+            )
+        self.trainer: Any = trainer
+        self.model: nn.Module = self.trainer.model
+        self.keep_optimizer = keep_optimizer
+
+    def seed(self, _: Config) -> int:
+        """Return the seed of the Trainer's arguments."""
+        return int(self.trainer.args.seed)
+
+    def backward(self) -> None:
+        """Run one mini-batch forward and backward."""
+        batch = next(iter(self.trainer.get_train_dataloader()))
+        self.trainer.compute_loss(self.model, batch).backward()
+
+    def train(self, this_round: ClientRound, config: Config, state: ConfigRecord) -> Metrics:
+        """Call `trainer.train()`, with a new optimiser and a new schedule."""
+        trainer, args = self.trainer, self.trainer.args
+        if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+            raise ValueError(
+                "trainer: got one with an optimiser or a schedule of learning rates, expected "
+                "none, since each round makes new ones; pass optimizer_cls_and_kwargs instead"
+            )
+        trainer.args = copy.copy(args)
+        trainer.args.output_dir = str(
+            Path(args.output_dir, f"client-{this_round.partition_id}", f"round-{this_round.round}")
+        )
+        trainer.args.max_steps = config.get("local-steps", args.max_steps)
+        trainer.args.seed = _seed_everything(this_round)
+        if args.data_seed is not None:  # accelerate has a copy
+            trainer.args.data_seed = trainer.args.seed
+            trainer.accelerator.dataloader_config.data_seed = trainer.args.seed
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, "logging_dir") and "TENSORBOARD_LOGGING_DIR" not in os.environ:
+                callback.logging_dir = None  # TensorBoard's, which is in the last round's folder
+        trainer.model_wrapped = self.model  # its parameters are others since `choose`
+        try:
+            if self.keep_optimizer and "optimizer" in state:
+                moments = io.BytesIO(cast(bytes, state["optimizer"]))
+                optimizer = trainer.create_optimizer()
+                optimizer.load_state_dict(
+                    optimizer.state_dict() | {"state": torch.load(moments, map_location="cpu")}
+                )
+            loss = trainer.train().training_loss
+            if self.keep_optimizer:
+                moments = io.BytesIO()
+                torch.save(trainer.optimizer.state_dict()["state"], moments)
+                state["optimizer"] = moments.getvalue()
+        finally:
+            # Accelerate wraps `forward` for mixed precision, and would wrap it again in each round.
+            trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+            trainer.optimizer = trainer.lr_scheduler = None
+            trainer.args = args
+        steps, expected = trainer.state.global_step, trainer.state.max_steps
+        if steps < expected:
+            log.warning("round %d: ended after %d of %d steps", this_round.round, steps, expected)
+        examples = trainer.train_dataset  # a stream has no length
+        seen = steps * args.train_batch_size * args.gradient_accumulation_steps
+        return {
+            "train-loss": loss, "steps": steps, "missing-steps": expected - steps,
+            "num-examples": len(examples) if isinstance(examples, Sized) else seen,
+        }  # fmt: skip
+
+    def evaluate(self) -> Metrics:
+        """Return what `trainer.evaluate()` measures, without times."""
+        data = self.trainer.eval_dataset
+        if not isinstance(data, Sized):
+            raise ValueError(
+                f"trainer: eval_dataset is {type(data).__name__}, expected a data set with a "
+                "length; pass one, or set fraction_evaluate=0.0 in the strategy"
+            )
+        times = ("_runtime", "_per_second", "_time")
+        measured = {
+            name.replace("_", "-"): value
+            for name, value in self.trainer.evaluate().items()
+            if name.startswith("eval_") and not name.endswith(times)
+        }
+        number = sum(map(len, data.values())) if isinstance(data, dict) else len(data)
+        return measured | {"num-examples": number}
+
+
+def _only(message: Message) -> ArrayRecord:
+    (arrays,) = message.content.array_records.values()
+    return arrays
+
+
+def _check_same(trained: list[str], before: list[str]) -> None:
+    """Raise ValueError if other parameters are trained than before."""
+    if other := sorted({*trained} ^ {*before}):
+        raise ValueError(
+            f"model: {other[0]!r} is {'now' if other[0] in trained else 'no longer'} trained, "
+            f"expected the same {len(before)} parameters throughout the run; freeze what is not to "
+            "be trained before the first round, and change it in no callback"
+        )
+
+
+def _record(metrics: Any) -> MetricRecord:
+    """Return metrics in a record; ValueError unless they are finite, with num-examples."""
+    if not isinstance(metrics, Mapping) or "num-examples" not in metrics:
+        raise ValueError(
+            f"metrics: got {metrics!r}, expected numbers by name; return "
+            '{"num-examples": len(examples), "train-loss": loss}, say'
+        )
+    values: Config = {name: v if isinstance(v, int) else float(v) for name, v in metrics.items()}
+    if wrong := [name for name, value in values.items() if not math.isfinite(value)]:
+        raise ValueError(
+            f"metric {wrong[0]!r} is {values[wrong[0]]}, expected a finite number; lower the "
+            "learning rate, or clip gradients"
+        )
+    return MetricRecord(values)
+
+
+def _seed_everything(this_round: ClientRound) -> int:
+    """Seed Python, NumPy and PyTorch for a client's round, and return the seed."""
+    from transformers import set_seed  # noqa: PLC0415
+
+    seed = this_round.derive("train") % 2**32  # NumPy takes no larger one
+    set_seed(seed)
+    return seed
