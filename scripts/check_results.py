@@ -1,4 +1,4 @@
-"""Recompute every number in the tables of docs/ from the raw records of the runs.
+"""Recompute every number in the tables of benchmarks/results/ from the records of the runs.
 
     python -m scripts.check_results
 
@@ -29,7 +29,7 @@ T95 = {2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912, 7: 2.364
 TABLE = re.compile(
     r"^<!-- study ([^:\n]+): ([^\n]+) -->\n(.*?)^<!-- end of study -->$", re.M | re.S
 )
-FIRST = ("README.md", "docs/results.md", "docs/results/overview.md", "docs/which-method.md")
+FIRST = ("README.md", "docs/results.md", "docs/which-method.md", "benchmarks/results/overview.md")
 NUMBER = re.compile(r"\d+\.\d+ ± \d+\.\d+")
 RATE = "learning-rate"
 LESS = ("loss", "perplexity", "time")  # lower is better
@@ -279,8 +279,7 @@ def unknown(pages: Iterable[Path], first: Iterable[Path]) -> Iterator[str]:
 
 def main() -> None:
     """Check all pages."""
-    docs = ROOT / "docs"
-    pages = sorted([*docs.glob("results-*.md"), *docs.glob("results/*.md")])
+    pages = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
     found = [line for page in pages for line in wrong(page)]
     found += unknown(pages, [path for name in FIRST if (path := ROOT / name).is_file()])
     print("\n".join(found) or "every number of the tables is what the records say")  # noqa: T201
