@@ -2,10 +2,12 @@
 
 import fnmatch
 import inspect
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,45 @@ def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "keys"
     make_credentials(folder, ["superlink"], 3)
     return {f"keys/{path.relative_to(folder)}" for path in folder.rglob("*")}
+
+
+# The script that enrols many devices.
+
+# The programs that the script calls, on one machine: a device's /etc is a folder of its name.
+FAKES = {
+    "ssh": 'shift; cd "$HOMES/$1"; shift; words="$*"; eval "${words//\\/etc/etc}"',
+    "scp": 'cp -r "$2" "$HOMES/${3%%:*}${3#*:}"',
+    "flwr": 'echo "$@" >> "$HOMES/calls"',
+    "ravan-flwr": 'exec "$PYTHON" -m ravan_flwr "$@"',
+}
+DEVICE_NAMES = ("a.example.org", "b.example.org", "c.example.org")
+
+
+def test_the_script_enrols_each_device_once_with_a_key_of_its_own(tmp_path):
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (script,) = re.findall(r"^```bash\n(nodes=.*?)^```$", page, re.M | re.S)
+    (tmp_path / "bin").mkdir()
+    for name, text in FAKES.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\nset -e\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in DEVICE_NAMES:
+        (tmp_path / name / "etc").mkdir(parents=True)
+    (tmp_path / "devices.txt").write_text("".join(f"{name}\n" for name in DEVICE_NAMES))
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    own = {"PATH": path, "HOME": str(tmp_path), "HOMES": str(tmp_path), "PYTHON": sys.executable}
+    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    calls = [f"supernode register {tmp_path}/keys/node-{n}/node.pub edge" for n in range(3)]
+    for before in (0, 3):
+        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True)
+        listed = ["supernode list edge"]
+        assert (tmp_path / "calls").read_text().splitlines() == calls[before:] + listed
+        (tmp_path / "calls").unlink()
+    keys = [
+        (tmp_path / name / "etc" / "ravan-flwr" / f"node-{n}" / "node.key").read_text()
+        for n, name in enumerate(DEVICE_NAMES)
+    ]
+    assert len(set(keys)) == 3
+    assert not list((tmp_path / "keys").glob("node-*/node.key"))
 
 
 # Containers.
