@@ -1,4 +1,4 @@
-# One image for SuperLink, SuperNodes and the apps' processes: compose.yaml says which is which.
+# One image for SuperLink, SuperNodes and the apps' processes: deploy/compose.yaml says which is which.
 #   docker build -t ravan-flwr .
 #   docker build -t ravan-flwr --build-arg TORCH_INDEX=ADDRESS .    # of PyTorch's wheels for CPUs
 ARG PYTHON=3.11

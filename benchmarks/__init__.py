@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, with peers; docs/performance.md has the results."""
+"""Measurements of speed and memory, with peers; results/performance.md has the results."""

@@ -77,7 +77,8 @@ def words(text: str) -> int:
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Return path -> text of every document that a user reads."""
-    found = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("examples/**/*.md")]
+    folders = ("docs", "examples", "benchmarks/results")
+    found = [*root.glob("*.md"), *(page for x in folders for page in root.glob(f"{x}/**/*.md"))]
     names = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in found}
     return {name: text for name, text in sorted(names.items()) if name not in NOT_PROSE}
 

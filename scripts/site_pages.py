@@ -1,5 +1,7 @@
 """Add pages to the site of mkdocs.yml that are not in docs/: README, commands, the Python API.
 
+The records of benchmarks/results/ and docs/appendix/ are pages that are not in the navigation.
+
     make docs        build/site/, offline; a warning is an error
 
 A link from a page to another file of the repository leads to a copy of that file.
@@ -18,12 +20,14 @@ import ravan_flwr
 from ravan_flwr import cli, strategies
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/*.md")}
+APPENDIX = "appendix/"
 # Page of the site -> file of the repository.
 BESIDE = {"index.md": "README.md"} | {
     name: name
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md",
                  "examples/own_app/README.md", "examples/own_trainer/README.md",
-                 "examples/own_sft/README.md")
+                 "examples/own_sft/README.md", *RECORDS)
 }  # fmt: skip
 PAGES = {file: page for page, file in BESIDE.items()}
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -64,12 +68,15 @@ def api() -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages, and the files that pages link to."""
-    from mkdocs.structure.files import File  # installed by the extra `docs`
+    from mkdocs.structure.files import File, InclusionLevel  # installed by the extra `docs`
 
     pages = {"commands.md": commands(), "api.md": api()}
     pages |= {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
+    for file in files:
+        if file.src_uri in RECORDS or file.src_uri.startswith(APPENDIX):
+            file.inclusion = InclusionLevel.NOT_IN_NAV
     linked = set()
     for page in [file.src_uri for file in files if file.src_uri.endswith(".md")]:
         text = pages.get(page) or (ROOT / "docs" / page).read_text(encoding="utf-8")

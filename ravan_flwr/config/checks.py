@@ -1,6 +1,6 @@
 """Reject settings that contradict each other, before anything is loaded.
 
-docs/privacy.md and docs/secure-aggregation.md explain the reasons of their rules in detail.
+docs/privacy.md explains the reasons of the rules for privacy and masks in detail.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -112,7 +112,7 @@ def check_node_requirements(node: Node, config: "Config") -> None:
     """Raise ValueError unless a run has what this device requires.
 
     A device can check the run's settings and its own work: masking, or noise on its gradients. It
-    cannot check how much noise the server adds. docs/devices.md explains this.
+    cannot check how much noise the server adds. docs/operating.md explains this.
     """
     if node.require_secure_aggregation and not config.secure_aggregation:
         raise ValueError(

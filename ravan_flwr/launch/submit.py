@@ -95,7 +95,7 @@ def as_toml(value: Scalar) -> str:
 RUN_DIRECTORY_HINT = (
     "RUN is a directory on the server's machine, which the process of the ServerApp wrote: call "
     "this command there, as a user who may read it; or submit the run's settings yourself, with "
-    "resume='RUN' deliver=true (docs/devices.md)"
+    "resume='RUN' deliver=true (docs/operating.md)"
 )
 
 

@@ -2,7 +2,7 @@
 
 Threads: one core is left to other programs. Every product of a step waits for its slowest thread,
 and a thread that shares its core with another busy program is slow. Measured on two cores
-(docs/performance.md), two threads in place of one change the time of a step:
+(benchmarks/results/performance.md), two threads in place of one change the time of a step:
 
     beside a busy program    `digits-vit` 3.4 times as long, a ViT 768 wide 2.3 times as long
     on an idle machine       `digits-vit` 1.3 times as fast, a ViT 768 wide 1.5 times as fast

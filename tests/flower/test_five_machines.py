@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
 ]
 
-PAGE = (ROOT / "docs" / "five-machines.md").read_text(encoding="utf-8")
+_, _rest = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8").split("\n## Five machines\n")
+PAGE = _rest.split("\n## ")[0]
 DEVICES = 5
 
 
@@ -75,7 +76,7 @@ def test_every_command_of_the_page_works_in_its_order(machines, capsys):
         text = text.replace("rows.setdefault(text, name)", "rows.setdefault(text[:80], name)")
         if name == "server":
             text = text.replace("/srv/texts", "/srv/sample")
-        exec(compile(machines.localized(text, name), "docs/five-machines.md", "exec"), {})
+        exec(compile(machines.localized(text, name), "docs/deploy.md", "exec"), {})
     (config,) = blocks("toml")
     (machines._home("server") / "config.toml").write_text(machines.localized(config, "server"))
     executed = []
@@ -113,5 +114,5 @@ def test_every_command_of_the_page_works_in_its_order(machines, capsys):
     rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert len(rounds) == 10
     assert all(len(record["clients"]) == DEVICES for record in rounds)
-    exec(compile(machines.localized(use_model, "device-4"), "docs/five-machines.md", "exec"), {})
+    exec(compile(machines.localized(use_model, "device-4"), "docs/deploy.md", "exec"), {})
     assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", capsys.readouterr().out)

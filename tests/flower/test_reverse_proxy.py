@@ -263,7 +263,7 @@ def test_a_locked_superlink_database_loses_no_reply(deployment):
     run = deployment.run(f"num-rounds=4 {SHORT}")
     wait_for(lambda: len(run.rounds) >= 1, "a round", ROUNDS_TIMEOUT)
     state = deployment.folder / "superlink" / "state.db"
-    # A SuperExec and a SuperNode end at their first failed call: docs/reliability.md.
+    # A SuperExec and a SuperNode end at their first failed call: docs/troubleshooting.md.
     with deployment.only_apps_call(), closing(sqlite3.connect(state)) as database:
         database.execute("BEGIN IMMEDIATE")
         wait_for(lambda: " 500" in deployment.log("superlink"), "a call that fails")

@@ -1,4 +1,4 @@
-"""docs/deploy-systemd.md typed as it is printed, on three hosts (make networks).
+"""The units of docs/deploy.md, typed as it is printed, on three hosts (make networks).
 
 The tests emulate systemd: users, environment, copies of the keys, folders, the command, and its
 restart whenever it ends. They do not emulate its confinement. No program is a fork, since a fork
@@ -54,7 +54,7 @@ def start_unit(host, name):
 
 def type_page(host, heading, edit):
     """Type a section's commands; return the units' programs, and the section's `doctor` command."""
-    (text,) = blocks("deploy-systemd.md", heading)
+    (text,) = blocks("deploy.md", heading)
     programs: dict[str, Program] = {}
     doctor = ""
     for line in text.splitlines():
@@ -82,7 +82,7 @@ def site(tmp_path):
 def test_a_run_works_with_the_units(site):
     site.make_keys()
     server, (device,) = site.server, site.devices
-    programs, doctor = type_page(server, "The server", lambda line: None)
+    programs, doctor = type_page(server, "Units on the server", lambda line: None)
     try:
         superlink = programs["ravan-superlink"]
         wait_for(lambda: "Uvicorn running" in superlink.log, "the SuperLink", SITE_TIMEOUT)
@@ -93,7 +93,7 @@ def test_a_run_works_with_the_units(site):
             if "then edit it" in line:  # for the preset's data
                 device.run("sed -i 's/3 data-path.*budget=0.5/1/' /etc/ravan-flwr/node-0.env")
 
-        device_programs, doctor = type_page(device, "A device", edit)
+        device_programs, doctor = type_page(device, "Units on a device", edit)
         programs |= device_programs
         site.wait_for_nodes(1)
         assert "TO DO" not in device.run(for_node(0, doctor))

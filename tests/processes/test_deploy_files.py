@@ -2,10 +2,12 @@
 
 import fnmatch
 import inspect
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,46 @@ def parse(command):
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "keys"
     make_credentials(folder, ["superlink"], 3)
-    return {f"keys/{path.relative_to(folder)}" for path in folder.rglob("*")}
+    return {f"../keys/{path.relative_to(folder)}" for path in folder.rglob("*")}
+
+
+# The script that enrols many devices.
+
+# The programs that the script calls, on one machine: a device's /etc is a folder of its name.
+FAKES = {
+    "ssh": 'shift; cd "$HOMES/$1"; shift; words="$*"; eval "${words//\\/etc/etc}"',
+    "scp": 'cp -r "$2" "$HOMES/${3%%:*}${3#*:}"',
+    "flwr": 'echo "$@" >> "$HOMES/calls"',
+    "ravan-flwr": 'exec "$PYTHON" -m ravan_flwr "$@"',
+}
+DEVICE_NAMES = ("a.example.org", "b.example.org", "c.example.org")
+
+
+def test_the_script_enrols_each_device_once_with_a_key_of_its_own(tmp_path):
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (script,) = re.findall(r"^```bash\n(nodes=.*?)^```$", page, re.M | re.S)
+    (tmp_path / "bin").mkdir()
+    for name, text in FAKES.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\nset -e\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in DEVICE_NAMES:
+        (tmp_path / name / "etc").mkdir(parents=True)
+    (tmp_path / "devices.txt").write_text("".join(f"{name}\n" for name in DEVICE_NAMES))
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    own = {"PATH": path, "HOME": str(tmp_path), "HOMES": str(tmp_path), "PYTHON": sys.executable}
+    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    calls = [f"supernode register {tmp_path}/keys/node-{n}/node.pub edge" for n in range(3)]
+    for before in (0, 3):
+        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True)
+        listed = ["supernode list edge"]
+        assert (tmp_path / "calls").read_text().splitlines() == calls[before:] + listed
+        (tmp_path / "calls").unlink()
+    keys = [
+        (tmp_path / name / "etc" / "ravan-flwr" / f"node-{n}" / "node.key").read_text()
+        for n, name in enumerate(DEVICE_NAMES)
+    ]
+    assert len(set(keys)) == 3
+    assert not list((tmp_path / "keys").glob("node-*/node.key"))
 
 
 # Containers.
@@ -53,7 +94,7 @@ def compose(*names: str) -> dict[str, Any]:
 
     merged: dict[str, Any] = {}
     for name in names:
-        merged = merge(merged, yaml.safe_load((ROOT / name).read_text()))
+        merged = merge(merged, yaml.safe_load((ROOT / "deploy" / name).read_text()))
     return merged
 
 
@@ -73,6 +114,9 @@ def test_every_service_is_confined(services):
         assert service["security_opt"] == ["no-new-privileges:true"]
         if name != "proxy":
             assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
+            assert (ROOT / "deploy" / service["build"]["context"] / "Dockerfile").samefile(
+                ROOT / "Dockerfile"
+            )
 
 
 def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy(services):
@@ -99,7 +143,7 @@ def test_the_superlink_has_tls_and_authentication_and_is_behind_the_proxy(servic
     for secret in proxy["secrets"]:
         assert Path(secret["target"]).name == secret["source"]
     assert proxy["networks"]["default"]["aliases"] == ["superlink"]
-    assert proxy["volumes"] == ["./deploy/reverse-proxy.conf:/etc/reverse-proxy.conf:ro"]
+    assert proxy["volumes"] == ["./reverse-proxy.conf:/etc/reverse-proxy.conf:ro"]
 
 
 def test_a_run_that_exhausts_memory_does_not_end_the_superlinks_container(services):
@@ -149,7 +193,7 @@ def test_three_supernodes_have_separate_keys_and_data(services):
         assert arguments.root_certificates == "/run/secrets/ca.crt"
         assert arguments.auth_supernode_private_key == f"/run/secrets/node-{number}.key"
         assert node["secrets"] == ["ca.crt", f"node-{number}.key"]
-        assert f"./data/node-{number}:/data:ro" in node["volumes"]
+        assert f"../data/node-{number}:/data:ro" in node["volumes"]
         config = parse_config_args([arguments.node_config])
         assert (config["partition-id"], config["num-partitions"]) == (number, 3)
         assert config["data-path"] == "/data"
@@ -167,13 +211,13 @@ def test_secrets_and_volumes_exist(keys):
         for volume in service["volumes"]:
             assert volume.count(":") in (1, 2)
             source = volume.split(":")[0]
-            if source.startswith("./keys"):
-                assert source.removeprefix("./") in keys
+            if source.startswith("../keys"):
+                assert source in keys
                 assert source.endswith(".pub")
                 assert volume.endswith(":ro")
-            elif source.startswith("./deploy"):
-                assert (ROOT / source).is_file()
-            elif not source.startswith("./data"):
+            elif source.startswith("./"):
+                assert (ROOT / "deploy" / source).is_file()
+            elif not source.startswith("../data"):
                 assert source in content["volumes"]
 
 
@@ -327,7 +371,7 @@ def test_units_are_confined_and_restart(name, keys):
     assert service["ProtectSystem"] == "strict"
     for path in credentials(service).values():
         here = Path(path.replace("%i", "node-0")).relative_to("/etc/ravan-flwr")
-        assert f"keys/{here}" in keys
+        assert f"../keys/{here}" in keys
     if analyze := shutil.which("systemd-analyze"):
         command = [analyze, "verify", str(ROOT / "deploy" / name)]
         errors = subprocess.run(command, capture_output=True, text=True).stderr

@@ -431,7 +431,7 @@ def test_a_state_that_overflows_rejects_no_client(tmp_path, monkeypatch):
 def test_two_rounds_from_one_state_reveal_a_change_unless_batches_are_random(
     tmp_path, monkeypatch, uploads
 ):
-    """Masks do not prevent this: docs/secure-aggregation.md."""
+    """Masks do not prevent this: docs/privacy.md."""
 
     class Repeating(Hostile):
         """A server that sends the same state twice, the second time without one client."""

@@ -34,7 +34,8 @@ def site_unavailable() -> str:
 def blocks(page: str, heading: str) -> list[str]:
     """Return the code blocks under a heading of a page, in order."""
     text = (ROOT / "docs" / page).read_text()
-    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    pattern = rf"^##+ {re.escape(heading)}\n(.*?)(?=^##+ |\Z)"
+    (section,) = re.findall(pattern, text, re.M | re.S)
     return re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
 
 

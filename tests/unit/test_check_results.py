@@ -17,18 +17,19 @@ from tests.support import ROOT
 
 
 @pytest.fixture
-def docs(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A copy of one page and of its records."""
-    shutil.copytree(ROOT / "docs" / "results-digits", tmp_path / "docs" / "results-digits")
-    shutil.copy(ROOT / "docs" / "results-digits.md", tmp_path / "docs")
+    folder = tmp_path / "benchmarks" / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results" / "digits", folder / "digits")
+    shutil.copy(ROOT / "benchmarks" / "results" / "digits.md", folder)
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     monkeypatch.setattr(check_results, "ROOT", tmp_path)
-    return tmp_path / "docs"
+    return folder
 
 
 @pytest.mark.slow
-def test_a_wrong_number_is_reported(docs, capsys):
-    page = docs / "results-digits.md"
+def test_a_wrong_number_is_reported(folder, capsys):
+    page = folder / "digits.md"
     with pytest.raises(SystemExit) as end:
         check_results.main()
     assert end.value.code == 0
@@ -42,19 +43,19 @@ def test_a_wrong_number_is_reported(docs, capsys):
         page.write_text(text.replace(right, wrong, 1))
         assert page.read_text() != text
         (line,) = check_results.wrong(page)
-        assert line.startswith("results-digits.md: ")
+        assert line.startswith("digits.md: ")
         place = wrong.split(" ").index(says.split(" ", 1)[0])
         assert f"says {says}, records say {right.split(' ')[place]}" in line
-    record = docs / "results-digits" / "starts-digits.jsonl"
+    record = folder / "digits" / "starts-digits.jsonl"
     record.write_text(record.read_text().replace('"bytes-up": 1244280', '"bytes-up": 2244280'))
     page.write_text(text)
     assert len([*check_results.wrong(page)]) >= 1
 
 
 @pytest.mark.slow
-def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, capsys):
-    text = (docs / "results-digits.md").read_text()
-    lines = (docs / "results-digits" / "methods-digits.jsonl").read_text().splitlines()
+def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(folder, capsys):
+    text = (folder / "digits.md").read_text()
+    lines = (folder / "digits" / "methods-digits.jsonl").read_text().splitlines()
     ends, rates = {}, {"fedit": "0.003", "ffa-lora": "0.01"}
     of_table = tuple(f"client:0.3 method={x} learning-rate={rate}" for x, rate in rates.items())
     for run in map(json.loads, lines):
@@ -69,7 +70,7 @@ def test_numbers_of_first_pages_are_in_a_table_or_a_difference_of_rows(docs, cap
     assert len(seeds) == 5
     assert "74.4 ± 5.4" in text
     for says, ends_with in ((sentence, 0), (sentence + ", or 9.9 ± 9.8", 1)):
-        (docs.parent / "README.md").write_text(says)
+        (folder.parents[1] / "README.md").write_text(says)
         with pytest.raises(SystemExit) as end:
             check_results.main()
         assert end.value.code == ends_with

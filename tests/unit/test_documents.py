@@ -7,7 +7,8 @@ import pytest
 from scripts import check_words
 from tests import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+FOLDERS = ("docs", "benchmarks/results")
+PAGES = [*ROOT.glob("*.md"), *(page for x in FOLDERS for page in ROOT.glob(f"{x}/**/*.md"))]
 
 
 def headings(page):
@@ -35,7 +36,8 @@ def test_links_have_targets(page):
 def test_every_page_and_picture_is_linked():
     linked = {path for page in PAGES for path, _ in links(page)}
     kinds = ("md", "png", "svg")
-    assert not {path for kind in kinds for path in ROOT.glob(f"docs/**/*.{kind}")} - linked
+    found = {path for x in FOLDERS for kind in kinds for path in ROOT.glob(f"{x}/**/*.{kind}")}
+    assert not found - linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

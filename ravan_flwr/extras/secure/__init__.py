@@ -1,6 +1,6 @@
 """Secure aggregation: sum clients' updates without revealing any of them (Bonawitz et al., 2017).
 
-docs/secure-aggregation.md describes what is protected, and against which attackers. A round has
+docs/privacy.md describes what is protected, and against which attackers. A round has
 five phases, each with a client half and a server half, which import neither Flower nor models:
 
     client (client.py)                     server (server.py)

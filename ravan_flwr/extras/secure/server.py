@@ -1,7 +1,7 @@
 """The server's half of a secure round: forward messages, sum masked numbers, remove the masks.
 
 Everything that a client sends is checked before it is used. A ValueError states what is wrong, and
-rejects that client alone. docs/secure-aggregation.md lists the faults that no check can detect.
+rejects that client alone. docs/privacy.md lists the faults that no check can detect.
 """
 
 from collections.abc import Mapping, Sequence

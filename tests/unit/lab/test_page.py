@@ -138,10 +138,10 @@ def test_a_page_that_is_missing_or_no_text_is_refused(tmp_path, study, capsys):
     assert not (tmp_path / "studies").exists()
 
 
-PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SHOWN = sorted(
     {
-        (str(page.relative_to(ROOT / "docs")), name)
+        (str(page.relative_to(ROOT)), name)
         for page in PAGES
         for name in re.findall(r"^<!-- study ([^:]+): ", page.read_text(), re.MULTILINE)
     }
@@ -152,10 +152,10 @@ SHOWN = sorted(
 @pytest.mark.parametrize(("page", "name"), SHOWN)
 def test_pages_of_the_documentation_equal_their_records(page, name):
     file = ROOT / "conf" / "studies" / f"{name}.yaml"
-    place = Page.of(ROOT / "docs" / page, file, read_study(file))
+    place = Page.of(ROOT / page, file, read_study(file))
     results = Results(ROOT / "nowhere", place.record)
     text = place.path.read_text()
-    again = f"write it again: ravan-flwr study {file} --page docs/{page} --tables-only"
+    again = f"write it again: ravan-flwr study {file} --page {page} --tables-only"
     assert place.with_tables(text, results) == text, again
     for suffix, numbers in place.numbers(results).items():
         written = (place.folder / f"{name}{suffix}.csv").read_text().splitlines()
