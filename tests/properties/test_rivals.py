@@ -181,8 +181,8 @@ def test_frlora_adds_the_gain_of_the_means_product_over_the_start(rounds):
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_every_frlora_round_starts_from_the_pretrained_weights_principal_directions(scale):
     torch.default_generator.manual_seed(0)
-    pretrained = [module.weight.detach().double() for name, module in Network().named_children()
-                  if name in {layer.name for layer in LAYERS}]  # fmt: skip
+    plain = Network()
+    pretrained = [plain.get_parameter(f"{x.name}.weight").detach().double() for x in LAYERS]
     method, adapters, network = build_with_network("frlora", rank=2, lora_scale=scale)
     for state in (method.initial_state(adapters), some_state(method, adapters)):
         method.load(adapters, state)
