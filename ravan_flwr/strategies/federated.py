@@ -189,7 +189,7 @@ class TrainerLoop:
     def train(self, this_round: ClientRound, config: Config, state: ConfigRecord) -> Metrics:
         """Call `trainer.train()`, with a new optimiser and a new schedule."""
         trainer, args = self.trainer, self.trainer.args
-        if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        if any(made is not None for made in (trainer.optimizer, trainer.lr_scheduler)):
             raise ValueError(
                 "trainer: got one with an optimiser or a schedule of learning rates, expected "
                 "none, since each round makes new ones; pass optimizer_cls_and_kwargs instead"
