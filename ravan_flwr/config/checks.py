@@ -172,11 +172,11 @@ def _check_asynchronous(values: Values) -> None:
     _check_order(settings, "buffer-size", "concurrency", ", since no more updates are under way")
     _check_order(settings, "min-replies", "buffer-size", ", since that many close a round")
     _check_robust(values, "buffer-size", buffer)
-    least, most = -(-concurrency // buffer) - 1, values["max-staleness"]
-    if most != AUTO and int(most) < least:
+    min_staleness, max_staleness = -(-concurrency // buffer) - 1, values["max-staleness"]
+    if max_staleness != AUTO and int(max_staleness) < min_staleness:
         raise _conflict(
             values, "max-staleness", f"concurrency = {concurrency} and buffer-size = {buffer}, "
-            "with which updates of equally fast clients are that old", f"at least {least}",
+            "with which updates of equally fast clients are that old", f"at least {min_staleness}",
             "raise it or buffer-size, or lower concurrency",
         )  # fmt: skip
 
@@ -259,10 +259,10 @@ def _masked(values: Values) -> Iterator[Rule]:
     yield only("sparsity", "1:1", "the places of the largest numbers depend on a client's examples")
     yield only("evaluate-on", "server", _REPORTS)
     yield only("privacy", "none", "the server clips and counts updates, which masks hide")
-    least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
+    minimum, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
     reason = "a smaller sum reveals too much of each client, a larger one exceeds 3 bytes a number"
-    expected = f"{least} (secure-minimum) to {MAX_MASKED_CLIENTS}"
-    yield "clients-per-round", least <= clients <= MAX_MASKED_CLIENTS, expected, reason
+    expected = f"{minimum} (secure-minimum) to {MAX_MASKED_CLIENTS}"
+    yield "clients-per-round", minimum <= clients <= MAX_MASKED_CLIENTS, expected, reason
 
 
 def _private_clients(values: Values) -> Iterator[Rule]:

@@ -1,4 +1,10 @@
-"""Describe a key of a configuration, and check its values."""
+"""Describe a key of a configuration, and check its values.
+
+The flat settings of a run and of a node are dataclasses of `Key`, nested YAML files pydantic models
+(yaml_file.py): importing pydantic takes 0.25 s of processor time, and a model of all keys 0.08 s
+more, where `--help` needs 0.1 s for its keys. Nor does a pydantic field have a syntax such as
+`dirichlet:0.3`. So a file's field that a key has, too, takes its bounds from the key.
+"""
 
 import difflib
 import math
@@ -22,7 +28,7 @@ class Key:
 
     default: Scalar
     help: str
-    kind: type[Scalar] = str
+    value_type: type[Scalar] = str
     choices: tuple[str, ...] = ()
     low: float = -math.inf
     above: float = -math.inf  # in place of `low`, if the bound itself is not allowed
@@ -49,13 +55,13 @@ class Key:
         forms = (":".join([word, *(part.help.upper() for part in parts)])
                  for word, parts in self.forms.items())  # fmt: skip
         words = ", ".join([*self.choices, *forms])
-        if words and self.kind is str:
+        if words and self.value_type is str:
             return f"one of {words}"
-        if self.kind is bool:
+        if self.value_type is bool:
             return "true or false"
-        if self.kind is str:
+        if self.value_type is str:
             return self.in_words or "a text"
-        noun = "a whole number" if self.kind is int else "a number"
+        noun = "a whole number" if self.value_type is int else "a number"
         bounds = (("at least", self.low), ("above", self.above), ("at most", self.high),
                   ("below", self.below))  # fmt: skip
         limits = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
@@ -67,18 +73,20 @@ class Key:
         if value == AUTO and self.default == AUTO:
             return value
         problem = f"{name} = {value!r}: expected {self.allowed}"
-        if self.kind is float and type(value) is int and abs(value) < 2**1023:
+        if self.value_type is float and type(value) is int and abs(value) < 2**1023:
             value = float(value)
         if self.default == AUTO and AUTO not in self.allowed:
             problem += ', or "auto"'
-        if isinstance(value, str) and self.kind is not str:  # a word in place of a number
+        if isinstance(value, str) and self.value_type is not str:  # a word in place of a number
             if value in self.choices:
                 return value
             if value.partition(":")[0] in self.forms:
                 return self._joined(self.parts(name, value))
-        if not isinstance(value, self.kind) or isinstance(value, bool) != (self.kind is bool):
-            kind = _TYPE_NAMES.get(type(value), type(value).__name__)  # a file may hold a list
-            raise ValueError(f"{problem}; got a {kind}")
+        if not isinstance(value, self.value_type) or isinstance(value, bool) != (
+            self.value_type is bool
+        ):
+            got = _TYPE_NAMES.get(type(value), type(value).__name__)  # a file may hold a list
+            raise ValueError(f"{problem}; got a {got}")
         if isinstance(value, str) and self.choices:
             check_choice(name, value, self.choices)
         if isinstance(value, str) and self.forms:
@@ -120,9 +128,9 @@ class Key:
 
     def typed(self, text: str) -> Scalar:
         """Return a typed text as the key's number or truth value, if it is one, else unchanged."""
-        if self.kind is bool and text.lower() in ("true", "false"):
+        if self.value_type is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if self.kind is not str:
+        if self.value_type is not str:
             for number in (int, float):
                 with suppress(ValueError):
                     return number(text)

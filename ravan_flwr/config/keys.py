@@ -19,7 +19,6 @@ from ravan_flwr.methods import BUDGETS, METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
-BUDGET_NAMES = ("lower", "higher")  # of the parameter budgets of a preset
 ROBUST = ("median", "trimmed-mean")  # values of `weighting` in place of a mean
 
 
@@ -39,23 +38,24 @@ def preset_key(preset: Scalar, text: str, **options: Any) -> Any:
 
 
 def _count(name: str) -> Key:
-    return Key(2, name, kind=int, low=1, high=1_000_000)
+    return Key(2, name, value_type=int, low=1, high=1_000_000)
 
 
 def _rate(default: float) -> Key:
-    return Key(default, "learning-rate", kind=float, above=0, high=1_000)
+    return Key(default, "learning-rate", value_type=float, above=0, high=1_000)
 
 
-_ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
+_ALPHA = Key(0.3, "alpha", value_type=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
-_SECONDS = Key(AUTO, "seconds", kind=float, above=0)
-_WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
+_SECONDS = Key(AUTO, "seconds", value_type=float, above=0)
+_WARM_UP = Key(0, "warm-up", value_type=int, low=0, high=1_000_000)
 _FRACTION = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
-_BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
-_MU = Key(0.0, "mu", kind=float, low=0, high=1_000_000)
+_SCALE = Key(1.0, "alpha", value_type=float, above=0, high=1_000)
+_BETA = Key(0.9, "beta", value_type=float, low=0, high=0.9999)
+_MU = Key(0.0, "mu", value_type=float, low=0, high=1_000_000)
 _OF_STEP = (
-    Key(0.0, "weight-decay", kind=float, low=0, high=1_000),
-    Key(0.0, "max-norm", kind=float, low=0, high=1_000_000_000),
+    Key(0.0, "weight-decay", value_type=float, low=0, high=1_000),
+    Key(0.0, "max-norm", value_type=float, low=0, high=1_000_000_000),
 )
 
 
@@ -138,7 +138,7 @@ class Config:
     # training on a client
     local_steps: int | None = preset_key(50, "optimiser steps of a client in each round, or passes "
         "over its examples, so that more examples mean more steps", low=1, high=1_000_000,
-        forms={"epochs": (Key(1.0, "number", kind=float, above=0, high=10_000),)})
+        forms={"epochs": (Key(1.0, "number", value_type=float, above=0, high=10_000),)})
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
     micro_batch_size: int | None = auto_key("examples of a step that are computed at a time "
         "(gradient accumulation), to save memory; auto: all", low=1, high=65_536)
@@ -149,7 +149,7 @@ class Config:
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, by default a fiftieth of it; it rises in the first "
         "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
-            Key(AUTO, "end", kind=float, low=0, high=10), _WARM_UP)})
+            Key(AUTO, "end", value_type=float, low=0, high=10), _WARM_UP)})
     optimizer: str = key("adam", "clients' optimiser: Adam, by default without the weight decay of "
         "AdamW and without a norm to which gradients are clipped; FedProx pulls the parameters "
         "towards the round's start with strength MU as well",
@@ -186,14 +186,15 @@ class Config:
         "largest within the parameter budget", low=1, high=65_536)
     lora_rank: int = auto_key("parameter budget: as many parameters as a LoRA of this rank has; "
         "lower and higher: the preset's, with its ranks and learning rates; auto: lower",
-        low=1, high=65_536, choices=BUDGET_NAMES)
+        low=1, high=65_536, choices=("lower", "higher"))
     lora_scale: float | str = preset_key(1.0, "scale of a LoRA's update, alpha / r; sqrt-clients: "
         "ALPHA sqrt(clients-per-round / r), by default with ALPHA 1 (SFed-LoRA)", above=0,
-        high=1_000, forms={"sqrt-clients": (Key(1.0, "alpha", kind=float, above=0, high=1_000),)})
+        high=1_000, forms={"sqrt-clients": (_SCALE,)})
     init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
         "number of each client's batches for data-aware bases, by default 8", forms={
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
-            "data-aware": (Key(AUTO, "steps", kind=int, low=1, high=1_000_000),), "first-round": (),
+            "data-aware": (Key(AUTO, "steps", value_type=int, low=1, high=1_000_000),),
+            "first-round": (),
         })
     calibration_learning_rate: float = auto_key("learning rate of a calibration round that "
         "trains pretrained weights; auto: the preset's for method full, or learning-rate",
@@ -294,7 +295,7 @@ class Config:
 
     @property
     def release(self) -> str:
-        """Return how updates become the next state: "mean", "masked", or the kind of privacy."""
+        """Return how updates become the next state: "mean", "masked", or that of `privacy`."""
         if self.secure_aggregation:
             return "masked"
         return "mean" if self.privacy == "none" else self.privacy
@@ -372,17 +373,17 @@ def keys_of(fields: type[Any]) -> dict[str, Key]:
     """Return the keys that a dataclass declares, each with the type of its field."""
     return {
         field.name.replace("_", "-"): dataclasses.replace(
-            field.metadata["key"], kind=_kind(field.type)
+            field.metadata["key"], value_type=_value_type(field.type)
         )
         for field in dataclasses.fields(fields)
         if "key" in field.metadata
     }
 
 
-def _kind(annotation: Any) -> Any:
+def _value_type(annotation: Any) -> Any:
     """Return the type of a key's value; a field such as `ModelSpec` is set by a text."""
-    kind = next(iter(get_args(annotation)), annotation)
-    return kind if kind in (bool, int, float) else str
+    value_type = next(iter(get_args(annotation)), annotation)
+    return value_type if value_type in (bool, int, float) else str
 
 
 _FIELDS = keys_of(Config)
@@ -529,7 +530,8 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
 
 def _value(key: str, text: str) -> Scalar:
     """Return a text as the type of its key: a folder may be called 2024."""
-    value = KEYS.get(key, Key("", "", kind=int)).typed(text)  # an unknown key may have a number
+    unknown = Key("", "", value_type=int)  # it may have a number
+    value = KEYS.get(key, unknown).typed(text)
     if not isinstance(value, str):
         return value
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""

@@ -119,8 +119,8 @@ def check_node_requirements(node: Node, config: "Config") -> None:
             "require-secure-aggregation = true: got a run with secure-aggregation = false; this "
             "device takes part in runs with masked uploads alone"
         )
-    most = node.max_epsilon
-    if most is None:
+    max_epsilon = node.max_epsilon
+    if max_epsilon is None:
         return
     problem = ""
     if config.privacy == "none":
@@ -132,13 +132,13 @@ def check_node_requirements(node: Node, config: "Config") -> None:
             f"noise-cohort = {config.noise_cohort}, whose epsilon is that of a larger federation; "
             "this device takes part in runs without it alone"
         )
-    elif config.privacy == "client" and (config.epsilon is None or config.epsilon > most):
+    elif config.privacy == "client" and (config.epsilon is None or config.epsilon > max_epsilon):
         problem = (
             f"privacy = 'client' and epsilon = {config.epsilon or 'auto'}, expected epsilon = "
-            f"{most:g} at most, which the server then keeps to"
+            f"{max_epsilon:g} at most, which the server then keeps to"
         )
     if problem:
-        raise ValueError(f"max-epsilon = {most:g}: got a run with {problem}")
+        raise ValueError(f"max-epsilon = {max_epsilon:g}: got a run with {problem}")
 
 
 def epsilon_limit(node: Node, epsilon: float | None) -> float | None:

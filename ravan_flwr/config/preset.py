@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ravan_flwr.config.key import AUTO, check_choice
-from ravan_flwr.config.keys import BUDGET_NAMES, KEYS, RUN, check_key
+from ravan_flwr.config.keys import KEYS, RUN, check_key
 from ravan_flwr.config.preset_data import read_data, resolve_name
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
@@ -20,7 +20,7 @@ from ravan_flwr.specs import DataSpec, ModelSpec, Scalar, join_list, targets_of
 from ravan_flwr.tasks import TASKS, TaskInfo
 
 RATES_BY = ("lora-rank", "partition", "classifier")  # keys of learning rates
-LORA_RANK = dict(zip(BUDGET_NAMES, (8, 16), strict=True))  # by parameter budget
+LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
 
 
 class _Model(Part):
@@ -56,12 +56,12 @@ class Preset:
         options = {"run", "parameter-budgets", "learning-rate", "other-models"}
         file: dict[str, Any] = dict.fromkeys(options) | check_fields("", content, needed, options)
         check_choice("task", str(file["task"]), TASKS)
-        kind, folder = TASKS[file["task"]], path.parent
+        task_info, folder = TASKS[file["task"]], path.parent
         other_models = free_fields("other-models.", file["other-models"])
         rates = check_fields("learning-rate.", file["learning-rate"], set(), METHODS.keys())
         _check_rates(rates)
         lora_rank, ranks = _read_budgets(file["parameter-budgets"])
-        data, glue_tasks, max_length = read_data(_expanded(file["data"]), kind, folder)
+        data, glue_tasks, max_length = read_data(_expanded(file["data"]), task_info, folder)
         return cls(
             path=path,
             task=file["task"],
@@ -73,7 +73,7 @@ class Preset:
             data=data,
             glue_tasks=glue_tasks,
             max_length=max_length,
-            run=_read_run(file["run"], kind),
+            run=_read_run(file["run"], task_info),
             lora_rank=lora_rank,
             ranks=ranks,
             rates=rates,
@@ -113,10 +113,10 @@ class Preset:
         return float(rate)
 
 
-def run_defaults(kind: TaskInfo) -> dict[str, Scalar]:
+def run_defaults(task_info: TaskInfo) -> dict[str, Scalar]:
     """Return the settings of a task's run where the preset sets none."""
-    by_task: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
-    if kind.target_length:  # the pretrained head answers: there is no classifier to train
+    by_task: dict[str, Scalar] = {} if "label" in task_info.roles else {"partition": "iid"}
+    if task_info.target_length:  # the pretrained head answers: there is no classifier to train
         by_task["classifier"] = "frozen"
     return RUN | by_task
 
@@ -126,10 +126,10 @@ def _expanded(content: Any) -> Any:
     return {"name": content} if isinstance(content, str) else content
 
 
-def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
+def _read_run(run: Any, task_info: TaskInfo) -> dict[str, Any]:
     run = check_fields("run.", run, set(), RUN.keys())
     settings = {key: value for key, value in run.items() if value != AUTO}
-    values = run_defaults(kind) | settings
+    values = run_defaults(task_info) | settings
     if str(values["partition"]).startswith("natural"):  # the data determine the number
         values["num-clients"] = settings.get("num-clients")
     clients = values.pop("num-clients")

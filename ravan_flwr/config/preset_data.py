@@ -60,27 +60,27 @@ class Data(Part):
 
 
 def read_data(
-    content: Any, kind: TaskInfo, folder: Path
+    content: Any, task_info: TaskInfo, folder: Path
 ) -> tuple[DataSpec, dict[str, DataSpec], int]:
     """Return the data, those of each GLUE task if there are several, and the tokens of a text."""
     data = Data.read("data.", content)
-    length = kind.max_length if data.max_length is None else data.max_length
+    length = task_info.max_length if data.max_length is None else data.max_length
     if data.glue_tasks is None:
-        return _read("data.", data, kind, folder), {}, length
+        return _read("data.", data, task_info, folder), {}, length
     names = set(KEYS["glue-task"].choices)
     tasks = {}
     for name, fields in check_fields("data.glue-tasks.", data.glue_tasks, names).items():
         where = f"data.glue-tasks.{name}."
         task = Data.read(where, content | free_fields(where, fields))
-        tasks[name] = _read(where, task, kind, folder)
+        tasks[name] = _read(where, task, task_info, folder)
     return next(iter(tasks.values())), tasks, length
 
 
-def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
-    """Return the data; raise ValueError if fields contradict each other or the kind of task."""
+def _read(where: str, data: Data, task_info: TaskInfo, folder: Path) -> DataSpec:
+    """Return the data; raise ValueError if fields contradict each other or the task."""
     for field in data.model_fields_set:
         tasks = [name for name, task in TASKS.items() if field in task.data_fields]
-        if tasks and field not in kind.data_fields:
+        if tasks and field not in task_info.data_fields:
             name = field.replace("_", "-")
             raise ValueError(f"{where}{name}: only task {' or '.join(tasks)} has it; leave it out")
     if not data.name and data.source == "hub":
@@ -88,7 +88,7 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
     default = {"train": "train", "test": "test"}
     splits = Splits.read(f"{where}splits.", default if data.splits is None else data.splits)
     tests = splits.test if isinstance(splits.test, dict) else {"test": splits.test}
-    columns = _columns(where, data, kind)
+    columns = _columns(where, data, task_info)
     labels = data.labels or []
     if data.labels is not None and bool(labels) != ("label" in columns):
         expected = Data.model_fields["labels"].description
@@ -114,9 +114,9 @@ def _read(where: str, data: Data, kind: TaskInfo, folder: Path) -> DataSpec:
         columns=tuple(columns.items()),
         partition_by=data.partition_by or "label",
         labels=tuple(labels),
-        prompt="" if kind.is_causal_lm else _prompt(data, kind),
-        target_length=data.target_length or kind.target_length,
-        prompts=_prompts(data, columns, kind) if kind.is_causal_lm else (),
+        prompt="" if task_info.is_causal_lm else _prompt(data, task_info),
+        target_length=data.target_length or task_info.target_length,
+        prompts=_prompts(data, columns, task_info) if task_info.is_causal_lm else (),
         chat_template=data.chat_template,
         overlong=data.overlong,
         loss_on=data.loss_on,
@@ -132,20 +132,22 @@ def resolve_name(name: str, folder: Path) -> str:
     return str((folder / name).resolve()) if is_path else name
 
 
-def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
+def _columns(where: str, data: Data, task_info: TaskInfo) -> dict[str, str]:
     """Return the columns by role; a language model has messages, or any columns with an answer."""
-    columns = {role: role for role in kind.roles} if data.columns is None else data.columns
-    needed, options = set(kind.roles), set(kind.optional)
-    conversations = "messages" in kind.roles and "messages" in columns
-    if kind.is_causal_lm and isinstance(columns, dict) and not conversations:
-        if not set(kind.answers) <= set(columns):
-            either = "messages, a column of conversations, or " if "messages" in kind.roles else ""
-            example = ", ".join(f"{role}: COLUMN" for role in ("prompt", *kind.answers))
+    columns = {role: role for role in task_info.roles} if data.columns is None else data.columns
+    needed, options = set(task_info.roles), set(task_info.optional)
+    conversations = "messages" in task_info.roles and "messages" in columns
+    if task_info.is_causal_lm and isinstance(columns, dict) and not conversations:
+        if not set(task_info.answers) <= set(columns):
+            either = (
+                "messages, a column of conversations, or " if "messages" in task_info.roles else ""
+            )
+            example = ", ".join(f"{role}: COLUMN" for role in ("prompt", *task_info.answers))
             raise ValueError(
                 f"{where}columns = {columns}: expected {either}a prompt with "
-                f"{' and '.join(kind.answers)}; write {{{example}}}"
+                f"{' and '.join(task_info.answers)}; write {{{example}}}"
             )
-        needed, options = set(kind.answers), set(map(str, columns))
+        needed, options = set(task_info.answers), set(map(str, columns))
     columns = check_fields(f"{where}columns.", columns, needed, options)
     for role, column in columns.items():
         if not isinstance(column, str):
@@ -159,13 +161,15 @@ def _columns(where: str, data: Data, kind: TaskInfo) -> dict[str, str]:
     return columns
 
 
-def _prompt(data: Data, kind: TaskInfo) -> str:
+def _prompt(data: Data, task_info: TaskInfo) -> str:
     """Return the prompt, which may contain the names of columns in braces."""
     if data.prompt is None:
-        return kind.prompt
+        return task_info.prompt
     if not isinstance(data.prompt, str):
         raise ValueError(f"data.prompt = {data.prompt!r}: expected a text; write it in quotes")
-    _check_braces(data.prompt, [role for role in kind.roles if role not in ("label", "answers")])
+    _check_braces(
+        data.prompt, [role for role in task_info.roles if role not in ("label", "answers")]
+    )
     return data.prompt
 
 
@@ -190,16 +194,16 @@ def _in_braces(*prompts: str) -> set[str]:
     return {role for prompt in prompts for _, role, *_ in Formatter().parse(prompt) if role}
 
 
-def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[str, ...]:
+def _prompts(data: Data, columns: Mapping[str, str], task_info: TaskInfo) -> tuple[str, ...]:
     """Return the prompts; an example uses the first whose columns it all has.
 
     There are none if the columns have whole conversations.
     """
-    roles = [role for role in columns if role not in kind.answers]
-    pairs = len(kind.answers) > 1  # they are conversations if there is no other column
+    roles = [role for role in columns if role not in task_info.answers]
+    pairs = len(task_info.answers) > 1  # they are conversations if there is no other column
     if not roles if pairs else "messages" in columns:
         if data.prompt is not None:
-            has = " and ".join(roles or kind.answers)
+            has = " and ".join(roles or task_info.answers)
             raise ValueError(
                 f"data.prompt: conversations (data.columns has {has}) are written by the chat "
                 "template; leave it out, or name a column for a prompt"

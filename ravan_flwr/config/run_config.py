@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ravan_flwr.config.checks import check_together, trains_backbone
 from ravan_flwr.config.key import AUTO, check_choice
-from ravan_flwr.config.keys import (
-    BUDGET_NAMES,
-    KEYS,
-    LIMITS,
-    RUN,
-    Config,
-    check_key,
-    read_limits,
-)
+from ravan_flwr.config.keys import KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.files import first_error
 from ravan_flwr.methods import METHODS
@@ -94,15 +86,13 @@ def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
 def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     """Set, in place, the values that follow from the preset and the method."""
     name, lora_rank = str(values["method"]), values["lora-rank"]
-    budget = str(lora_rank) if lora_rank in BUDGET_NAMES else BUDGET_NAMES[0]
+    budget = str(lora_rank) if lora_rank in preset.lora_rank else "lower"
     method, of_budget = METHODS[name], values | {"lora-rank": budget}
     # The preset's ranks apply only to its own heads, model, targets and parameter budget.
     has_rank = values["heads"] == preset.run["heads"] or "heads" in method.ignored
     has_rank = has_rank and values["model"] == values["targets"] == AUTO
-    if isinstance(lora_rank, str):
-        values["lora-rank"] = preset.lora_rank[budget]
-    else:
-        has_rank = False
+    has_rank = has_rank and isinstance(lora_rank, str)
+    values["lora-rank"] = preset.lora_rank[budget] if isinstance(lora_rank, str) else lora_rank
     # Under secure aggregation clients would report their metrics without masks.
     on_server = method.serves and (not method.personalised or bool(values["secure-aggregation"]))
     on_clients = (
@@ -128,10 +118,10 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     values.update({key: value for key, value in defaults.items() if values[key] == AUTO})
     if method.all_clients:
         # No round has more clients than there are.
-        most = (
+        max_clients = (
             MAX_MASKED_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
         )
-        values["clients-per-round"] = int(most)
+        values["clients-per-round"] = int(max_clients)
     if "weighting" in method.ignores and values["weighting"] == "examples":
         values["weighting"] = "uniform"
     if method.pools:

@@ -453,10 +453,10 @@ class _TableReader:
         self._require(
             all(seeds), "its rates are chosen, expected seeds for that in choose; add some"
         )
-        num_seeds = min(seeds, default=0)
+        min_seeds = min(seeds, default=0)
         self._require(
-            num_seeds >= MIN_SEEDS or not (table.run_as_good or table.leave_one_seed_out),
-            f"run-as-good, and leave-one-seed-out, where rates are chosen with {num_seeds} seeds; "
+            min_seeds >= MIN_SEEDS or not (table.run_as_good or table.leave_one_seed_out),
+            f"run-as-good, and leave-one-seed-out, where rates are chosen with {min_seeds} seeds; "
             f"expected rates to choose from, with {MIN_SEEDS} seeds at least; add them",
         )
         self._require(
@@ -545,9 +545,9 @@ class _TableReader:
     def _check_last(self, key: str, last: int | None, bound: Callable[..., int]) -> None:
         """Raise ValueError if `last` exceeds the evaluations of the row with most, or fewest."""
         times = (math.ceil(x.num_rounds / x.eval_every) for x in self.configs.values())
-        limit = bound(times, default=0)
+        max_last = bound(times, default=0)
         self._require(
-            last is None or 2 <= last <= limit,
-            f"{key} = {last}, expected 2 evaluations or more, and no more than the {limit} of a "
+            last is None or 2 <= last <= max_last,
+            f"{key} = {last}, expected 2 evaluations or more, and no more than the {max_last} of a "
             "row's run; change it, or eval-every",
         )

@@ -67,11 +67,11 @@ def preset_text(
 ) -> str:
     """Return the file's text; commands call it `preset`. With 0 clients it has the default."""
     task = TASKS[model.task]
-    run, most = run_defaults(task), int(RUN["num-clients"])
+    run, max_clients = run_defaults(task), int(RUN["num-clients"])
     if clients:  # real devices train in every round; simulated clients take turns
-        run |= {"num-clients": clients, "clients-per-round": min(most, clients)}
+        run |= {"num-clients": clients, "clients-per-round": min(max_clients, clients)}
     else:
-        run["num-clients"] = min(most, len(data.train))
+        run["num-clients"] = min(max_clients, len(data.train))
         run["clients-per-round"] = min(int(RUN["clients-per-round"]), len(data.train))
     return fill_template(
         Path(__file__).with_name("preset.yaml.jinja"),

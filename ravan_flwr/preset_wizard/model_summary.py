@@ -54,10 +54,12 @@ def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSumm
         spec = replace(spec, source="bundled")
     settings = CONFIGS[spec.source](spec)
     name = _task_of(settings, data.spec)
-    kind, positions = TASKS[name], settings.get("max_position_embeddings")
+    task_info, positions = TASKS[name], settings.get("max_position_embeddings")
     task = get_task(name)(
-        replace(data.spec, prompt=kind.prompt, target_length=kind.target_length),
-        min(kind.max_length, positions) if isinstance(positions, int) else kind.max_length,
+        replace(data.spec, prompt=task_info.prompt, target_length=task_info.target_length),
+        min(task_info.max_length, positions)
+        if isinstance(positions, int)
+        else task_info.max_length,
         lambda: None if spec.source == "bundled" else model_folder(spec),
         lambda: settings,
     )
@@ -74,7 +76,7 @@ def summarise_model(location: str, data: DataSummary, targets: str) -> ModelSumm
         task=name,
         description=f"{config.model_type}, {backbone.size / 1e6:,.1f} million parameters; adapts "
         f"{len(layers)} matrices of {', '.join(shapes)}",
-        max_length=_covering_length(task, kind.texts, data) if kind.max_length else 0,
+        max_length=_covering_length(task, task_info.texts, data) if task_info.max_length else 0,
         target_length=max(map(len, names), default=0),
         heads=min(int(RUN["heads"]), suggested_heads(budget / len(layers), shortest)),
     )

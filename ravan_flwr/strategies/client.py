@@ -29,7 +29,8 @@ from ravan_flwr.adapters.stored import weight_norm
 from ravan_flwr.methods import affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.methods.multihead import SCORINGS, best_heads
-from ravan_flwr.strategies.lora import RESIDUAL, check_residual
+from ravan_flwr.strategies.base import RESIDUAL
+from ravan_flwr.strategies.lora import check_residual
 from ravan_flwr.strategies.ravan import BASES, HEADS
 
 _PRETRAINED_WEIGHT = "_pretrained_weight"  # attribute of a layer whose weight has a residual added

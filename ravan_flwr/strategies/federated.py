@@ -166,7 +166,7 @@ class TrainerLoop:
     def __init__(self, work: Any, context: Context, *, keep_optimizer: bool) -> None:
         from transformers import Trainer  # noqa: PLC0415 (heavy, and no function needs it)
 
-        trainer = work(context) if callable(work) else work
+        trainer: Any = work(context) if callable(work) else work
         if not isinstance(trainer, Trainer):
             raise ValueError(
                 f"federated: got a {type(trainer).__name__}, expected a Trainer of transformers or "
@@ -174,7 +174,7 @@ class TrainerLoop:
                 "add the model"
             )
         self.trainer: Any = trainer
-        self.model: nn.Module = self.trainer.model
+        self.model: Any = self.trainer.model
         self.keep_optimizer = keep_optimizer
 
     def seed(self, _: Config) -> int:

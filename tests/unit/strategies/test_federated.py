@@ -72,7 +72,7 @@ def data_of(partition, number=EXAMPLES):
 
 
 def arguments(folder, **changes):
-    settings = {
+    settings: dict[str, Any] = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": RATE,
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "adamw_torch",
         "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_strategy": "no",
@@ -299,7 +299,7 @@ def test_heads_are_chosen_by_the_gradient_of_the_trainers_batch(tmp_path):
     model, chosen = make_model(), []
 
     class Chosen(Watch):
-        def on_train_begin(self, args, state, control, **_):
+        def on_train_begin(self, args, state, control, optimizer=None, train_dataloader=None, **_):
             layers = (model.base_model.model.first, model.base_model.model.second)
             chosen.append([int(of.ravan_H.parametrizations.default[0].index) for of in layers])
 

@@ -23,7 +23,8 @@ from ravan_flwr.strategies import (
     FlexLoraStrategy,
     RavanStrategy,
 )
-from ravan_flwr.strategies.lora import RESIDUAL, LoraArrays
+from ravan_flwr.strategies.base import RESIDUAL
+from ravan_flwr.strategies.lora import LoraArrays
 from tests.hand_made import Nodes, fake_clock, run
 from tests.methods import LAYERS, build
 
