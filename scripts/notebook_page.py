@@ -28,8 +28,8 @@ jupyter lab examples/notebook.ipynb
 def write_cell(cell: Any, pictures: Path) -> str:
     """Return a cell as Markdown, and write its pictures."""
     if cell.cell_type == "markdown":
-        text = str(cell.source)
-        return text.split("\n\nInstall it with")[0] + "\n" + NOTE if cell.id == "title" else text
+        text, *_ = str(cell.source).split("\n\nInstall it with", maxsplit=1)
+        return text + "\n" + NOTE if cell.id == "title" else text
     shown = [f"```python\n{cell.source}\n```"]
     printed = [output.text for output in cell.outputs if output.get("name") == "stdout"]
     if text := RUN_FOLDER.sub("", "".join(printed)).rstrip():
