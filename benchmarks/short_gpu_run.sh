@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a part of a study on a GPU machine that has no network, is lent for minutes, and takes few megabytes at a time.
 #
-# Here, with the texts and the encoder (docs/models.md#definitions-of-wordnet), and an archive with the packages that the machine lacks
+# Here, with the texts and the encoder (docs/reference.md#definitions-of-wordnet), and an archive with the packages that the machine lacks
 # (bundle.tar.xz with venv/setup.py, which makes venv/bin; "" if it lacks none):
 #   bash benchmarks/short_gpu_run.sh pack TEXTS MODEL BUNDLE PARTS     # PARTS/part-aa, ... of at most 56 MB
 # There, in the checkout, once for each part, and then as often as there is time:

@@ -1,6 +1,6 @@
 """Federated fine-tuning with multi-head low-rank adapters (RAVAN), as a Flower app.
 
-For scripts and notebooks (docs/python.md):
+For scripts and notebooks (docs/library.md):
 
     simulate(settings, num_clients)     run the app in this process -> run_dir, summary
     Callback                            hooks into a run: simulate(..., callbacks=[...])

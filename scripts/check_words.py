@@ -53,7 +53,7 @@ IN_CODE = {old: new for old, new in REPLACED.items() if old not in (HOUSE, MEMBE
 }  # fmt: skip
 # The changelog has earlier names; pages of generated keys are not prose.
 NOT_PROSE = {"CHANGELOG.md"}
-REFERENCE = {"docs/settings.md", "docs/commands.md", "docs/api.md"}
+REFERENCE = {"docs/settings.md", "docs/api.md"}
 MADE = re.compile(r"^<!-- (?!end of)[^\n]* -->\n.*?^<!-- end of [^\n]* -->$", re.M | re.S)
 CODE = re.compile(r"^(`{3,}).*?^\1$", re.M | re.S)
 

@@ -1,4 +1,4 @@
-"""Add pages to the site of mkdocs.yml that are not in docs/: README, commands, the Python API.
+"""Add to the site of mkdocs.yml what is not in docs/: README, commands, the Python API.
 
 The records of benchmarks/results/ and docs/appendix/ are pages that are not in the navigation.
 
@@ -45,19 +45,12 @@ def help_of(*words: str) -> str:
     return printed.getvalue()
 
 
-def commands() -> str:
-    """Write the page of commands from their own help."""
-    names = re.findall(r"^    ([a-z]+)  ", help_of(), re.MULTILINE)
-    text = ["# Commands\nWhat each command prints with `--help`. [Keys](settings.md) have a page."]
-    for name in names:
+def reference() -> str:
+    """Write the commands from their own help, and the names that mkdocstrings fills."""
+    text = [""]
+    for name in re.findall(r"^    ([a-z]+)  ", help_of(), re.MULTILINE):
         about = help_of(name).split("\nKeys and their defaults")[0].rstrip()
         text.append(f"## ravan-flwr {name}\n```text\n{about}\n```")
-    return "\n\n".join(text) + "\n"
-
-
-def api() -> str:
-    """Write the page of public names, which mkdocstrings fills from docstrings."""
-    text = ["# Python API\nEverything else is internal, and may change."]
     for package in (ravan_flwr, strategies):
         text.append(f"## {package.__name__}")
         for name in package.__all__:
@@ -70,8 +63,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages, and the files that pages link to."""
     from mkdocs.structure.files import File, InclusionLevel  # installed by the extra `docs`
 
-    pages = {"commands.md": commands(), "api.md": api()}
-    pages |= {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
+    pages = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     for file in files:
@@ -97,8 +89,10 @@ def place(link: tuple[str, str], page: str) -> tuple[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links to the places of their files on the site."""
+    """Complete the page of commands, and rewrite links to the places of their files."""
     here = page.file.src_uri
+    if here == "api.md":
+        markdown += reference()
 
     def moved(match: re.Match[str]) -> str:
         target, anchor = place((match[1], match[2] or ""), here)

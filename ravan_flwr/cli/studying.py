@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
             help="write the tables into this page as well, and pictures beside it"),
         option("--tables-only", action="store_true",
             help="run nothing: write the tables of finished runs"), *shared,
-        note="docs/reports.md describes it.")
+        note="docs/compare.md describes it.")
     add_command(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),

@@ -1,7 +1,7 @@
 """Define a preset: a task with its model, data and settings; check its file.
 
 `task`, `model` and `data` are required. All other defaults are those of the keys (`preset=` in
-keys.py) and of the fields here; docs/presets.md lists them.
+keys.py) and of the fields here; docs/reference.md lists them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -82,7 +82,7 @@ def _read(path: Path, kind: str) -> np.ndarray:
     except (OSError, EOFError, zlib.error, struct.error) as error:  # a disk error, or too short
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
-            "file, plain or gzipped; restore it (docs/models.md says where Fashion-MNIST is)"
+            "file, plain or gzipped; restore it (docs/reference.md says where Fashion-MNIST is)"
         ) from None
 
 

@@ -26,7 +26,7 @@ MAX_BYTES = 2**28  # of any file other than weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 PROCESSOR = "preprocessor_config.json"  # of images
-_HOW_TO_MAKE = "save it with save_pretrained of transformers 5, or as docs/models.md says"
+_HOW_TO_MAKE = "save it with save_pretrained of transformers 5, or as docs/reference.md says"
 
 
 def pretrained_folder(name: str) -> Path:

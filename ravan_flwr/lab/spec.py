@@ -338,7 +338,7 @@ def read_study(path: Path, overrides: Mapping[str, Scalar] | None = None) -> Stu
     try:
         content = _StudyFile.model_validate(file)
     except ValidationError as error:
-        problem = f"{first_error(error)}; expected what docs/reports.md describes"
+        problem = f"{first_error(error)}; expected what docs/compare.md describes"
         raise ValueError(f"{where}: {problem}") from None
     both = sorted({*content.seeds} & {*content.choose.seeds})
     _require(

@@ -58,6 +58,15 @@ def test_the_notebook_is_stored_without_outputs(notebook):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
 
 
+def test_the_notebooks_page_shows_its_cells(notebook):
+    """`python -m scripts.notebook_page` writes it again."""
+    page = (ROOT / "docs" / "notebook.md").read_text(encoding="utf-8")
+    for cell in code_of(notebook):
+        assert f"```python\n{cell.source}\n```\n" in page, cell.id
+    for cell in notebook.cells[1:]:
+        assert cell.source in page, cell.id
+
+
 @pytest.fixture
 def _forked_kernel(tmp_path, monkeypatch, python):
     """Run the notebook's kernel in a fork that has imported the libraries."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 PAGE, PRESETS = (
     (ROOT / "docs" / name).read_text(encoding="utf-8")
-    for name in ("your-own-task.md", "presets.md")
+    for name in ("your-own-task.md", "reference.md")
 )
 
 

@@ -58,11 +58,11 @@ def test_files_and_tests_named_in_documents_exist(page):
 @pytest.mark.parametrize(
     ("place", "statement"),
     [
-        ("docs/methods-details.md", "Fed-SB's own code trains no such round"),
-        ("docs/methods-details.md", "squared, as implementations have it"),
-        ("docs/methods-details.md", "The public code's default is lambda = 1.5"),
-        ("docs/methods-details.md", "There is no LoRA dropout"),
-        ("docs/methods-details.md", "weights by examples"),
+        ("docs/methods.md", "Fed-SB's own code trains no such round"),
+        ("docs/methods.md", "squared, as implementations have it"),
+        ("docs/methods.md", "The public code's default is lambda = 1.5"),
+        ("docs/methods.md", "There is no LoRA dropout"),
+        ("docs/methods.md", "weights by examples"),
         ("docs/paper.md", '"Total Epochs (per round) 1"'),
         ("ravan_flwr/methods/fed_sb.py", "-eta sign(sum of"),
         ("ravan_flwr/methods/lora_fair.py", "squared as implementations have it"),

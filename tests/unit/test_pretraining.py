@@ -114,10 +114,10 @@ def home(monkeypatch, tmp_path):
 def test_without_the_folder_the_error_names_the_page():
     config = read_config({"preset": "fashion-vit"})
     assert config.model.name == str(pretrained_folder("fashion-vit"))
-    with pytest.raises(ValueError, match="found no such folder.*as docs/models.md says"):
+    with pytest.raises(ValueError, match="found no such folder.*as docs/reference.md says"):
         model_folder(config.model)
     pretrained_folder("fashion-vit").mkdir(parents=True)  # by an interrupted training
-    with pytest.raises(ValueError, match="has no config.json.*as docs/models.md says"):
+    with pytest.raises(ValueError, match="has no config.json.*as docs/reference.md says"):
         model_folder(config.model)
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ravan_flwr.methods.tensors import (
     probe,
     sum_of_squares,
 )
+from tests import ROOT
 
 
 def test_the_checksum_is_that_of_names_dtypes_shapes_and_bytes():
@@ -106,3 +109,17 @@ def test_means_of_heads_by_hand(over_cohort, expected):
         sums.add({"H": torch.full((1, 1, 1), product), "heads": bits}, weight)
     assert sums.close()["H"].flatten().tolist() == [*expected, 30.0]
     assert HeadMeans(old).mean_over_cohort is False
+
+
+def test_the_pages_aggregation_clips_the_change_of_each_client():
+    """Changes of norm 5 and 0.5: the first counts with norm 1; with weight 3, three times."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.S) if "ClippedMeans" in x)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    state = {"B": torch.tensor([1.0, 2.0])}
+    sums = names["ClippedMeans"](state)
+    sums.add({"B": torch.tensor([4.0, 6.0])}, 3.0)
+    sums.add({"B": torch.tensor([1.0, 2.5])}, 1.0)
+    expected = torch.tensor([1 + 3 * 0.6 / 4, 2 + (3 * 0.8 + 0.5) / 4])
+    torch.testing.assert_close(sums.close()["B"], expected)
