@@ -44,7 +44,7 @@ def write_cell(cell: Any, pictures: Path) -> str:
 
 def main() -> None:
     """Run the notebook in a folder of its own, and write the page."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}})
         client.execute()
