@@ -211,9 +211,8 @@ class TrainerLoop:
             if self.keep_optimizer and "optimizer" in state:
                 moments = io.BytesIO(cast(bytes, state["optimizer"]))
                 optimizer = trainer.create_optimizer()
-                optimizer.load_state_dict(
-                    optimizer.state_dict() | {"state": torch.load(moments, map_location="cpu")}
-                )
+                kept = torch.load(moments, map_location="cpu", weights_only=True)
+                optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
             loss = trainer.train().training_loss
             if self.keep_optimizer:
                 moments = io.BytesIO()
