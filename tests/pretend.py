@@ -150,6 +150,12 @@ class _Module:
     def manual_seed_all(self, seed):
         pass
 
+    def get_rng_state(self, device):
+        return torch.get_rng_state()  # numbers of this device are drawn on the CPU
+
+    def set_rng_state(self, state, device):
+        pass
+
     def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
 

@@ -228,8 +228,14 @@ def test_a_resumed_run_uses_its_own_settings(tmp_path, monkeypatch, capsys):
     assert resumed(preset=str(moved), heads=4) == 1
 
 
-@pytest.mark.parametrize("phase", ["ravan_flwr.server.releases.Mean.close", EVALUATE])
-def test_a_removed_run_directory_ends_the_run_at_once(tmp_path, monkeypatch, phase):
+@pytest.mark.parametrize(
+    ("phase", "result"),
+    [
+        ("ravan_flwr.server.releases.Mean.close", None),
+        (EVALUATE, {"accuracy": 0.5, "loss": 1.0}),
+    ],
+)
+def test_a_removed_run_directory_ends_the_run_at_once(tmp_path, monkeypatch, phase, result):
     """The directory is not created again with a part of the run."""
     rounds: list[int] = []
 
@@ -238,7 +244,7 @@ def test_a_removed_run_directory_ends_the_run_at_once(tmp_path, monkeypatch, pha
         if len(rounds) == 2:
             (path,) = tmp_path.glob("*/")
             shutil.rmtree(path)
-        return {"accuracy": 0.5, "loss": 1.0}
+        return result
 
     monkeypatch.setattr(phase, remove)
     with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):

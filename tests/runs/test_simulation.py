@@ -607,8 +607,10 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method, name):
     initial = get_model_and_data(read_config(SHORT | {"method": method})).model.initial_state()
     distances = [
         float((saved(simulation, 1)[name] - initial[name]).norm())
-        for mu in (0.0, 1.0, 30.0)
-        for simulation in [run(tmp_path, **settings, clients_per_round=1, proximal_mu=mu)]
+        for mu in (0, 1, 30)
+        for simulation in [
+            run(tmp_path, **settings, clients_per_round=1, optimizer=f"fedprox:{mu}")
+        ]
     ]
     assert distances[0] > distances[1] > 0
     assert distances[2] < 0.7 * distances[0]
