@@ -604,6 +604,7 @@ def test_a_run_cannot_resume_with_other_partitions_or_without_its_bases(tmp_path
 )
 def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method, name):
     settings = {"method": method, "num_rounds": 1, "local_steps": 10, "classifier": "frozen"}
+    settings["clients_per_round"] = 1
     initial = get_model_and_data(read_config(SHORT | {"method": method})).model.initial_state()
     distances = [
         float((saved(simulation, 1)[name] - initial[name]).norm())
