@@ -609,9 +609,7 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method, name):
     distances = [
         float((saved(simulation, 1)[name] - initial[name]).norm())
         for mu in (0, 1, 30)
-        for simulation in [
-            run(tmp_path, **settings, clients_per_round=1, optimizer=f"fedprox:{mu}")
-        ]
+        for simulation in [run(tmp_path, **settings, optimizer=f"fedprox:{mu}")]
     ]
     assert distances[0] > distances[1] > 0
     assert distances[2] < 0.7 * distances[0]
