@@ -230,8 +230,8 @@ def quantize(
         import bitsandbytes  # noqa: PLC0415 (an optional dependency)
     except ImportError as error:
         raise ValueError(
-            f"quantize: bitsandbytes cannot be imported ({error}); install it, "
-            "pip install 'ravan-flwr[quantize]', or set backbone-dtype=float32"
+            f"backbone-dtype: bitsandbytes cannot be imported ({error}); install it, "
+            "pip install bitsandbytes, or set float32"
         ) from None
     for name, linear in quantizable(network, classifier).items():
         target_device = linear.weight.device if device is None else device

@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ravan_flwr.peft: PEFT cannot be imported ({error}), expected peft 0.19 or newer; "
-        "install it, pip install 'ravan-flwr[peft]'"
+        "install it, pip install 'peft>=0.19,<0.22'"
     ) from error
 from peft.utils import PeftType, register_peft_method
 

@@ -41,7 +41,7 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
     except ImportError:
         raise ValueError(
             "privacy: the library dp-accounting, which computes epsilon, is not installed; "
-            "pip install 'ravan-flwr[privacy]'"
+            "pip install dp-accounting"
         ) from None
     account = dp_accounting.pld.PLDAccountant(value_discretization_interval=INTERVAL)
     for release in nonempty:

@@ -563,4 +563,4 @@ def test_an_import_without_peft_names_the_missing_extra():
         "except ImportError as error: sys.exit(str(error))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'ravan-flwr[peft]'" in done.stderr
+    assert "pip install 'peft>=0.19,<0.22'" in done.stderr

@@ -37,7 +37,7 @@ def test_one_point_is_drawn(value):
 
 
 def test_charts_of_a_long_run_are_small_and_without_styles():
-    """The page's policy refuses style elements, so that charts use attributes alone."""
+    """A style element of one chart would hold for the whole page: charts use attributes alone."""
     records: list[Any] = [record(number) for number in range(1, 1001)]
     config = {"method": "ravan", "preset": "p", "seed": 0, "num-clients": 5}
     run = RecordedRun(Path("a-run"), config, records, None)
