@@ -311,5 +311,5 @@ def test_the_least_multiplier_is_returned_where_it_is_enough():
 
 def test_without_dp_accounting_an_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ValueError, match=r"is not installed; pip install 'ravan-flwr\[privacy\]'"):
+    with pytest.raises(ValueError, match="is not installed; pip install dp-accounting"):
         epsilon_of(1.0, 0.123, 1e-5, 1)
