@@ -3,10 +3,12 @@
 import re
 from typing import Any
 
-from flwr.app import Context, RecordDict
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from peft import get_peft_model, get_peft_model_state_dict
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import logging
 
 from ravan_flwr import RavanConfig
@@ -76,3 +78,40 @@ def test_the_pages_model_is_loaded_once_quietly_and_its_head_is_sent(
         logging.enable_progress_bar()
     assert "".join(capfd.readouterr()) == caplog.text == ""
     assert any("classifier" in name for name in get_peft_model_state_dict(model))
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # no GPU here
+def test_the_pages_training_loop_answers_a_message_with_a_trained_adapter(tmp_path, monkeypatch):
+    """A round is the 20 steps that the page says; every H, zero at first, has moved."""
+    (block,) = (x for x in BLOCKS if "federated(make_trainer)" in x)
+    (config,) = re.findall(r"^config = .*", PAGE, re.MULTILINE)
+    make_bert(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+
+    def make_network() -> Any:
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained("model", num_labels=2)
+
+    asked: list[int] = []
+
+    def load_examples(partition: int) -> list[dict[str, Any]]:
+        asked.append(partition)
+        return [{"input_ids": torch.tensor([n, 1]), "labels": n % 2} for n in range(8)]
+
+    names: dict[str, Any] = {
+        "get_peft_model": get_peft_model, "RavanConfig": RavanConfig, "make_network": make_network,
+        "load_examples": load_examples,
+    }  # fmt: skip
+    exec(f"{config}\n{block}", names)
+    start = get_peft_model_state_dict(get_peft_model(make_network(), names["config"]))
+    content = RecordDict(
+        {"arrays": ArrayRecord(start), "config": ConfigRecord({"server-round": 1})}
+    )
+    context = Context(1, 0, {"partition-id": 2, "num-partitions": 3}, RecordDict(), {})
+    reply = names["app"](Message(content, 0, "train"), context)
+    assert asked == [2]
+    assert reply.content.metric_records["metrics"]["steps"] == 20
+    arrays = reply.content.array_records["arrays"].to_torch_state_dict()
+    heads = [tensor for name, tensor in arrays.items() if name.endswith("ravan_H")]
+    assert heads
+    assert all(tensor.abs().sum() > 0 for tensor in heads)
