@@ -8,7 +8,7 @@ page has two separate lines:
 
 NAME is the name of the study's file, TITLE the table's. `rates of TITLE` shows its learning rates,
 and `overview` all tables in one. The command writes the text between the lines, from the record of
-the runs. For a page `docs/results.md` the record is `docs/results/NAME.jsonl`, beside `NAME.csv`,
+the runs. For a page `results/x.md` the record is `results/x/NAME.jsonl`, beside `NAME.csv`,
 `NAME-rates.csv` and the pictures. So page, numbers and record stay consistent.
 """
 
