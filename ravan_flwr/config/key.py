@@ -157,7 +157,7 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
     choices = tuple(choices)
     word = _plain_word(value)
     others = OTHER_NAMES.get(word) or [EARLIER.get(word, "")]
-    meant = [name for name in others if name.partition("=")[0] in choices]
+    meant = [name for name in others if name.partition("=")[0] in choices or "data." in name]
     meant = meant or [near for near in [nearest(value, choices)] if near]
     return f": did you mean {' or '.join(map(repr, meant))}?" if meant else "."
 

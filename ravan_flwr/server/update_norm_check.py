@@ -15,8 +15,8 @@ changes, an honest client with different examples moves as far as Adam can. A nu
 `auto` limits only the norm of the change over all tensors.
 
 Both limits are known before a round's replies arrive. A limit computed from the replies could
-refuse one after it was accumulated, or because of their order. With local-epochs clients take
-different numbers of steps, from the number of examples that the server counts for each.
+refuse one after it was accumulated, or because of their order. With local-steps=epochs:N clients
+take different numbers of steps, from the number of examples that the server counts for each.
 
 If the next state is not a mean of the uploads (FlexLoRA's is of products), a reply is also refused
 if it alone would make the state larger than the server may send.

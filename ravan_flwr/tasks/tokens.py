@@ -90,7 +90,7 @@ def first_tokens(reader: Any) -> list[int]:
 
 
 def shortened(tokens: Tokens, max_tokens: int, overlong: str, *, learn_all: bool = False) -> Tokens:
-    """Return at max_tokens `most` tokens, cut from the front, or raise UnreadableError.
+    """Return at most `max_tokens` tokens, cut from the front, or raise UnreadableError.
 
     It is raised if `overlong` is "drop" and the text too long, or if no token can be learned. An
     answer whose beginning was cut is not learned.

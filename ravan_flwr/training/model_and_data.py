@@ -22,7 +22,7 @@ from ravan_flwr.data.examples import device_examples, load_splits, with_labels
 from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.partition import Partition, find_column, partition_rows, read_values
 from ravan_flwr.data.rows import list_some
-from ravan_flwr.methods import get_method
+from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.optional import ENCODE_EACH, load
 from ravan_flwr.seeding import derive
@@ -60,7 +60,9 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     settings["init"] = config.parts("init")[""]
     if isinstance(config.lora_scale, str):
         settings["lora_scale"] = config.parts("lora-scale")["alpha"]
-        settings["scale_clients"] = config.clients_per_round
+        # Without a mean over clients there is no variance to make up for.
+        alone = METHODS[config.method].all_clients
+        settings["scale_clients"] = 1 if alone else config.clients_per_round
     return get_method(config.method)(Settings(**settings), layers, size)
 
 

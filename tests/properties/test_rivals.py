@@ -228,17 +228,18 @@ def test_florists_rank_is_the_smallest_that_reaches_the_threshold(values, rank):
 
 
 @pytest.mark.parametrize(
-    ("value", "scale", "recorded"),
+    ("name", "value", "scale", "recorded"),
     [
-        ("sqrt-clients", 1.5, "sqrt-clients:1"),
-        ("sqrt-clients:2", 3.0, "sqrt-clients:2"),
-        ("sqrt-clients:0.5", 0.75, "sqrt-clients:0.5"),
-        (0.5, 0.5, 0.5),
+        ("fedit", "sqrt-clients", 1.5, "sqrt-clients:1"),
+        ("fedit", "sqrt-clients:2", 3.0, "sqrt-clients:2"),
+        ("fedit", "sqrt-clients:0.5", 0.75, "sqrt-clients:0.5"),
+        ("fedit", 0.5, 0.5, 0.5),
+        ("local", "sqrt-clients", 0.5, "sqrt-clients:1"),
     ],
 )
-def test_sqrt_clients_scales_by_alpha_times_the_root_of_clients_over_rank(value, scale, recorded):
-    """Nine clients and rank four: sqrt(9 / 4) is 1.5."""
-    settings = {"method": "fedit", "rank": 4, "clients-per-round": 9, "lora-scale": value}
+def test_sqrt_clients_scales_by_the_root_of_clients_over_rank(name, value, scale, recorded):
+    """Nine clients and rank four: sqrt(9 / 4) is 1.5. No mean is taken of local models."""
+    settings = {"method": name, "rank": 4, "clients-per-round": 9, "lora-scale": value}
     config = read_config(settings)
     assert config.as_dict()["lora-scale"] == recorded
     method = make_method(config, LAYERS, 0)

@@ -92,9 +92,9 @@ def test_local_steps_or_local_epochs_set_the_length_of_training(preset):
     assert work(preset=half) == (None, 0.5)
     assert work(preset=half, **{"local-steps": 4}) == (4, None)
     assert work(preset=preset("none", run={"local-steps": "auto"})) == (50, None)
-    earlier = preset("earlier", run={"local-epochs": 1})
-    with pytest.raises(ValueError, match="run.local-epochs is unknown: .* 'local-steps=epochs:1'"):
-        work(preset=earlier)
+    for key, now in {"local-epochs": "local-steps=epochs:1", "beta": "data.beta"}.items():
+        with pytest.raises(ValueError, match=f"run.{key} is unknown: did you mean .*{now}"):
+            work(preset=preset(f"earlier-{key}", run={key: 1}))
 
 
 def test_a_natural_partition_takes_its_number_of_clients_from_the_data(preset):
