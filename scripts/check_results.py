@@ -29,7 +29,7 @@ T95 = {2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912, 7: 2.364
 TABLE = re.compile(
     r"^<!-- study ([^:\n]+): ([^\n]+) -->\n(.*?)^<!-- end of study -->$", re.M | re.S
 )
-FIRST = ("README.md", "docs/results.md", "docs/compare.md",
+FIRST = ("README.md", "docs/results.md", "docs/compare.md", "docs/privacy.md",
          "benchmarks/results/README.md", "benchmarks/results/overview.md")  # fmt: skip
 NUMBER = re.compile(r"\d+\.\d+ ± \d+\.\d+")
 RATE = "learning-rate"

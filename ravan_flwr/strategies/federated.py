@@ -221,6 +221,7 @@ class TrainerLoop:
         finally:
             # Accelerate wraps `forward` for mixed precision, and would wrap it again in each round.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+            vars(self.model).pop("_is_accelerate_prepared", None)  # or the next round is in float32
             trainer.optimizer = trainer.lr_scheduler = None
             trainer.args = args
         steps, expected = trainer.state.global_step, trainer.state.max_steps

@@ -212,6 +212,7 @@ def test_settings_that_do_not_fit_the_task_are_refused(options, message, prefere
     ("old", "new", "message"),
     [
         ("beta: 0.5", "beta: 0", "data.beta = 0: expected a number above 0"),
+        ("beta: 0.5", "beta: 101", "data.beta = 101: expected .* at most 100"),
         ("task: preference", "task: causal", "data.beta: only task preference has it"),
     ],
 )
@@ -219,7 +220,9 @@ def test_beta_is_positive_and_belongs_to_this_task_only(
     old, new, message, preference_run, tmp_path
 ):
     path = tmp_path / "p.yaml"
-    text = (preference_run[2] / "p.yaml").read_text().replace(old, new)
+    given = preference_run[2] / "p.yaml"
+    assert read_config({"preset": PresetPath(given)}).data.beta == 0.5
+    text = given.read_text().replace(old, new)
     if "causal" in new:
         text = text.replace('"chosen": "chosen", "rejected": "rejected"', '"completion": "chosen"')
     path.write_text(text)

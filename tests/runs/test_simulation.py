@@ -58,6 +58,8 @@ def test_runs_in_two_threads_are_independent(tmp_path):
 
 
 def test_a_run_directory_has_all_files_and_fields(tmp_path):
+    untracked = {path.name for path in run(tmp_path / "none", num_rounds=1).run_dir.iterdir()}
+    assert not {"report", "tensorboard"} & untracked
     simulation = run(tmp_path, tracking="tensorboard")
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {

@@ -16,6 +16,10 @@ from tests.studies import fill
 from tests.support import ROOT
 
 
+def test_the_first_pages_exist():
+    assert all((ROOT / name).is_file() for name in check_results.FIRST)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of one page and of its records."""

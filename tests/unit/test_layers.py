@@ -97,7 +97,7 @@ PROTOCOL = [
 ]  # fmt: skip
 PRIVATE_STEPS = [
     PACKAGE / "extras" / "example_privacy" / f"{name}.py"
-    for name in ("gradients", "rules", "steps")
+    for name in ("cost", "gradients", "rules", "steps")
 ]
 
 

@@ -182,6 +182,9 @@ def test_a_resolved_configuration_is_written_in_kebab_case_and_read_again(settin
         ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
         ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parts, expected iid"),
         ({"partition": "dirichlt:1"}, "partition 'dirichlt' is unknown: did you mean 'dirichlet'"),
+        ({"optimizer": "fedprox:-1"}, "mu = -1: expected a number at least 0"),
+        ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown"),
+        ({"lora-rank": "highr"}, "expected lower, higher, or a whole"),
         ({"server-optimizer": "adam:1:1"}, "beta = 1: expected a number .* at most 0.9999"),
         ({"learning-rate-schedule": "constant:0.5"}, "warm-up = 0.5: expected a whole number"),
         # Parts of a value, and limits.
@@ -297,6 +300,11 @@ def test_help_imports_no_validation_library():
     assert done.stdout.strip() == b"set()"
 
 
+def test_the_parts_of_the_optimizer_are_the_clients_proximal_term_decay_and_norm():
+    config = read_config({"optimizer": "fedprox:0.01:0.1:1"})
+    assert (config.proximal_mu, config.weight_decay, config.max_gradient_norm) == (0.01, 0.1, 1.0)
+
+
 @pytest.mark.parametrize(
     ("setting", "read"),
     [
@@ -309,6 +317,8 @@ def test_help_imports_no_validation_library():
         ({"learning-rate-schedule": "constant:0"}, "constant"),
         ({"server-optimizer": "adam"}, "adam:0.01:0.9"),
         ({"server-optimizer": "momentum:1:0"}, "momentum:1:0"),
+        ({"optimizer": "fedprox:0.01:0.1:1"}, "fedprox:0.01:0.1:1"),
+        ({"optimizer": "adam:0:1"}, "adam::1"),
     ],
 )
 def test_a_setting_with_several_parts_is_parsed(setting, read):

@@ -105,6 +105,12 @@ def test_another_number_of_clients_is_refused_in_python_too(number):
 
 
 def test_keys_and_commands_of_earlier_versions_name_the_present_ones(capsys):
+    assert EARLIER_KEYS.items() >= {
+        "local-epochs": "local-steps=epochs:1", "parameter-budget": "lora-rank=higher",
+        "weight-decay": "optimizer=adam:0.01", "max-gradient-norm": "optimizer=adam:0:1",
+        "proximal-mu": "optimizer=fedprox:0.01", "report": "tracking=none",
+        "beta": "the field data.beta of a preset",
+    }.items()  # fmt: skip
     for key, setting in EARLIER_KEYS.items():
         name, equals, value = setting.replace(":COLUMN", ":label").partition("=")
         if equals:  # else it is a field of a preset

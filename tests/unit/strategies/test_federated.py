@@ -282,11 +282,17 @@ def test_a_round_has_its_own_order_and_folder_and_the_arguments_stay(data_seed, 
 
 
 def test_mixed_precision_wraps_the_model_once(tmp_path):
-    model = make_model()
-    app = federated(make_trainer(tmp_path, model, bf16=True))
+    model, wrapped = make_model(), []
+
+    class Wrapped(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            wrapped.append("_original_forward" in vars(model))
+
+    app = federated(make_trainer(tmp_path, model, callbacks=[Wrapped()], bf16=True))
     strategy = train_only()
     run(strategy, [app], make_model(), rounds=3)
     assert not strategy.rejected
+    assert wrapped == [True] * 3 * STEPS
     forward, depth = model.forward, 0
     while hasattr(forward, "__wrapped__"):
         forward, depth = forward.__wrapped__, depth + 1
