@@ -49,6 +49,9 @@ def main(package, nodes, configs):
     def answer(message, context):
         """Call the ClientApp with the run config that the message carries."""
         settings = dict(message.content.config_records.pop(SETTINGS))
+        if dict(context.state.config_records.get(SETTINGS, {})) != settings:
+            context.state.clear()  # each run of Flower begins with an empty state
+            context.state[SETTINGS] = ConfigRecord(settings)
         run_context = Context(
             context.run_id, context.node_id, context.node_config, context.state, settings
         )

@@ -86,7 +86,7 @@ def test_the_bundle_gives_the_results_of_simulate_outside_the_checkout(bundle, s
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
     runs = tmp_path / 'it\'s "there" $a_b$'
-    settings: dict[str, Scalar] = {"num-rounds": 2, "budgets": "uniform", "tracking": "none"}
+    settings: dict[str, Scalar] = {"num-rounds": 2, "budgets": "uniform"}
     bundle_settings = settings | {"preset": "only-here", "output-dir": str(runs)}
     assert superlink.run(app, in_toml(bundle_settings), FEDERATION) == "finished:completed"
 
