@@ -16,11 +16,10 @@ have one rank for all layers, so a round adds the largest p of a layer, and zero
 """
 
 from torch import Tensor
-from torch.nn import functional as F
 
-from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.flora import Flora, StackedProducts
+from ravan_flwr.methods.lora import padded_product
 
 TAU = 0.99
 
@@ -41,9 +40,7 @@ class LeadingProducts(StackedProducts):
         ranks = [smallest_rank(S) for _, S, _ in parts]
         self.sums, self.rank = [], max(ranks)
         for layer, p, (U, S, Vh) in zip(self.method.layers, ranks, parts, strict=True):
-            kept, missing = ProductSum(layer.out_features, layer.in_features), self.rank - p
-            kept.add(F.pad(U[:, :p] * S[:p], (0, missing)), F.pad(Vh[:p], (0, 0, 0, missing)))
-            self.sums.append(kept)
+            self.sums.append(padded_product(layer, U[:, :p], S[:p], Vh[:p], self.rank))
         return super().close()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lora import ProductSum
@@ -168,6 +169,13 @@ class PersonalLora(LoraMethod):
     def put(self, adapters: Sequence[LoRALinear], personal: Mapping[str, Tensor]) -> None:
         """Load a client's personal factors into the adapters, beside the factors that travel."""
         self.set_factors(adapters, self.factors_of(adapters, BOTH) | dict(personal))
+
+
+def padded_product(layer: Layer, U: Tensor, S: Tensor, Vh: Tensor, rank: int) -> ProductSum:
+    """Return U S V^T as factors of this rank: directions of zero are added to those given."""
+    product, missing = ProductSum(layer.out_features, layer.in_features), rank - len(S)
+    product.add(F.pad(U * S, (0, missing)), F.pad(Vh, (0, 0, 0, missing)))
+    return product
 
 
 class ProductSums:
