@@ -97,7 +97,7 @@ class Nodes(InProcessGrid):
 
     def reply(self, message, upload, number):
         values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "derived": DERIVED}
-        if self.method.personal is not None:
+        if self.method.personal is not None and number:  # no calibration
             values["began-anew"] = 0
         records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
         return Message(RecordDict(records), reply_to=message)

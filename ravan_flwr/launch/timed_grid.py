@@ -13,9 +13,9 @@ from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.work import Workload
+from ravan_flwr.training.work import CALIBRATE, Workload
 
-TRAINING = (MessageType.TRAIN, f"{MessageType.TRAIN}.calibrate")
+TRAINING = (MessageType.TRAIN, CALIBRATE)
 TIMED = (*TRAINING, MessageType.EVALUATE)  # kinds of message that take simulated time
 
 
@@ -56,7 +56,7 @@ class TimedGrid(InProcessGrid):
             message_id, node - 1,
             array_bytes(message),
             self._work.operations(kind, fraction, node - 1),
-            0 if kind == MessageType.EVALUATE else self._work.bytes_up(fraction),
+            self._work.upload_size(kind, fraction),
         )  # fmt: skip
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

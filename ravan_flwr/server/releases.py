@@ -134,7 +134,8 @@ class Mean:
         update = read_trained(
             message, client, number, self.federation.state.derived,
             wire_of_round(config.wire, number), max_values, densities[1],
-            personal=self.federation.method.personal is not None,
+            # A calibration, in round 0, trains no personal parameters.
+            personal=self.federation.method.personal is not None and number > 0,
             with_loss=config.privacy == "none", with_seconds=config.privacy != "example",
         )  # fmt: skip
         self.check_form(update.upload, fraction)

@@ -102,7 +102,9 @@ class Round:
         self.deadline = RoundDeadline(0, 0)
         self._kind = MessageType.TRAIN  # of its messages
 
-    def replies(self, messages: list[Message], enough: float = math.inf) -> Iterator[Message]:
+    def replies(
+        self, messages: list[Message], enough: float = math.inf, quorum: int | None = None
+    ) -> Iterator[Message]:
         """Send the messages, then yield replies as they arrive, until the `RoundDeadline`.
 
         Nodes that have not replied by then are asked less often from now on.
@@ -115,8 +117,8 @@ class Round:
         self.send(messages)
         grid = self.grid
         self.deadline = RoundDeadline(
-            self.config.round_timeout, len(self.outstanding), self.quorum, self.grace, enough,
-            find_clock(grid),
+            self.config.round_timeout, len(self.outstanding),
+            self.quorum if quorum is None else quorum, self.grace, enough, find_clock(grid),
         )  # fmt: skip
         failures = {
             message_id: self._nodes[sent.client.node_id].failures

@@ -84,7 +84,8 @@ class Plain:
         A node's failure loses its reply, but not the round while other clients can be asked.
         """
         while messages:
-            yield from round_.replies(messages, round_.enough)
+            came = len(round_.log.clients)  # valid replies of the clients asked before
+            yield from round_.replies(messages, round_.enough - came, round_.quorum - came)
             messages = self._more(round_, release)
 
     def _more(self, round_: Round, release: Mean) -> list[Message]:
@@ -283,7 +284,8 @@ class FederatedTuning(Strategy):
             log.warning(
                 "partition %d has lost its personal parameters, as a restarted node does", partition
             )
-        federation.trained.add(partition)
+        if self.round.number:  # a calibration leaves no personal parameters
+            federation.trained.add(partition)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -11,6 +11,8 @@ from ravan_flwr.simulated_time.devices import Device
 from ravan_flwr.training.cost import Skeleton, step_memory, step_operations
 from ravan_flwr.training.model_and_data import get_model_and_data
 
+CALIBRATE = "train.calibrate"  # the kind of message of a calibration round
+
 
 class Workload:
     """The work of each of a run's clients, and the speed and memory of its simulated device."""
@@ -18,6 +20,7 @@ class Workload:
     def __init__(self, config: Config, clients: int, devices: list[Device]) -> None:
         self.config, self.clients, self.devices = config, clients, devices
         skeleton = Skeleton(config)
+        self.calibration = skeleton.method.calibration
         # The bytes of an upload, and of a broadcast, by budget fraction.
         self.bytes_up, self.bytes_down = (
             lru_cache(skeleton.bytes_up),
@@ -38,10 +41,18 @@ class Workload:
             part = config.validation_share
             validation = self.examples[client] * part / (1 - part)
             return forward * validation / config.batch_size
-        if kind == "train.calibrate":
+        if self.calibration and kind == CALIBRATE and not self.calibration.by_steps:
             return step * config.calibration_steps
         steps = config.local_steps or config.steps_of(self.examples[client])
         return step * steps
+
+    def upload_size(self, kind: str, fraction: float) -> int:
+        """Return the bytes of the arrays in a client's reply to a message."""
+        if kind == "evaluate":
+            return 0
+        if self.calibration and kind == CALIBRATE:
+            return self.calibration.bytes_up
+        return self.bytes_up(fraction)
 
     def seconds(self, fraction: float, client: int) -> float:
         """Return the seconds of a client's round with that budget fraction, while it is online."""

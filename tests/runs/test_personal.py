@@ -254,3 +254,15 @@ def test_commands_need_a_client_of_a_personalised_run(tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=message), result_of(folder, 0):
             pass
+
+
+@pytest.mark.slow
+def test_a_calibration_trains_no_personal_parameters(tmp_path):
+    settings = {"method": "fedalt", "init": "data-aware"}
+    uninterrupted = run(tmp_path, **settings)
+    first, *others = records_of(uninterrupted)
+    assert (first["round"], len(first["clients"])) == (0, 3)
+    assert not any(record.get("began-anew") for record in others)
+    stopped = run(tmp_path, **settings, num_rounds=2)
+    resumed = run(tmp_path, **settings, resume=str(stopped.run_dir))
+    assert same_parts(parts_of(uninterrupted), parts_of(resumed))

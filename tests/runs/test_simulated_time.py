@@ -48,6 +48,26 @@ def test_a_round_ends_with_its_slowest_client(tmp_path):
     assert [r["time"] >= 1.0 for r in rounds] == [False] * (len(rounds) - 1) + [True]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("init", "steps"), [("first-round", 2), ("data-aware:5", 5)])
+def test_a_calibration_takes_its_own_steps_and_bytes(tmp_path, init, steps):
+    """On devices that take no time to compute, and on devices that take none to send."""
+    devices = tmp_path / "devices.yaml"
+    settings = {"devices": str(devices), "init": init, "local_steps": 2, "num_rounds": 1}
+    devices.write_text("- {name: a, clients: 8, teraflops: 1000, downlink: 0.8, uplink: 0.08}\n")
+    calibration = records_of(run(tmp_path, **settings))[0]
+    for client in calibration["clients"]:
+        expected = client["bytes-down"] / 1e5 + client["bytes-up"] / 1e4
+        assert client["span"] == pytest.approx([0.0, expected], abs=1e-3)
+    devices.write_text(
+        "- {name: a, clients: 8, teraflops: 0.001, downlink: 1000000, uplink: 1000000}\n"
+    )
+    calibration, first = records_of(run(tmp_path, **settings))
+    (end,) = {client["span"][1] for client in calibration["clients"]}
+    start, later = first["clients"][0]["span"]
+    assert end == pytest.approx((later - start) * steps / 2, rel=1e-3)
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "aggregation",

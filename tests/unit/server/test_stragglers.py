@@ -151,6 +151,24 @@ def test_more_clients_are_asked_than_are_used():
         assert not record["rejected"]
 
 
+def test_replies_of_the_clients_asked_first_count_for_those_asked_later():
+    """Partition 0 answers of the first two clients, then one of the other two: two replies."""
+
+    clients = [registered_client(i, i, num_partitions=4) for i in range(4)]
+    seed = next(
+        seed for seed in range(100)
+        if [client.partition_id for client in sample(clients, 2, seed, 1)] == [0, 1]
+    )  # fmt: skip
+    settings = {"clients_per_round": 2, "min_replies": 2, "straggler_grace": 5.0, "seed": seed}
+    began = time.monotonic()
+    notes, _, _ = train_all(Remote(1, 3), timeout=600.0, **settings)
+    (record,) = notes.records
+    assert [c["partition-id"] for c in record["clients"]] == [0, 2]
+    reasons = {r["client"]: r["reason"] for r in record["rejected"]}
+    assert reasons["partition 1"].startswith("no reply within 600 s")
+    assert time.monotonic() - began < 600 + 10
+
+
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_late_replies_are_fetched_over_a_network_alone(is_in_process):
     """In one process a client would run for the previous round during the current one."""
