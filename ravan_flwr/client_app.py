@@ -33,6 +33,11 @@ log = getLogger(__name__)
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
+    """Return the reply to a message.
+
+    A query that fails is answered with partition and reason, so that the server can name the client
+    that it does without.
+    """
     enforce_run_scope(message, context)
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()

@@ -42,13 +42,9 @@ from ravan_flwr.server.resume import (
     report_if_finished,
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, make_summary
+from ravan_flwr.server.runtime import count_processes, in_process, simulating
 from ravan_flwr.server.stop_conditions import check_limits
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.superlink import (
-    count_processes,
-    in_process,
-    simulating,
-)
 from ravan_flwr.server.user_messages import (
     check_devices,
     check_simulation,

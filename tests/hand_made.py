@@ -17,7 +17,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server import superlink
+from ravan_flwr.server import waiting
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.tasks.base import Measures
@@ -189,7 +189,7 @@ def fake_clock(monkeypatch):
     monkeypatch.setattr(time, "sleep", sleep)
     for name in ("NODES_TIMEOUT", "REGISTRY_TIMEOUT", "QUERY_TIMEOUT"):
         monkeypatch.setattr(recruiting, name, 0.2)
-    monkeypatch.setattr(superlink, "MAX_FETCH_SECONDS", 60.0)
+    monkeypatch.setattr(waiting, "MAX_FETCH_SECONDS", 60.0)
 
 
 class Unresponsive(Nodes):

@@ -18,8 +18,9 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.sparsity import Sparsity, densify, sparsity_of_round
 from ravan_flwr.messages.wire import decode, wire_of_round
-from ravan_flwr.methods import METHODS, budget_fraction
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.budgets import budget_fraction
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel

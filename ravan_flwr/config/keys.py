@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any, get_args
 
 from ravan_flwr.config.key import AUTO, EARLIER, Key, check_choice, did_you_mean
-from ravan_flwr.methods import BUDGETS, METHODS
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import BUDGETS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises

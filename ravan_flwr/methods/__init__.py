@@ -1,10 +1,7 @@
 """List the federated methods by name; each has one file, of that name with underscores.
 
 The run configuration is checked against this list, which imports no torch.
-
-`BUDGETS` is the distribution of the clients' budget fractions. The paper gives every client a
-budget of 1/4, 1/2, 3/4 or 1 of the largest, fixed for the run. It draws the mix of clients as bars
-without numbers, so the numbers below are ours."""
+"""
 
 import importlib
 from dataclasses import dataclass
@@ -12,8 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from ravan_flwr.methods.base import Method
-import hashlib
-import math
 
 _LORA_KEYS = ("rank", "lora-scale")
 _HEAD_KEYS = ("heads", "init", "scaling", "scoring", "selection", "head-mean")
@@ -143,43 +138,3 @@ def get_method(name: str) -> "type[Method]":
 
 
 MIXES = "its layers mix two adapters depending on the input, which no other software can load"
-
-BUDGET_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-
-# By distribution, the proportion of clients at each of the BUDGET_FRACTIONS.
-BUDGETS: dict[str, tuple[float, float, float, float]] = {
-    "full": (0.0, 0.0, 0.0, 1.0),
-    "uniform": (0.25, 0.25, 0.25, 0.25),
-    "bell": (0.1, 0.4, 0.4, 0.1),
-    "skewed-right": (0.5, 0.25, 0.15, 0.1),
-    # training/work.py sets the budget fractions of simulated devices.
-    "by-speed": (0.0, 0.0, 0.0, 1.0),
-}
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-def budget_fraction(distribution: str, seed: int, partition_id: int) -> float:
-    """Return a client's budget fraction, a function of (distribution, seed, partition id) alone.
-
-    Steps of the golden ratio from a seeded start fill [0, 1) evenly. So the clients' proportions
-    are close to those of the distribution for any number of clients; independent draws would
-    scatter around them.
-    """
-    digest = hashlib.sha256(f"budget {seed}".encode()).digest()
-    start = int.from_bytes(digest[:8], "big") / 2**64
-    position = (start + partition_id * _GOLDEN) % 1.0
-    cumulative = 0.0
-    for fraction, probability in zip(
-        BUDGET_FRACTIONS, BUDGETS[distribution.partition(":")[0]], strict=True
-    ):
-        cumulative += probability
-        if position < cumulative:
-            return fraction
-    return BUDGET_FRACTIONS[-1]
-
-
-def affordable(fraction: float, number: int) -> int:
-    """Return how many of `number` heads or ranks fit a budget: floor(fraction * number), >= 1."""
-    # 0.29 of 100 must give 29, although 0.29 * 100 is 28.999999999999996 in floating point.
-    return max(1, math.floor(fraction * number + 1e-9))

@@ -54,7 +54,7 @@ class SumsChanges:
     ) -> None:
         """Make these rows trainable, instead of `choose`; ValueError if they exceed the budget."""
 
-    def counted(self, state: Tensors, clients: int) -> Tensors:
+    def with_num_clients(self, state: Tensors, clients: int) -> Tensors:
         """Return the next state with its number of clients, if the state has a tensor for that."""
         return state
 
@@ -81,19 +81,21 @@ class NormLimits:
         """Return the values that a checked upload's tensors had when the server sent them."""
         return {name: sent[name] for name in upload}
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+    def norms_if_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         """Return the norms, by tensor, of the next state if a checked upload were the only one.
+
+        For example, B of FlexLoRA's next state is U S of the mean product, whatever B was sent.
 
         `start` is the result of `start_of`. Only tensors that are not means of the uploads have an
         entry: the change of an upload does not bound the change of such a tensor.
         """
         return {}
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         """Return upper bounds of the next state's norms, by tensor, for honest replies.
 
         Only tensors that are not means of the uploads have an entry. `alone` has the largest
-        `norms_alone` of the accepted uploads.
+        `norms_if_alone` of the accepted uploads.
         """
         return {}
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ravan_flwr.adapters import LoRALinear
-from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.tensors import check_form, pack_bits, unpack_bits

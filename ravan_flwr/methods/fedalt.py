@@ -30,8 +30,8 @@ from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.adapters.multihead import Heads
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.extensions import Personal
-from ravan_flwr.methods.ravan import Ravan
-from ravan_flwr.methods.tensors import HeadMeans, check_tensor, flatten, unpack_bits
+from ravan_flwr.methods.ravan import HeadMeans, Ravan
+from ravan_flwr.methods.tensors import check_tensor, flatten, unpack_bits
 
 PERSONAL = ("own", "counted", "in-sum", "seen")  # P, P_before, Q, and H of the last training
 
@@ -118,7 +118,7 @@ class FedALT(Ravan):
     def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return super().initial_state(adapters) | {"clients": torch.zeros(1, dtype=torch.int32)}
 
-    def counted(self, state: Tensors, clients: int) -> Tensors:
+    def with_num_clients(self, state: Tensors, clients: int) -> Tensors:
         return state | {"clients": torch.tensor([clients], dtype=torch.int32)}
 
     def open_round(self, state: Tensors) -> "CohortMean":
@@ -174,7 +174,7 @@ class CohortMean(HeadMeans):
 
     def close(self) -> Tensors:
         """Return the next state."""
-        return self.method.counted(super().close(), int(self.total))
+        return self.method.with_num_clients(super().close(), int(self.total))
 
 
 METHOD = FedALT

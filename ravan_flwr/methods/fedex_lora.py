@@ -33,15 +33,15 @@ class FedExLora(NormLimits, ResidualLora):
     def open_round(self, state: Tensors) -> "ExactMeans":
         return ExactMeans(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+    def norms_if_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # The product of the changes of B and A may have the root mean square that B's change may.
         factors = zip(*self.split(upload), *self.split(start), strict=True)
         lost = math.hypot(*(product_norm(B - old_B, A - old_A) for B, A, old_B, old_A in factors))
         numbers = sum(layer.out_features * layer.in_features for layer in self.layers)
         return {"B": self.settings.lora_scale * lost * math.sqrt(len(upload["B"]) / numbers)}
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
-        return {"residual": math.inf}  # `norms_alone` limits each upload's part in it
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+        return {"residual": math.inf}  # `norms_if_alone` limits each upload's part in it
 
 
 class ExactMeans(CoMoments):

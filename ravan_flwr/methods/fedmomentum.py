@@ -31,10 +31,10 @@ class FedMomentum(FedExLora):
     def open_round(self, state: Tensors) -> "SharedProducts":  # type: ignore[override]
         return SharedProducts(self, state)
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         # No balanced factor is longer than the root of |B_c| |A_c| of some client, whose B_c and
         # A_c have been checked.
-        return super().norms_made(state, alone) | {"B": math.inf, "A": math.inf}
+        return super().norm_bounds(state, alone) | {"B": math.inf, "A": math.inf}
 
 
 class SharedProducts(ProductSums):

@@ -43,7 +43,7 @@ class FedSVD(NormLimits, LoraMethod):
     def open_round(self, state: Tensors) -> "RefactoredMean":
         return RefactoredMean(self, state)
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {"A": math.sqrt(self.rank * len(self.layers))}
 
 

@@ -30,14 +30,14 @@ class FlexLora(NormLimits, RankedLora):
     def open_round(self, state: Tensors) -> "MeanOfProducts":
         return MeanOfProducts(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+    def norms_if_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # Divided by the row norm of the A that was sent: the limit is that of B's growth.
         return {
             "B": math.hypot(*map(self.product_bound, *self.split(upload)))
             / self.max_row_norm(start)
         }
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {
             "A": math.sqrt(self.rank * len(self.layers)),  # A(0) may have a smaller norm
             "B": self.max_row_norm(state) * alone.get("B", 0.0),  # A(0) may have longer rows

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.adapters.lora import product_norm
-from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import ProductSums, ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
@@ -60,10 +60,10 @@ class Flora(NormLimits, ResidualLora):
     def open_round(self, state: Tensors) -> "StackedProducts":
         return StackedProducts(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+    def norms_if_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         return {"B": math.hypot(*map(product_norm, *self.split(upload)))}
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         added = self.settings.lora_scale * alone.get("B", 0.0)
         return {"residual": float(state["residual"].double().norm()) + added}
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lora import ProductSum
-from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Method, Settings, Tensors, check_rank
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import Personal
 from ravan_flwr.methods.tensors import Mean, check_tensor, flatten, probe
 from ravan_flwr.seeding import generator

@@ -29,9 +29,9 @@ class RaFLora(FlexLora):
     def open_round(self, state: Tensors) -> "MeanOfRanks":
         return MeanOfRanks(self, state)
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+    def norm_bounds(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         # The next product is a sum of at most `rank` means, one for each partition.
-        made = super().norms_made(state, alone)
+        made = super().norm_bounds(state, alone)
         norm = self.max_row_norm(state) * float(state["B"].double().norm())
         return made | {"B": self.rank * max(made["B"], norm)}
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
-from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Settings, Tensors, check_rank
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.calibrated_bases import DataAwareBases, FirstRound
 from ravan_flwr.methods.extensions import NormLimits, SumsChanges
 from ravan_flwr.methods.multihead import (
@@ -39,14 +39,7 @@ from ravan_flwr.methods.multihead import (
     score_heads,
     selection_probabilities,
 )
-from ravan_flwr.methods.tensors import (
-    HeadMeans,
-    check_form,
-    check_names,
-    check_tensor,
-    pack_bits,
-    unpack_bits,
-)
+from ravan_flwr.methods.tensors import check_form, check_names, check_tensor, pack_bits, unpack_bits
 
 
 class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
@@ -146,7 +139,9 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         if self.settings.scoring == "random":
             scores = torch.rand(len(self.layers), self.heads, generator=random)
         else:
-            # In double precision: client and server must rank the heads alike.
+            # In double precision: client and server must rank the heads alike. Unlike in
+            # `score_heads` no norm is divided by that of the layer's weight, since the order within
+            # a layer is the same, and this score is refused with selection=global (checks.py).
             scores = state["H"].double().norm(dim=(2, 3))
         chosen = best_heads(scores, number, self.settings.selection, random)
         rows = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
@@ -221,6 +216,43 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
             right = torch.bmm(cores, layer.A @ layer.A.mT)
             norms.append((left * right).sum((1, 2)).clamp(min=0).sqrt().tolist())
         return norms
+
+
+class HeadMeans:
+    """Equation 8: the mean of each head over the clients that trained it.
+
+    An upload is {"H": (selected, r, r), "heads": packed bits}. `heads` has one bit for each (layer,
+    head), the first in the lowest bit of the first byte. The set bits mark the selected heads, and
+    `H` has their products in that order.
+
+    With `mean_over_cohort` a head's mean is over all clients of the round: a client that did not
+    upload the head counts with its old value.
+    """
+
+    def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
+        self.old, self.mean_over_cohort = H, mean_over_cohort
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)  # (layers*heads, r, r)
+        self.weight = torch.zeros(len(self.sum), dtype=torch.float64)  # (layers*heads,)
+        self.total = 0.0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's products to the sums of the heads that its bits mark."""
+        chosen = unpack_bits(upload["heads"], len(self.weight))
+        indices = chosen.nonzero().flatten()
+        self.sum.index_add_(0, indices, upload["H"].double(), alpha=weight)
+        self.weight[chosen] += weight
+        self.total += weight
+
+    def close(self) -> Tensors:
+        """Return the next H: the mean where a client trained the head, else the old value."""
+        trained = self.weight > 0
+        H = self.old.flatten(0, 1).clone()
+        mean = self.sum[trained] / self.weight[trained, None, None]
+        if self.mean_over_cohort:
+            fractions = (self.weight[trained] / self.total)[:, None, None]
+            mean = torch.lerp(H[trained].double(), mean, fractions)
+        H[trained] = mean.float()
+        return {"H": H.view_as(self.old)}
 
 
 METHOD = Ravan

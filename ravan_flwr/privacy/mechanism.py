@@ -33,7 +33,7 @@ from ravan_flwr.methods.base import Method, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import Tensors
 
-QUANTILE, RATE = 0.5, 0.2  # target and learning rate of an adaptive clip norm
+QUANTILE, NORM_RATE = 0.5, 0.2  # target and learning rate of an adaptive clip norm
 FIRST_NORM = 0.1  # of an adaptive clip norm, before the first round
 BITS_SHARE = 20  # the bits' noise is the expected clients divided by this, as in the paper
 ROUNDING_MARGIN = 1 - 2.0**-40  # so that no clipped change is rounded to above the norm
@@ -61,18 +61,18 @@ class Noise:
     @property
     def of_bits(self) -> float:
         """Return the standard deviation of the noise on the sum of the bits."""
-        return self.scale * self._bits
+        return self.scale * self._deviation_of_bits
 
     @property
     def of_changes(self) -> float:
         """Return the standard deviation of the noise on the sum of changes, over the clip norm."""
         if not self.adaptive:
             return self.scale * self.multiplier
-        ratio = self.multiplier / (2 * self._bits)
+        ratio = self.multiplier / (2 * self._deviation_of_bits)
         return self.scale * self.multiplier / math.sqrt(1 - ratio * ratio)
 
     @property
-    def _bits(self) -> float:
+    def _deviation_of_bits(self) -> float:
         # With few clients a twentieth would be too little: 1 / (2 b)^2 must stay below 1 / z^2.
         return max((self.cohort or self.clients) / BITS_SHARE, self.multiplier)
 
@@ -84,7 +84,7 @@ class ClippedSum:
         self.state, self.norm = dict(state), norm
         self.sum = {k: torch.zeros_like(t, dtype=torch.float64) for k, t in self.state.items()}
         self.count = 0
-        self._bits = 0.0
+        self._sum_of_bits = 0.0
 
     def add(self, filled: Mapping[str, Tensor]) -> None:
         """Add a client's tensors, in the shapes of the state, with NaN where it trained nothing."""
@@ -97,7 +97,7 @@ class ClippedSum:
         for name, change in changes.items():
             self.sum[name].add_(change, alpha=factor)
         self.count += 1
-        self._bits += 0.5 if norm <= self.norm else -0.5
+        self._sum_of_bits += 0.5 if norm <= self.norm else -0.5
 
     def release(self, noise: Noise, expected: Mapping[str, Tensor]) -> Tensors:
         """Return the next state.
@@ -115,9 +115,9 @@ class ClippedSum:
         """Return the next round's clip norm, which is released as well."""
         if not noise.adaptive:
             return self.norm
-        bits = self._bits + float(gaussian([1], noise.of_bits))
+        bits = self._sum_of_bits + float(gaussian([1], noise.of_bits))
         within = min(1.0, max(0.0, bits / noise.clients + 0.5))
-        return self.norm * math.exp(-RATE * (within - QUANTILE))
+        return self.norm * math.exp(-NORM_RATE * (within - QUANTILE))
 
 
 def expected_clients(
@@ -153,7 +153,7 @@ def expected_clients(
 
 DRAWS = 4  # summed for one number
 _BLOCK = 2**16
-_BITS = 53  # of a float64's fraction
+_FRACTION_BITS = 53  # of a float64's fraction
 
 
 def gaussian(shape: Sequence[int], scale: float) -> Tensor:
@@ -167,15 +167,17 @@ def gaussian(shape: Sequence[int], scale: float) -> Tensor:
 
 def subsample(number: int, probability: float) -> NDArray[np.int64]:
     """Return a Poisson sample of `range(number)`, each independently with that probability."""
-    bits = np.frombuffer(os.urandom(8 * number), dtype=np.uint64) >> np.uint64(64 - _BITS)
-    return np.flatnonzero(bits < np.uint64(math.ceil(probability * float(1 << _BITS))))
+    bits = np.frombuffer(os.urandom(8 * number), dtype=np.uint64) >> np.uint64(64 - _FRACTION_BITS)
+    return np.flatnonzero(bits < np.uint64(math.ceil(probability * float(1 << _FRACTION_BITS))))
 
 
 def _normals(number: int) -> NDArray[np.float64]:
     """Draw standard normal numbers, two from each pair of uniform ones (Box and Muller, 1958)."""
     pairs = -(-number // 2)
     bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64).reshape(2, pairs)
-    first, second = (bits >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
+    first, second = (bits >> np.uint64(64 - _FRACTION_BITS)).astype(
+        np.float64
+    ) * 2.0**-_FRACTION_BITS
     radius = np.sqrt(-2.0 * np.log(1.0 - first))  # of a number above 0 and at most 1
     angle = 2.0 * math.pi * second
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:number]

@@ -119,7 +119,7 @@ class Aggregate:
         sent = self._norms.start_of(method_part, self._sent(fraction))
         start = sent | self._classifier
         self.limit.check(measure_changes(upload, start, self.limit.wire), step)
-        alone = self._norms.norms_alone(method_part, sent)
+        alone = self._norms.norms_if_alone(method_part, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
         return alone
@@ -158,7 +158,7 @@ class Aggregate:
             return self._state | self._classifier
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
-        method_norms = self._norms.norms_made(self._state, self._alone)
+        method_norms = self._norms.norm_bounds(self._state, self._alone)
         self.limit.check_state(self._state | self._classifier, new, method_norms, self._step)
         return new
 

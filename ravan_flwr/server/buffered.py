@@ -30,7 +30,7 @@ from ravan_flwr.server.round import Round, Sent
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.strategy import Plain
-from ravan_flwr.server.superlink import ReplyFetcher, RoundDeadline, pull_replies
+from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import SimulatedClock
 
 IN_FLIGHT, TIMES, VERSION = "in-flight/sent", "in-flight/times", "version-"  # names in a checkpoint
@@ -115,7 +115,11 @@ class Buffered(Plain):
         if not self._pool or len(self.sent) >= self.concurrency:
             return []
         drawn = next(
-            (m for m in (pick(self._pool) for _ in range(TRIES)) if m.node_id not in busy),
+            (
+                client
+                for client in (pick(self._pool) for _ in range(TRIES))
+                if client.node_id not in busy
+            ),
             None,
         )
         if drawn is None:
@@ -132,7 +136,7 @@ class Buffered(Plain):
         for key, sent in list(self.sent.items()):
             if now - sent.time >= timeout:
                 del self.sent[key]
-                round_.log.count(0, sent.size)
+                round_.log.count_bytes(0, sent.size)
                 round_.reject(sent.client, f"no reply within {timeout:g} s")
                 node = self.federation.registry.nodes[sent.client.node_id]
                 node.note_missed_reply(MessageType.TRAIN, round_.number)

@@ -31,8 +31,10 @@ from ravan_flwr.messages.registered_client import (
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.superlink import ReplyFetcher, in_process, push, simulating
+from ravan_flwr.server.runtime import in_process, simulating
+from ravan_flwr.server.superlink import push
 from ravan_flwr.server.update import as_value_error, read_content
+from ravan_flwr.server.waiting import ReplyFetcher
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
@@ -195,7 +197,11 @@ class ClientRegistry:
         min_clients: int = 1,
     ) -> list[RegisteredClient]:
         """Return the clients that are not skipped in this round; all, if too few would be left."""
-        available = [m for m in clients if not self.nodes[m.node_id].is_skipped(kind, round_number)]
+        available = [
+            client
+            for client in clients
+            if not self.nodes[client.node_id].is_skipped(kind, round_number)
+        ]
         return available if len(available) >= max(min_clients, self.min_clients) else list(clients)
 
     @property
@@ -379,12 +385,13 @@ class ClientRegistry:
     def _log_clients(self) -> None:
         """Log the clients, and how many partitions have no node."""
         clients = self.clients.values()
-        fractions = sorted({m.budget_fraction for m in clients})
+        fractions = sorted({client.budget_fraction for client in clients})
         log.info(
             "%s with %s, budgets %s, on %s",
-            count(len(clients), "node"), count(sum(m.examples for m in clients), "example"),
+            count(len(clients), "node"),
+            count(sum(client.examples for client in clients), "example"),
             listed((f"{s:g}" for s in fractions), 20, ", "),
-            listed(sorted({m.device for m in clients}), 20, ", "),
+            listed(sorted({client.device for client in clients}), 20, ", "),
         )  # fmt: skip
         if (missing := self.partitions - len(clients)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))

@@ -19,14 +19,9 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.superlink import (
-    ReplyFetcher,
-    RoundDeadline,
-    find_failures,
-    in_process,
-    pull_replies,
-    push,
-)
+from ravan_flwr.server.runtime import in_process
+from ravan_flwr.server.superlink import find_failures, push
+from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.simulated_time.clock import REAL, find_clock
 from ravan_flwr.specs import Scalar
 
@@ -37,7 +32,9 @@ class MessageBuilder:
     """Write messages, with the fixed tensors for nodes that lack them. One object serves a run."""
 
     def __init__(self, nodes: Mapping[int, Node], fixed: Tensors | None) -> None:
-        self.nodes, self.inbox = nodes, ReplyFetcher()
+        self.nodes = nodes
+        # Of the run, for `Round.replies`: its threads may still fetch after a round.
+        self.inbox = ReplyFetcher()
         self.fixed: ArrayRecord | None = None
         self._fixed_hash = ""
         if fixed is not None:
@@ -162,7 +159,7 @@ class Round:
         for message in replies:
             sent = self.outstanding.pop(message.metadata.reply_to_message_id)
             node = self._nodes[sent.client.node_id]
-            self.log.count(array_bytes(message), sent.size)
+            self.log.count_bytes(array_bytes(message), sent.size)
             try:
                 checked = read(message, sent)
             except ValueError as error:
@@ -184,7 +181,7 @@ class Round:
     def _reject_late(self, reply: Message, node: Node) -> None:
         """Count a late reply's bytes, and reject it unless it is unused."""
         client, reason = node.late.pop(reply.metadata.reply_to_message_id)
-        self.log.count(array_bytes(reply), 0)
+        self.log.count_bytes(array_bytes(reply), 0)
         if reason:
             self.reject(client, reason)
 
@@ -197,7 +194,7 @@ class Round:
         seconds = f"{self.deadline.seconds:.4g}"
         for message_id, sent in self.outstanding.items():
             client, node, reason = sent.client, self._nodes[sent.client.node_id], ""
-            self.log.count(0, sent.size)
+            self.log.count_bytes(0, sent.size)
             if self.deadline.satisfied:
                 self.log.unused.append(client.partition_id)
             elif failure:

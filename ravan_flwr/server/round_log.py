@@ -82,7 +82,7 @@ class RoundLog:
         yield
         self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
 
-    def count(self, bytes_up: int, bytes_down: int) -> None:
+    def count_bytes(self, bytes_up: int, bytes_down: int) -> None:
         """Add the bytes of one client's message and reply, used or not."""
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down

@@ -19,7 +19,7 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.superlink import in_process
+from ravan_flwr.server.runtime import in_process
 from ravan_flwr.simulated_time.clock import find_clock
 
 log = getLogger(__name__)
@@ -86,9 +86,11 @@ class Sampler:
     def eligible(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """Return the connected clients whose budget fraction allows to train; log the others."""
         clients = self.registry.present(grid)
-        eligible = set(filter(self.method.can_train, {m.budget_fraction for m in clients}))
+        eligible = set(
+            filter(self.method.can_train, {client.budget_fraction for client in clients})
+        )
         round_log.not_eligible = [
-            m.partition_id for m in clients if m.budget_fraction not in eligible
+            client.partition_id for client in clients if client.budget_fraction not in eligible
         ]
         if round_log.not_eligible != self._not_eligible:
             self._not_eligible = round_log.not_eligible
@@ -115,7 +117,9 @@ class Sampler:
             eligible, MessageType.TRAIN, round_log.number, min_clients
         )
         ids = {client.node_id for client in available}
-        round_log.skipped = [m.partition_id for m in eligible if m.node_id not in ids]
+        round_log.skipped = [
+            client.partition_id for client in eligible if client.node_id not in ids
+        ]
         return available
 
     def wait(self, grid: Grid, round_log: RoundLog) -> None:

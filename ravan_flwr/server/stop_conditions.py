@@ -10,7 +10,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.tasks import lower_is_better
-from ravan_flwr.training.plan import bytes_of_round
+from ravan_flwr.training.cost import bytes_of_round
 
 _planned = lru_cache(maxsize=1)(bytes_of_round)
 

@@ -38,14 +38,10 @@ from ravan_flwr.server.releases import Calibrated, Mean, release_class
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog, mean_of
+from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.stop_conditions import exceeds_max_bytes, reached, stop_reason
-from ravan_flwr.server.superlink import (
-    in_process,
-    install_object_check,
-    retry_failed_calls,
-    simulating,
-)
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import Update, max_validation_size, read_evaluated
 from ravan_flwr.server.user_messages import report_start
 from ravan_flwr.simulated_time.clock import SimulatedClock, find_clock
@@ -96,7 +92,9 @@ class Plain:
         clients = self.federation.sampler.sample(
             round_.grid,
             round_.log,
-            lambda eligible: [m for m in eligible if m.node_id not in round_.recipients],
+            lambda eligible: [
+                client for client in eligible if client.node_id not in round_.recipients
+            ],
         )
         round_.log.skipped = skipped
         if clients:
@@ -191,7 +189,8 @@ class FederatedTuning(Strategy):
             if reason := self._stop_reason(number):
                 log.info(reason)
                 break
-            last = number == num_rounds or exceeds_max_bytes(self.config, self.records, 2)
+            # The last round is evaluated. Its end by time is known only after training.
+            last = number == num_rounds or exceeds_max_bytes(self.config, self.records, rounds=2)
             last = last or (self.privacy is not None and self.privacy.ends_after(1))
             # 3. Choose clients, send messages, take the replies, close: the next state.
             arrays, train_metrics = self._train(number, arrays, grid)

@@ -14,7 +14,7 @@ from ravan_flwr.runs.console import count, megabytes, minutes
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.superlink import in_process, simulating
+from ravan_flwr.server.runtime import in_process, simulating
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import ModelAndData

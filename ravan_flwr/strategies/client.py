@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.stored import weight_norm
-from ravan_flwr.methods import affordable
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.methods.multihead import SCORINGS, best_heads
 from ravan_flwr.strategies.base import RESIDUAL

@@ -33,6 +33,7 @@ from ravan_flwr.optional import EXAMPLE_GRADIENTS, ROUND_BYTES, load
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import imitate_attention
+from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.device import computing_with, suitable_threads
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
@@ -172,6 +173,14 @@ class Skeleton:
         """
         remainder = number - 4 * sum(math.prod(shape) for shape in shapes)
         return remainder + num_bytes([*shapes, (self.classifier_sent,)], fraction, self.config.wire)
+
+
+def bytes_of_round(config: Config, skeleton: Skeleton | None = None) -> int:
+    """Return the most bytes that a round with an evaluation sends, up and down."""
+    skeleton = skeleton or Skeleton(config)
+    num_clients, down = config.num_clients or number_of_clients(config), skeleton.bytes_down(1.0)
+    evaluating = num_clients if config.evaluate_on == "clients" else 0
+    return config.num_asked(num_clients) * (skeleton.bytes_up(1.0) + down) + evaluating * down
 
 
 @lru_cache(maxsize=64)

@@ -9,14 +9,15 @@ from dataclasses import replace
 from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.presets import with_preset_path
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.methods import BUDGET_FRACTIONS, METHODS, affordable
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import BUDGET_FRACTIONS, affordable
 from ravan_flwr.optional import PLAN_RELEASES, load
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.simulated_time.devices import make_devices
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.cost import Skeleton, step_memory, step_seconds
+from ravan_flwr.training.cost import Skeleton, bytes_of_round, step_memory, step_seconds
 from ravan_flwr.training.model_and_data import make_task, settle
 from ravan_flwr.training.network import likely_device
 from ravan_flwr.training.work import Workload
@@ -100,14 +101,6 @@ def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
             f"{fraction:<9g}{trains:<8}{skeleton.bytes_up(fraction):>12,}{skeleton.bytes_down(fraction):>14,}"
             + "".join(f"{part / 1e6:>9.1f}" for part in parts)
         )
-
-
-def bytes_of_round(config: Config, skeleton: Skeleton | None = None) -> int:
-    """Return the most bytes that a round with an evaluation sends, up and down."""
-    skeleton = skeleton or Skeleton(config)
-    num_clients, down = config.num_clients or number_of_clients(config), skeleton.bytes_down(1.0)
-    evaluating = num_clients if config.evaluate_on == "clients" else 0
-    return config.num_asked(num_clients) * (skeleton.bytes_up(1.0) + down) + evaluating * down
 
 
 def _run(config: Config, skeleton: Skeleton, num_clients: int) -> Iterator[str]:

@@ -5,7 +5,7 @@ from statistics import median
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.methods import BUDGET_FRACTIONS
+from ravan_flwr.methods.budgets import BUDGET_FRACTIONS
 from ravan_flwr.simulated_time.clock import estimate_seconds
 from ravan_flwr.simulated_time.devices import Device
 from ravan_flwr.training.cost import Skeleton, step_memory, step_operations

@@ -15,7 +15,8 @@ from torch import nn
 from ravan_flwr.adapters import Layer
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process_grid import InProcessGrid
-from ravan_flwr.methods import METHODS, affordable
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.lora import Residual
 from ravan_flwr.seeding import ClientRound, generator
 from ravan_flwr.training.batching import training_batches

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import METHODS, affordable
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest_rotation, partial_rotation
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import MOMENTS, Aggregate, ServerOptimizer, ServerState

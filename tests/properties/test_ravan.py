@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.methods import affordable
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.methods.tensors import pack_bits, unpack_bits
 from ravan_flwr.seeding import generator

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import affordable
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.florist import smallest_rank
 from ravan_flwr.training.model_and_data import make_method
 from tests.methods import (

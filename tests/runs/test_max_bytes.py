@@ -5,7 +5,8 @@ import functools
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.training.plan import bytes_of_round, plan_of
+from ravan_flwr.training.cost import bytes_of_round
+from ravan_flwr.training.plan import plan_of
 from tests import short_runs
 from tests.short_runs import SHORT, records_of
 

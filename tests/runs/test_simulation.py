@@ -18,7 +18,8 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process_grid import InProcessGrid
-from ravan_flwr.methods import METHODS, affordable, budget_fraction
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import affordable, budget_fraction
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training import local_steps as training

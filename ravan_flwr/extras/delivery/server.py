@@ -28,7 +28,8 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.round import MessageBuilder, Round, Sent
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.server.superlink import in_process, install_object_check, retry_failed_calls
+from ravan_flwr.server.runtime import in_process
+from ravan_flwr.server.superlink import install_object_check, retry_failed_calls
 from ravan_flwr.server.update import as_value_error, read_content
 from ravan_flwr.training.model_and_data import ModelAndData
 
@@ -145,7 +146,9 @@ class DeliverAtEnd(Callback):
         have = [delivered for _, delivered in round_.valid(replies, read)]
         missed = {entry["client"]: entry["reason"] for entry in notes.rejected}
         missed |= {
-            f"partition {m.partition_id}": NO_RESULT_PATH for m in present if not m.keeps_result
+            f"partition {client.partition_id}": NO_RESULT_PATH
+            for client in present
+            if not client.keeps_result
         }
         node_ids = {client.node_id for client in present}
         for node in registry.nodes.values():

@@ -112,18 +112,25 @@ class ExampleBudget(PrivacyBudget):
         open_ = [client for client in clients if client.partition_id not in self._closed]
         if self._limit is None or not open_:
             return open_
-        after = {m.partition_id: self._after(m, further) for m in open_}
+        after = {client.partition_id: self._after(client, further) for client in open_}
         worst = TimesAsked(
             max(a.rate for a in after.values()), max(a.rounds for a in after.values())
         )
         if not self.exceeds(self._epsilon(worst)):  # one computation instead of one per client
             return open_
-        return [m for m in open_ if not self.exceeds(self._epsilon(after[m.partition_id]))]
+        return [
+            client
+            for client in open_
+            if not self.exceeds(self._epsilon(after[client.partition_id]))
+        ]
 
     def spend(self, clients: Iterable[RegisteredClient]) -> dict[int, int]:
         """Count one more round for these clients, on disk; return their earlier rounds."""
         chosen = list(clients)
-        earlier = {m.partition_id: self.counts.get(m.partition_id, NEVER).rounds for m in chosen}
+        earlier = {
+            client.partition_id: self.counts.get(client.partition_id, NEVER).rounds
+            for client in chosen
+        }
         for client in chosen:
             self.counts[client.partition_id] = self._after(client, 1)
         self._write(self.as_record() | {"asked": {str(k): [*v] for k, v in self.counts.items()}})

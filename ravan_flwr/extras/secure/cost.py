@@ -9,8 +9,8 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.extras.secure.changes import list_parts, selected_rows
 from ravan_flwr.extras.secure.fixed_point import WIDTH
 from ravan_flwr.extras.secure.schedule import GIVEN, make_schedule, max_protocol_bytes
-from ravan_flwr.methods import budget_fraction
 from ravan_flwr.methods.base import Method
+from ravan_flwr.methods.budgets import budget_fraction
 from ravan_flwr.seeding import generator
 
 

@@ -195,10 +195,14 @@ class Masked(Mean):
             raise ValueError(round_log.too_few_replies_message(least))
         self.round.quorum = secure.schedule.threshold
         alive = [
-            m for m in self.federation.registry.clients.values() if m.partition_id in partitions
+            client
+            for client in self.federation.registry.clients.values()
+            if client.partition_id in partitions
         ]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
-        agreed = [m for m in alive if secure.position(m.partition_id) in secure.signatures]
+        agreed = [
+            client for client in alive if secure.position(client.partition_id) in secure.signatures
+        ]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
         dropped = secure.dealers & ~secure.alive
         opened = secure.open()
@@ -219,7 +223,7 @@ class Masked(Mean):
         counts, clients = opened.counts, int(self.secure.alive.sum())
         if method.mean_over_cohort:  # also over clients that did not train a row
             means = {n: mean * (counts[n] / clients)[:, None] for n, mean in means.items()}
-        return method.counted(add_mean_changes(self.state, means), clients)
+        return method.with_num_clients(add_mean_changes(self.state, means), clients)
 
     # All phases.
 

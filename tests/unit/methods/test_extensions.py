@@ -11,7 +11,7 @@ from tests.methods import build
 
 OF_OPTIONS = {
     "coverage", "rows", "rows_trained", "train_rows", "heads_of", "mean_over_cohort", "start_of",
-    "norms_alone", "norms_made",
+    "norms_if_alone", "norm_bounds",
 }  # fmt: skip
 
 
@@ -50,6 +50,6 @@ def test_changes_are_measured_from_the_broadcast_by_default():
     limits = norm_limits(method)
     assert not isinstance(method, NormLimits)
     assert torch.equal(limits.start_of(upload, sent)["B"], sent["B"])
-    assert limits.norms_alone(upload, sent) == limits.norms_made(sent, {}) == {}
+    assert limits.norms_if_alone(upload, sent) == limits.norm_bounds(sent, {}) == {}
     flexlora, _ = build("flexlora")
     assert norm_limits(flexlora) is flexlora

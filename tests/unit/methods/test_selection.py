@@ -8,7 +8,7 @@ from torch import nn
 
 from ravan_flwr.adapters import MultiHeadLinear, make_bases
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.methods import BUDGET_FRACTIONS, BUDGETS, affordable, budget_fraction
+from ravan_flwr.methods.budgets import BUDGET_FRACTIONS, BUDGETS, affordable, budget_fraction
 from ravan_flwr.methods.multihead import SCORINGS, best_heads, score_heads
 from ravan_flwr.seeding import generator
 

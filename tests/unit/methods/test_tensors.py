@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ravan_flwr.methods.ravan import HeadMeans
 from ravan_flwr.methods.tensors import (
-    HeadMeans,
     MeansByNorm,
     check_tensor,
     checksum,

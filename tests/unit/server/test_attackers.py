@@ -23,15 +23,13 @@ from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server.superlink import (
     ALWAYS_ROOM,
     MAX_EXPANSION,
-    ReplyFetcher,
-    RoundDeadline,
     check_objects,
     fetch,
     install_object_check,
-    pull_replies,
 )
 from ravan_flwr.server.update import read_trained
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, measure_changes
+from ravan_flwr.server.waiting import ReplyFetcher, RoundDeadline, pull_replies
 from tests.attackers import ATTACKERS, Attacked, Attacker, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, fake_clock, registered_client, run
 
@@ -263,7 +261,7 @@ def test_an_unreachable_superlink_rejects_no_reply(uploads):
 
 def test_an_incomplete_reply_does_not_block_the_others(uploads, monkeypatch):
     """A node announces objects and does not upload them, so that their fetch blocks for minutes."""
-    monkeypatch.setattr("ravan_flwr.server.superlink.MAX_FETCH_SECONDS", 1.0)
+    monkeypatch.setattr("ravan_flwr.server.waiting.MAX_FETCH_SECONDS", 1.0)
     uploaded = threading.Event()
     fetch = uploads._client.PullObject
 

@@ -24,7 +24,7 @@ from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.releases import release_class
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
-from ravan_flwr.server.superlink import RoundDeadline
+from ravan_flwr.server.waiting import RoundDeadline
 from tests.hand_made import (
     Nodes,
     Unresponsive,
@@ -354,7 +354,7 @@ def test_a_node_refused_for_its_examples_occupies_no_partition():
 
 
 def test_a_reconnecting_node_with_a_stuck_reply_uses_one_thread(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.server.superlink.MAX_FETCH_SECONDS", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.waiting.MAX_FETCH_SECONDS", 0.1)
     over, threads = threading.Event(), []
 
     class Held(Reconnecting):

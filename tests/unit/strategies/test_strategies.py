@@ -428,7 +428,7 @@ def test_the_mean_is_plain_or_weighted_by_examples():
         RavanStrategy(weighting="size")
 
 
-def test_hetlora_is_weighted_by_norms_alone():
+def test_hetlora_is_weighted_by_norms_if_alone():
     """Not by examples as well: with other numbers of examples the next state is the same."""
     _, states, uploads = app_run("hetlora", rounds=1)
     initial, replies = named_factors(states[0]), [named_factors(u) for u in uploads[1]]

