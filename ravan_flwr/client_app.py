@@ -32,7 +32,7 @@ app = ClientApp()
 log = getLogger(__name__)
 
 
-def _answer(kind: str, message: Message, context: Context) -> Message:
+def _answer(message_type: str, message: Message, context: Context) -> Message:
     """Return the reply to a message.
 
     A query that fails is answered with partition and reason, so that the server can name the client
@@ -42,9 +42,9 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
     try:
-        reply = _dispatch(kind, content, context, node)
+        reply = _dispatch(message_type, content, context, node)
     except Exception as error:
-        if kind != "query":
+        if message_type != "query":
             raise
         if is_on_a_device():  # elsewhere the server's log has it
             log.exception("this device cannot take part")
@@ -55,24 +55,24 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     return Message(reply, reply_to=message)
 
 
-def _dispatch(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
-    answer_once(kind, content, context, node.partition_id)
-    if kind in LIGHT:
-        reply: RecordDict = load(ANSWER_PHASE)(kind, content, context, node)
+def _dispatch(message_type: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
+    answer_once(message_type, content, context, node.partition_id)
+    if message_type in LIGHT:
+        reply: RecordDict = load(ANSWER_PHASE)(message_type, content, context, node)
         return reply
     if node.warm_worker:
         from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
 
-        return worker.ask(kind, content, context)
+        return worker.ask(message_type, content, context)
     use_cache(node.cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415
-    return answers.answer(kind, content, context)
+    return answers.answer(message_type, content, context)
 
 
 app.query()(partial(_answer, "query"))
 app.train()(partial(_answer, "train"))
 app.evaluate()(partial(_answer, "evaluate"))
 app.query("deliver")(partial(_answer, "deliver"))
-for _kind in ("calibrate", *PHASES):
-    app.train(_kind)(partial(_answer, _kind))
+for _action in ("calibrate", *PHASES):
+    app.train(_action)(partial(_answer, _action))

@@ -20,17 +20,18 @@ _UNPACKED, _RATIO = 2**28, 100  # a file may unpack to so many bytes, or so many
 
 
 @contextmanager
-def opened(path: Path, most: int) -> Iterator[BinaryIO]:
-    """Open a regular file of at most `most` bytes to read; raise ValueError for other files."""
+def opened(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
+    """Open a regular file of up to `max_bytes` bytes; raise ValueError for other files."""
     with open(path, "rb", opener=_open_nonblocking) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(
                 f"{path} is a pipe or a device, expected a regular file; put one in its place"
             )
-        if status.st_size > most:
+        if status.st_size > max_bytes:
             raise ValueError(
-                f"{path} has {status.st_size:,} bytes, expected {most:,} at most; name another file"
+                f"{path} has {status.st_size:,} bytes, expected {max_bytes:,} at most; "
+                "name another file"
             )
         yield file
 
@@ -40,15 +41,15 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
-def read_file(path: Path, most: int = TEXT) -> bytes:
-    """Read a regular file of at most `most` bytes."""
-    with opened(path, most) as file:
+def read_file(path: Path, max_bytes: int = TEXT) -> bytes:
+    """Read a regular file of at most `max_bytes` bytes."""
+    with opened(path, max_bytes) as file:
         return file.read()
 
 
-def check_file(path: Path, most: int = LARGE) -> None:
-    """Raise ValueError unless this is a regular file of at most `most` bytes."""
-    with opened(path, most):
+def check_file(path: Path, max_bytes: int = LARGE) -> None:
+    """Raise ValueError unless this is a regular file of at most `max_bytes` bytes."""
+    with opened(path, max_bytes):
         pass
 
 

@@ -29,7 +29,7 @@ from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.together import train_together
 
 
-def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
+def answer(message_type: str, content: RecordDict, context: Context) -> RecordDict:
     """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
     client = ClientRequest(content, context)
     # Refuse messages that a run of these settings does not send: they could ask for too much.
@@ -38,12 +38,14 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
         setting, allowed = "secure-aggregation = true", [TRAINED]
     elif client.config.privacy == "example":
         setting, allowed = "privacy = 'example'", ["train"]
-    if kind not in ("query", "deliver", *allowed):
+    if message_type not in ("query", "deliver", *allowed):
         raise ValueError(
-            f"{setting}: got a message that asks to {kind!r}, expected {' or '.join(allowed)}; the "
-            "server does not follow the run's settings"
+            f"{setting}: got a message that asks to {message_type!r}, expected "
+            f"{' or '.join(allowed)}; the server does not follow the run's settings"
         )
-    reply: RecordDict = (load(ANSWERS[kind]) if kind in ANSWERS else _ANSWERS[kind])(client)
+    reply: RecordDict = (
+        load(ANSWERS[message_type]) if message_type in ANSWERS else _ANSWERS[message_type]
+    )(client)
     return reply
 
 

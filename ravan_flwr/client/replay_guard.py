@@ -23,13 +23,16 @@ ACCOUNT = "privacy-account"  # the record in a node's state, with the number of 
 _OF = "of-run"
 
 
-def answer_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
+def answer_once(message_type: str, content: RecordDict, context: Context, partition: int) -> None:
     """Raise ValueError if a process of this node was asked this message, or a later one, before."""
     if not is_on_a_device():
         return
-    if kind in PHASES:
-        name, number = "secure", len(PHASES) * _number_in(content, "round") + PHASES.index(kind)
-    elif kind == "train" and context.run_config.get("privacy") == "example":
+    if message_type in PHASES:
+        name, number = (
+            "secure",
+            len(PHASES) * _number_in(content, "round") + PHASES.index(message_type),
+        )
+    elif message_type == "train" and context.run_config.get("privacy") == "example":
         earlier = _number_in(content, "earlier-rounds")
         name, number = "private", max(_number_in(context.state, "rounds", ACCOUNT), earlier) + 1
     else:

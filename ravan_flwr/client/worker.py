@@ -46,7 +46,7 @@ _started: list[subprocess.Popen[bytes]] = []  # workers outlive this process: no
 # In Flower's client process.
 
 
-def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
+def ask(message_type: str, content: RecordDict, context: Context) -> RecordDict:
     """Return the worker's answer, after starting one if necessary; change the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
     path = find_socket_folder() / f"{owner}.sock"
@@ -58,7 +58,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
             send_records(
                 connection,
                 {
-                    "kind": kind,
+                    "message-type": message_type,
                     "node-id": context.node_id,
                     "run-id": context.run_id,
                     "node-config": dict(context.node_config),
@@ -223,7 +223,7 @@ def _compute_answer(
         from ravan_flwr.client import answers  # noqa: PLC0415
     if new:
         answers.forget()
-    reply = answers.answer(header["kind"], content, context)
+    reply = answers.answer(header["message-type"], content, context)
     return [reply, context.state]
 
 

@@ -51,8 +51,8 @@ def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
     try:
         return yaml.SafeLoader.yaml_constructors[tag](loader, node)
     except (ValueError, LookupError, AttributeError, OverflowError):
-        kind = tag.rpartition(":")[2]
-        raise _yaml_error(node, f"{str(node.value)[:40]!r} is no {kind} of YAML") from None
+        type_name = tag.rpartition(":")[2]
+        raise _yaml_error(node, f"{str(node.value)[:40]!r} is no {type_name} of YAML") from None
 
 
 # YAML 1.1 takes 3e-3, which has no point, for a text.

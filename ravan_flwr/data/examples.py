@@ -74,29 +74,29 @@ def device_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             f"{where}: found no such folder, expected the absolute path of one on this device; "
             "change it in the node config"
         )
-    by_kind: dict[str, list[str]] = {}
+    by_loader: dict[str, list[str]] = {}
     files = visible_files(folder)
     for file in files:
-        if kind := _KINDS.get(file.suffix.lower()):
-            by_kind.setdefault(kind, []).append(str(file))
-    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may accompany the images
-        by_kind = {"imagefolder": by_kind["imagefolder"]}
-    if len(by_kind) != 1:
-        kinds = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
+        if loader := _LOADERS.get(file.suffix.lower()):
+            by_loader.setdefault(loader, []).append(str(file))
+    if "imagefolder" in by_loader:  # a metadata.csv or .jsonl may accompany the images
+        by_loader = {"imagefolder": by_loader["imagefolder"]}
+    if len(by_loader) != 1:
+        found = " and ".join(sorted(by_loader)) or f"{len(files)} files of other kinds"
         raise ValueError(
-            f"{where}: got {kinds}, expected images, parquet, CSV or JSON lines, and one kind of "
+            f"{where}: got {found}, expected images, parquet, CSV or JSON lines, and one kind of "
             "them; take the others out"
         )
-    ((kind, names),) = by_kind.items()
+    ((loader, names),) = by_loader.items()
     source: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
-    if kind == "imagefolder":  # the folder's name is the label, even if there is only one folder
+    if loader == "imagefolder":  # the folder's name is the label, even if there is only one folder
         pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
         source = {"data_files": pattern, "drop_labels": False}
-    elif kind == "csv":
+    elif loader == "csv":
         source |= CSV
     cache = str(cache_folder(folder, files))
     with hub_errors("data", str(folder), where=where):
-        examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **source)
+        examples = datasets.load_dataset(loader, split="train", cache_dir=cache, **source)
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")
     check_encoding(examples, where)
@@ -170,7 +170,7 @@ def _stratified_mask(labels: np.ndarray, share: float) -> np.ndarray:
     return chosen
 
 
-_KINDS = TABLES | dict.fromkeys(IMAGES, "imagefolder")
+_LOADERS = TABLES | dict.fromkeys(IMAGES, "imagefolder")
 SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
@@ -262,10 +262,10 @@ def find_labels(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
 
 def _sorted_values(splits: datasets.DatasetDict, feature: Any, where: str) -> list[str]:
     """Return the different values of the labels: numbers in order of size, texts in text order."""
-    kind = getattr(feature, "dtype", "list")
-    if kind not in ("string", "large_string", *_WHOLE_NUMBERS):
+    dtype = getattr(feature, "dtype", "list")
+    if dtype not in ("string", "large_string", *_WHOLE_NUMBERS):
         raise ValueError(
-            f"{where}: the labels are of the type {kind}, expected texts, or whole numbers; "
+            f"{where}: the labels are of the type {dtype}, expected texts, or whole numbers; "
             "convert them"
         )
     classes = {value for split in splits.values() for value in split.unique("label")}

@@ -54,12 +54,12 @@ _UNAVAILABLE = (
 
 
 @contextmanager
-def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Iterator[None]:
+def hub_errors(source: str, name: str, revision: str = "", where: str = "") -> Iterator[None]:
     """Turn errors of the hub into a ValueError that states what to do; hide progress bars.
 
-    `kind` is "model" or "data"; `where` replaces kind and name at the start of the message.
+    `source` is "model" or "data"; `where` replaces it and the name at the start of the message.
     """
-    where = where or f"{kind} {name}" + (f" at revision {revision}" if revision else "")
+    where = where or f"{source} {name}" + (f" at revision {revision}" if revision else "")
     note = "" if "/" in name else "found nothing there; correct the path; as an id of the hub: "
     try:
         with no_bars():
@@ -86,11 +86,11 @@ def hub_errors(kind: str, name: str, revision: str = "", where: str = "") -> Ite
         if name.startswith(("/", ".", "~")):
             raise NotAvailableError(
                 f"{where}: found no such folder, expected one that is here; has it moved? Name its "
-                f"place, {kind}=/path, or in the preset"
+                f"place, {source}=/path, or in the preset"
             ) from None
         if type(error) is ValueError:  # `datasets` lists what exists, such as subsets
             raise
-        options = "" if kind == "model" else " --repo-type dataset --local-dir /path"
+        options = "" if source == "model" else " --repo-type dataset --local-dir /path"
         at = f" --revision {revision}" if revision else ""
         raise NotAvailableError(
             f"{where}: {note}it is not in the cache, and cannot be downloaded ({_short(error)}); "
@@ -193,14 +193,14 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
             )
         return {"path": name, "name": subset or None, "revision": revision or None}
     if root.is_file():
-        if (kind := TABLES.get(root.suffix.lower())) is None:
+        if (loader := TABLES.get(root.suffix.lower())) is None:
             raise ValueError(
                 f"data {root}: got a file of kind {root.suffix!r}, expected "
                 f"{', '.join(TABLES)}, or a folder; name another"
             )
-        options = CSV if kind == "csv" else {}
+        options = CSV if loader == "csv" else {}
         cache = str(cache_folder(root, [root]))
-        return {"path": kind, "data_files": glob.escape(str(root)), "cache_dir": cache} | options
+        return {"path": loader, "data_files": glob.escape(str(root)), "cache_dir": cache} | options
     if subset and not (root / "README.md").is_file():
         if (root / subset).is_dir():
             root /= subset
@@ -212,22 +212,22 @@ def _source(name: str, subset: str, revision: str, foreign: bool) -> dict[str, A
             )
         subset = ""
     files = visible_files(root)
-    check_one_kind(root, files)
+    check_one_format(root, files)
     options = CSV if {path.suffix.lower() for path in files} == {".csv"} else {}
     cache = str(cache_folder(root, files))
     return {"path": str(root), "name": subset or None, "cache_dir": cache} | options
 
 
-def check_one_kind(folder: Path, files: Sequence[Path]) -> None:
-    """Raise ValueError for tables of several kinds, since `datasets` would read only one kind."""
+def check_one_format(folder: Path, files: Sequence[Path]) -> None:
+    """Raise ValueError for tables in several formats, since `datasets` would read only one."""
     if (folder / "README.md").is_file():  # a copy of a hub repository, which may name its files
         return
     # A metadata table may accompany images.
-    kinds = {path.suffix.lower() for path in files if path.stem != "metadata"} & TABLES.keys()
-    if len(kinds) > 1 and kinds != {".json", ".jsonl"}:  # both are read
+    suffixes = {path.suffix.lower() for path in files if path.stem != "metadata"} & TABLES.keys()
+    if len(suffixes) > 1 and suffixes != {".json", ".jsonl"}:  # both are read
         raise ValueError(
-            f"data {folder}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, "
-            "since only one would be read; take the others out"
+            f"data {folder}: got files of the kinds {', '.join(sorted(suffixes))}, expected one "
+            "kind, since only one would be read; take the others out"
         )
 
 

@@ -27,7 +27,11 @@ _GZIPPED = b"\x1f\x8b"
 
 def is_idx(folder: Path) -> bool:
     """Return whether a folder has any of the files."""
-    return any(_file(folder, split, kind).is_file() for split in SPLITS for kind in DIMENSIONS)
+    return any(
+        _file(folder, split, content_type).is_file()
+        for split in SPLITS
+        for content_type in DIMENSIONS
+    )
 
 
 def idx_splits(folder: Path) -> datasets.DatasetDict:
@@ -40,9 +44,9 @@ def idx_splits(folder: Path) -> datasets.DatasetDict:
     )
 
 
-def _file(folder: Path, split: str, kind: str) -> Path:
+def _file(folder: Path, split: str, content_type: str) -> Path:
     """Return a file's path, by either of its usual names, plain before gzipped."""
-    begin, end = f"{SPLITS[split]}-{kind}", f"idx{DIMENSIONS[kind]}-ubyte"
+    begin, end = f"{SPLITS[split]}-{content_type}", f"idx{DIMENSIONS[content_type]}-ubyte"
     paths = [folder / f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
     return next(filter(Path.is_file, paths), paths[0])
 
@@ -71,14 +75,14 @@ def _nested(images: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * height, rows)
 
 
-def _read(path: Path, kind: str) -> np.ndarray:
+def _read(path: Path, content_type: str) -> np.ndarray:
     """Read a file, gzipped or not by its content; ValueError for an invalid one."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIPPED
             file.seek(0)
             with gzip.open(file) if packed else file as content:
-                return _array(path, cast(BinaryIO, content), kind)
+                return _array(path, cast(BinaryIO, content), content_type)
     except (OSError, EOFError, zlib.error, struct.error) as error:  # a disk error, or too short
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
@@ -86,16 +90,17 @@ def _read(path: Path, kind: str) -> np.ndarray:
         ) from None
 
 
-def _array(path: Path, file: BinaryIO, kind: str) -> np.ndarray:
+def _array(path: Path, file: BinaryIO, content_type: str) -> np.ndarray:
     """Read and check the header, then read the array that it describes."""
-    number = DIMENSIONS[kind]
+    number = DIMENSIONS[content_type]
     begin, *sizes = struct.unpack(f">4s{number}I", file.read(4 + 4 * number))
     magic, size = bytes([0, 0, _BYTES, number]), math.prod(sizes)
     if begin != magic or not size or sizes[0] > MAX_EXAMPLES or size > MAX_BYTES:
         shape = " x ".join(f"{side:,}" for side in sizes)
         raise ValueError(
             f"data {path}: its header says {begin.hex(' ')} and {shape}, expected {magic.hex(' ')} "
-            f"(bytes), 1 to {MAX_EXAMPLES:,} {kind} and {MAX_BYTES:,} bytes at most; restore it"
+            f"(bytes), 1 to {MAX_EXAMPLES:,} {content_type} and {MAX_BYTES:,} bytes at "
+            "most; restore it"
         )
     content = file.read(size + 1)
     if len(content) != size:

@@ -48,7 +48,7 @@ def model_folder(spec: ModelSpec) -> Path:
             "which transformers would load beside it; merge it into the model, or take it away"
         )
     for path in folder.iterdir():
-        if any(path.match(kind) for kind in FILES) and not path.is_dir():
+        if any(path.match(pattern) for pattern in FILES) and not path.is_dir():
             with model_file_errors(spec.name, path.name):
                 check_file(path, LARGE if path.suffix == ".safetensors" else MAX_BYTES)
     settings_in(folder, spec.name)

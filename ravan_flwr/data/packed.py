@@ -26,13 +26,13 @@ _ROWS = 1024  # of a table at a time
 def check_examples(path: Path) -> None:
     """Raise ValueError unless this is a file of examples whose content is not far larger."""
     check_file(path, LARGE)
-    kind = Extractor.infer_extractor_format(path)
-    if kind == "gzip":
+    archive = Extractor.infer_extractor_format(path)
+    if archive == "gzip":
         _check_gzipped(path)
-    elif kind is not None:
+    elif archive is not None:
         raise ValueError(
-            f"{path} is packed by {kind}, expected a plain or gzipped file; unpack it, or take it "
-            "away"
+            f"{path} is packed by {archive}, expected a plain or gzipped file; unpack it, or take "
+            "it away"
         )
     elif path.suffix.lower() == ".parquet":
         check_parquet(path)

@@ -59,15 +59,15 @@ def read_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
         raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
     if not path.is_dir():
         check_file(path, sys.maxsize)
-    kind = path.suffix.lower()
-    if path.is_dir() or kind in IMAGES:
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in IMAGES:
         rows = _images(path, columns)
-    elif kind in _TABLES:
-        rows = _TABLES[kind](path, columns)
+    elif suffix in _TABLES:
+        rows = _TABLES[suffix](path, columns)
     else:
         raise ValueError(
-            f"data = {str(path)!r}: got a file of kind {kind!r}, expected {', '.join(_TABLES)}, an "
-            "image or a folder of images; give the file the suffix of its format"
+            f"data = {str(path)!r}: got a file of kind {suffix!r}, expected {', '.join(_TABLES)}, "
+            "an image or a folder of images; give the file the suffix of its format"
         )
     next(rows)
     return cast(Iterator[Row], rows)
@@ -237,12 +237,12 @@ def _plain_columns(schema: pa.Schema) -> dict[str, type]:
     of_no_cell = (
         types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary
     )  # fmt: skip
-    for name, kind in zip(schema.names, schema.types, strict=True):
-        if types.is_integer(kind) and kind != pa.uint64():  # which no int64 holds
+    for name, arrow_type in zip(schema.names, schema.types, strict=True):
+        if types.is_integer(arrow_type) and arrow_type != pa.uint64():  # which no int64 holds
             columns[name] = int
-        elif types.is_floating(kind):
+        elif types.is_floating(arrow_type):
             columns[name] = float
-        elif not any(test(kind) for test in of_no_cell):
+        elif not any(test(arrow_type) for test in of_no_cell):
             columns[name] = str
     return columns
 
@@ -318,12 +318,12 @@ def read_image(value: Any, folder: Path) -> Image.Image:
     except (UnreadableError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise UnreadableError(f"it is no image of a kind that is read: {_KINDS}") from None
+        raise UnreadableError(f"it is no image of a kind that is read: {_FORMATS}") from None
     except Exception as error:  # noqa: BLE001 (Pillow's readers may raise any exception)
         raise UnreadableError(f"its image cannot be read: {error}") from None
 
 
-_KINDS = ", ".join(FORMATS)
+_FORMATS = ", ".join(FORMATS)
 
 
 @contextmanager

@@ -180,8 +180,12 @@ _STANDINGS = {
 
 def sentence(table: Table, lines: Sequence[Line]) -> str:
     """Return sentences on significantly better and worse rows (95 % intervals), and on faults."""
-    named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
-    texts = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
+    named = {standing: [x.row for x in lines if x.standing == standing] for standing in _STANDINGS}
+    texts = [
+        _STANDINGS[standing].format(table.against, ", ".join(x))
+        for standing, x in named.items()
+        if x
+    ]
     # Are all runs done with the rates that are as good?
     complete = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
     if not texts and len(lines) > 1:

@@ -103,8 +103,8 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
     for table in study.tables:
         table_study = Study(study.title, [table])
         while True:
-            for kind in (candidates, table_runs):
-                runs = kind(table_study, results)
+            for list_of in (candidates, table_runs):
+                runs = list_of(table_study, results)
                 todo = [run for run in runs if not (results.of(run) or run in attempted)]
                 if todo:
                     break
@@ -113,7 +113,7 @@ def run_missing(study: Study, results: Results, options: RunOptions) -> None:
                 log.info("table %r: %d runs, %d of them done", table.title, len(runs), runs_done)
             if not todo:
                 break
-            _run(todo, results, options, table.metric if kind is table_runs else "")
+            _run(todo, results, options, table.metric if list_of is table_runs else "")
             attempted |= set(todo)
 
 

@@ -130,10 +130,10 @@ class InProcessGrid(Grid):
     def _push(self, message: Message) -> str:
         message_id = str(uuid.uuid4())
         # An unanswered message of the same kind to the same client is dropped.
-        self._waiting.pop(self._last.pop(node_and_kind(message), ""), None)
+        self._waiting.pop(self._last.pop(node_and_type(message), ""), None)
         set_message_id(message, message_id)
         self._waiting[message_id] = message
-        self._last[node_and_kind(message)] = message_id
+        self._last[node_and_type(message)] = message_id
         return message_id
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -143,7 +143,7 @@ class InProcessGrid(Grid):
         for message_id in list(ids) if len(ids) == 1 else self._waiting:
             if message_id in ids:
                 message = self._waiting.pop(message_id)
-                self._last.pop(node_and_kind(message), None)
+                self._last.pop(node_and_type(message), None)
                 try:
                     return [self._deliver(message)]
                 except TimeoutError:
@@ -206,15 +206,15 @@ class InProcessGrid(Grid):
         return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
 
 
-def node_and_kind(message: Message) -> tuple[int, str]:
+def node_and_type(message: Message) -> tuple[int, str]:
     """Return the id of a message's client, and the kind of the message."""
     return message.metadata.dst_node_id, message.metadata.message_type
 
 
 def _is_like(message: Message, other: Message) -> bool:
     """Return whether two messages ask for training with the same budget fraction."""
-    kinds = [one.metadata.message_type for one in (message, other)]
-    if kinds != [MessageType.TRAIN, MessageType.TRAIN]:
+    types = [one.metadata.message_type for one in (message, other)]
+    if types != [MessageType.TRAIN, MessageType.TRAIN]:
         return False
     ours, theirs = (one.content.config_records["config"] for one in (message, other))
     return ours["budget-fraction"] == theirs["budget-fraction"]

@@ -8,7 +8,7 @@ from flwr.app import Error, Message, MessageType
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.flower_private import NodeInfo
-from ravan_flwr.launch.in_process_grid import InProcessGrid, node_and_kind
+from ravan_flwr.launch.in_process_grid import InProcessGrid, node_and_type
 from ravan_flwr.messages.arrays import array_bytes
 from ravan_flwr.simulated_time.clock import SimulatedClock
 from ravan_flwr.simulated_time.devices import make_devices
@@ -42,21 +42,21 @@ class TimedGrid(InProcessGrid):
         return self._listed(super().get_node_ids())
 
     def _push(self, message: Message) -> str:
-        self.clock.forget(self._last.get(node_and_kind(message), ""))  # drop the earlier message
+        self.clock.forget(self._last.get(node_and_type(message), ""))  # drop the earlier message
         message_id = super()._push(message)
-        if node_and_kind(message)[1] in TIMED:
+        if node_and_type(message)[1] in TIMED:
             self._begin(message_id, message)
         return message_id
 
     def _begin(self, message_id: str, message: Message) -> None:
         """Start the simulated work of a client's device on a message."""
-        node, kind = node_and_kind(message)
+        node, message_type = node_and_type(message)
         fraction = _fraction(message)
         self.clock.send(
             message_id, node - 1,
             array_bytes(message),
-            self._work.operations(kind, fraction, node - 1),
-            self._work.upload_size(kind, fraction),
+            self._work.operations(message_type, fraction, node - 1),
+            self._work.upload_size(message_type, fraction),
         )  # fmt: skip
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -74,8 +74,8 @@ class TimedGrid(InProcessGrid):
     def _deliver(self, message: Message) -> Message:
         """Return a client's reply, or an error if its device lacks memory."""
         self.clock.forget(message.metadata.message_id)
-        node, kind = node_and_kind(message)
-        if kind in TRAINING and (
+        node, message_type = node_and_type(message)
+        if message_type in TRAINING and (
             reason := self._work.memory_shortage(_fraction(message), node - 1)
         ):
             return Message(Error(2, reason), reply_to=message)

@@ -68,11 +68,13 @@ def serve(connection: Connection) -> NoReturn:
     log = _collect_log()
     with suppress(EOFError, OSError):
         while True:
-            content, kind, group, context = connection.recv()
+            content, message_type, group, context = connection.recv()
             context.run_config = with_preset_path(
                 context.run_config
             )  # may name a preset by its path
-            reply = compute_reply(Message(content, context.node_id, kind, group_id=group), context)
+            reply = compute_reply(
+                Message(content, context.node_id, message_type, group_id=group), context
+            )
             answer = reply.error if reply.has_error() else reply.content
             lines = [(record.name, record.levelno, record.getMessage()) for record in log.buffer]
             log.buffer.clear()

@@ -35,7 +35,9 @@ def receive_records(connection: Connection) -> tuple[Header, list[RecordDict]]:
     """Return the header and the records that `send_records` sent."""
     header = json.loads(connection.recv_bytes())
     records = [
-        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
+        RecordDict(
+            {name: _record(record_type, items, connection) for name, record_type, items in layout}
+        )
         for layout in header.pop("records")
     ]
     return header, records
@@ -48,15 +50,15 @@ def _layout(name: str, record: _Record) -> list[Any]:
     return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
 
 
-def _record(kind: str, items: Any, connection: Connection) -> _Record:
-    if kind == "arrays":
+def _record(record_type: str, items: Any, connection: Connection) -> _Record:
+    if record_type == "arrays":
         return ArrayRecord(
             {
                 key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
                 for key, dtype, shape, stype in items
             }
         )
-    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
+    return ConfigRecord(items) if record_type == "config" else MetricRecord(items)
 
 
 def to_pieces(pieces: Mapping[str, bytes]) -> ArrayRecord:

@@ -52,13 +52,13 @@ def read_registered_client(
         raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
     if not all(type(number) is float for number in derived):
         raise ValueError(f"derived is {shown(derived)}, expected float numbers")
-    for key, value, least, most in (
+    for key, value, low, high in (
         ("num-partitions", parts, 1, MOST_PARTITIONS),
         ("partition-id", values["partition_id"], 0, parts - 1),
         ("examples", values["examples"], 1, MOST_EXAMPLES),
     ):
-        if not least <= value <= most:
-            raise ValueError(f"{key} is {value}, expected {least} to {most}")
+        if not low <= value <= high:
+            raise ValueError(f"{key} is {value}, expected {low} to {high}")
     if not 0 < (fraction := values["budget_fraction"]) <= 1:
         raise ValueError(f"budget-fraction is {fraction}, expected above 0 and at most 1")
     texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}

@@ -26,7 +26,7 @@ from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifie
 from ravan_flwr.methods.extensions import norm_limits
 
 FLAT = "largest"  # the name of the numbers of all tensors without heads
-PLACES, FORM = "/places", "/form"
+PLACES, SHAPE = "/places", "/form"
 
 Sparsity = tuple[Fraction, Fraction]  # densities of broadcasts and uploads
 WHOLE: Sparsity = (Fraction(1), Fraction(1))
@@ -87,8 +87,8 @@ def _place_bytes(numbers: int, k: int) -> tuple[int, bool]:
 def largest(rows: Tensor, k: int) -> Tensor:
     """Return a mask of each row's `k` numbers of largest magnitude; the first of equal numbers."""
     sizes = rows.detach().abs().nan_to_num(nan=torch.inf)  # the server rejects non-finite numbers
-    least = sizes.topk(k, dim=1).values[:, -1:]
-    above, tied = sizes > least, sizes == least
+    smallest = sizes.topk(k, dim=1).values[:, -1:]
+    above, tied = sizes > smallest, sizes == smallest
     room = k - above.sum(1, keepdim=True)
     return above | (tied & (tied.cumsum(1) <= room))
 
@@ -136,7 +136,7 @@ def sparsify(tensors: Mapping[str, Tensor], density: Fraction, names: Set[str]) 
     plain = [name for name in chosen if tensors[name].ndim <= 2]
     for name in chosen:
         tensor = coded.pop(name).detach().cpu()
-        coded[name + FORM] = torch.empty((0, *tensor.shape), dtype=torch.uint8)
+        coded[name + SHAPE] = torch.empty((0, *tensor.shape), dtype=torch.uint8)
         if name not in plain:
             rows[name] = tensor.reshape(*tensor.shape[:-2], -1)
     if plain:
@@ -151,50 +151,54 @@ def sparsify(tensors: Mapping[str, Tensor], density: Fraction, names: Set[str]) 
     return coded
 
 
-def densify(coded: Mapping[str, Tensor], density: Fraction, most: int | None = None) -> Tensors:
+def densify(
+    coded: Mapping[str, Tensor], density: Fraction, max_numbers: int | None = None
+) -> Tensors:
     """Return the dense tensors of `sparsify`'s result; raise ValueError for other input.
 
-    With `most`, as for an upload, raise ValueError for more numbers before any tensor is filled.
-    A tensor of numbers that is not sparse is then rejected too.
+    With `max_numbers`, as for an upload, raise ValueError for more numbers before any tensor is
+    filled. A tensor of numbers that is not sparse is then rejected too.
     """
     if density == 1:
         return dict(coded)
-    forms = _forms(coded)
-    numbers = sum(map(math.prod, forms.values()))
-    if most is not None and numbers > most:
-        raise ValueError(f"its tensors have {numbers} numbers, expected {most} at most")
-    plain = {name: form for name, form in forms.items() if len(form) <= 2}
+    shapes = _shapes(coded)
+    numbers = sum(map(math.prod, shapes.values()))
+    if max_numbers is not None and numbers > max_numbers:
+        raise ValueError(f"its tensors have {numbers} numbers, expected {max_numbers} at most")
+    plain = {name: shape for name, shape in shapes.items() if len(shape) <= 2}
     dense: Tensors = {}
     if plain:
-        sizes = [math.prod(form) for form in plain.values()]
+        sizes = [math.prod(shape) for shape in plain.values()]
         parts = _filled(coded, FLAT, (), sum(sizes), density).split(sizes)
         dense |= {n: p.view(plain[n]) for n, p in zip(plain, parts, strict=True)}
-    for name, form in forms.items():
+    for name, shape in shapes.items():
         if name not in plain:
-            filled = _filled(coded, name, form[:-2], math.prod(form[-2:]), density)
-            dense[name] = filled.view(form)
-    used = {name + FORM for name in forms} | {FLAT, FLAT + PLACES} | dense.keys()
+            filled = _filled(coded, name, shape[:-2], math.prod(shape[-2:]), density)
+            dense[name] = filled.view(shape)
+    used = {name + SHAPE for name in shapes} | {FLAT, FLAT + PLACES} | dense.keys()
     used |= {name + PLACES for name in dense}
     remainder = {name: tensor for name, tensor in coded.items() if name not in used}
     for name, tensor in remainder.items():
-        has_numbers = most is not None and tensor.is_floating_point() and tensor.numel()
+        has_numbers = max_numbers is not None and tensor.is_floating_point() and tensor.numel()
         if has_numbers or name.endswith(PLACES):
-            raise ValueError(f"{name} is no part of a sparse upload, expected it with {name}{FORM}")
+            raise ValueError(
+                f"{name} is no part of a sparse upload, expected it with {name}{SHAPE}"
+            )
     return remainder | dense
 
 
-def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the dense tensors, in the order of their names."""
-    forms = {}
-    for name in sorted(name for name in coded if name.endswith(FORM)):
-        form = coded[name]
-        if form.dtype != torch.uint8 or form.ndim < 2 or form.shape[0] or 0 in form.shape[1:]:
+    shapes = {}
+    for name in sorted(name for name in coded if name.endswith(SHAPE)):
+        empty = coded[name]  # (0, *shape)
+        if empty.dtype != torch.uint8 or empty.ndim < 2 or empty.shape[0] or 0 in empty.shape[1:]:
             raise ValueError(
-                f"{name} is {form.dtype} {tuple(form.shape)}, expected torch.uint8 and a shape of "
-                "0 and a tensor's sides"
+                f"{name} is {empty.dtype} {tuple(empty.shape)}, expected torch.uint8 and a shape "
+                "of 0 and a tensor's sides"
             )
-        forms[name.removesuffix(FORM)] = tuple(form.shape[1:])
-    return forms
+        shapes[name.removesuffix(SHAPE)] = tuple(empty.shape[1:])
+    return shapes
 
 
 def _filled(
@@ -208,8 +212,8 @@ def _filled(
     ):
         tensor = coded.get(key)
         if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            form = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{key} is {form}, expected {dtype} {shape}")
+            got = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{key} is {got}, expected {dtype} {shape}")
     rows = math.prod(lead)
     places = coded[name + PLACES].reshape(rows, -1)
     at = _read_places(name + PLACES, places, numbers, k)

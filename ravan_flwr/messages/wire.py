@@ -57,18 +57,18 @@ def _to_half(name: str, tensor: Tensor, wire: str) -> Tensor:
     return half
 
 
-def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) -> Tensors:
+def decode(tensors: Mapping[str, Tensor], wire: str, max_numbers: int | None = None) -> Tensors:
     """Return tensors decoded into float32; raise ValueError for input that `encode` never makes.
 
-    The result takes four bytes a number, at most four times the bytes sent. With `most`, raise
-    ValueError for more numbers before any tensor is decoded.
+    The result takes four bytes a number, at most four times the bytes sent. With `max_numbers`,
+    raise ValueError for more numbers before any tensor is decoded.
     """
     if wire == "float32":
         return dict(tensors)
     expected = _CODED[wire]
     numbers = sum(tensor.numel() for tensor in tensors.values() if tensor.dtype == expected)
-    if most is not None and numbers > most:
-        raise ValueError(f"its tensors have {numbers} numbers, expected {most} at most")
+    if max_numbers is not None and numbers > max_numbers:
+        raise ValueError(f"its tensors have {numbers} numbers, expected {max_numbers} at most")
     plain: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(_SCALES):

@@ -107,8 +107,8 @@ def best_heads(
 
 def selection_probabilities(scores: Tensor, number: int) -> Tensor:
     """Return the probability that each head is among its layer's `number` best, random in ties."""
-    least = scores.sort(dim=1, descending=True).values[:, number - 1, None]
-    above, tied = scores > least, scores == least
+    smallest = scores.sort(dim=1, descending=True).values[:, number - 1, None]
+    above, tied = scores > smallest, scores == smallest
     left = number - above.sum(1, keepdim=True)
     return torch.where(above, 1.0, torch.where(tied, left / tied.sum(1, keepdim=True), 0.0))
 

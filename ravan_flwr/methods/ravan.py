@@ -101,11 +101,13 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
         counts = bits[:total].view(len(self.layers), self.heads).sum(1).tolist()
-        most = affordable(fraction, self.heads)
-        if self.settings.selection == "layer" and set(counts) != {most}:
-            raise ValueError(f"heads marks {counts} heads by layer, expected {most} in each")
-        if self.settings.selection == "global" and sum(counts) != most * len(self.layers):
-            raise ValueError(f"heads marks {sum(counts)} heads, expected {most * len(self.layers)}")
+        per_layer = affordable(fraction, self.heads)
+        if self.settings.selection == "layer" and set(counts) != {per_layer}:
+            raise ValueError(f"heads marks {counts} heads by layer, expected {per_layer} in each")
+        if self.settings.selection == "global" and sum(counts) != per_layer * len(self.layers):
+            raise ValueError(
+                f"heads marks {sum(counts)} heads, expected {per_layer * len(self.layers)}"
+            )
         check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
@@ -153,11 +155,11 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         self, adapters: Sequence[MultiHeadLinear], rows: Mapping[str, Tensor], fraction: float
     ) -> None:
         chosen = rows["H"].view(len(self.layers), self.heads)
-        most = affordable(fraction, self.heads) * len(self.layers)
-        if int(chosen.sum()) > most:
+        max_heads = affordable(fraction, self.heads) * len(self.layers)
+        if int(chosen.sum()) > max_heads:
             raise ValueError(
-                f"asked to train {int(chosen.sum())} heads, expected {most} at most with a budget "
-                f"of {fraction:g}"
+                f"asked to train {int(chosen.sum())} heads, expected {max_heads} at most with a "
+                f"budget of {fraction:g}"
             )
         for adapter, heads in zip(adapters, self.heads_of(rows), strict=True):
             if len(heads) < self.heads:

@@ -180,8 +180,10 @@ class MeansByNorm:
     def close(self) -> Tensors:
         """Return the next state."""
         total = Means(self.state)
-        most = math.frexp(MAX_NORM_RATIO * statistics.median(self.norms))[1] if self.norms else 0
-        for exponent in sorted(key for key in self.classes if key <= most):
+        max_exponent = (
+            math.frexp(MAX_NORM_RATIO * statistics.median(self.norms))[1] if self.norms else 0
+        )
+        for exponent in sorted(key for key in self.classes if key <= max_exponent):
             for name, mean in self.classes[exponent].means.items():
                 total.means[name].sum += mean.sum
                 total.means[name].weight += mean.weight

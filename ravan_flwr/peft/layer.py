@@ -86,12 +86,12 @@ class RavanLinear(nn.Module, BaseTunerLayer):
                 f"r = {rank}: layer {layer_name} is {self.out_features} x {self.in_features}, "
                 f"expected at most {side}; lower r, or name the layer in exclude_modules"
             )
-        most = self.out_features * self.in_features // rank**2
-        if heads > most:
+        max_heads = self.out_features * self.in_features // rank**2
+        if heads > max_heads:
             raise ValueError(
                 f"num_heads = {heads}: heads of r = {rank} would have more numbers than layer "
-                f"{layer_name}, expected at most {most}; lower num_heads or r, or name the layer "
-                "in exclude_modules"
+                f"{layer_name}, expected at most {max_heads}; lower num_heads or r, or name the "
+                "layer in exclude_modules"
             )
         B, A = make_bases(
             config.init,

@@ -32,7 +32,7 @@ class RavanModel(BaseTuner):
     tuner_layer_cls = RavanLinear
     target_module_mapping = {  # noqa: RUF012 (PEFT declares it otherwise)
         **{k: list(v) for k, v in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()},
-        **{kind: list(targets) for kind, targets in TARGETS.items()},
+        **{model_type: list(targets) for model_type, targets in TARGETS.items()},
     }
 
     def inject_adapter(

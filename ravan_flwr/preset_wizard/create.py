@@ -82,7 +82,7 @@ def preset_text(
         model=model,
         spec=data.spec,
         task=task,
-        most=COVERED,
+        covered=COVERED,
         run=run,
         budgets=LORA_RANK,
     )

@@ -53,10 +53,10 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
 def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> float:
     """Return the smallest noise multiplier with which all releases stay within epsilon."""
     low, high = LEAST_MULTIPLIER, MOST_MULTIPLIER
-    most = epsilon_of(high, rate, delta, releases)
-    if most > epsilon:
+    highest = epsilon_of(high, rate, delta, releases)
+    if highest > epsilon:
         raise ValueError(
-            f"epsilon = {epsilon:g}: {releases} releases with delta = {delta:g} take {most:.4g} "
+            f"epsilon = {epsilon:g}: {releases} releases with delta = {delta:g} take {highest:.4g} "
             f"even with a noise multiplier of {high:g}; raise epsilon or delta, or train fewer "
             "rounds"
         )

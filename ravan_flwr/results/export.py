@@ -206,8 +206,8 @@ def write_reader(folder: Path, loaded: ModelAndData) -> None:
         with no_bars():
             reader.save_pretrained(folder)
         content = read_json(folder / PROCESSOR, str(folder))
-        kind = str(content.get("image_processor_type", "")).removesuffix("Pil")
-        _write_json(folder / PROCESSOR, content | {"image_processor_type": kind})
+        processor = str(content.get("image_processor_type", "")).removesuffix("Pil")
+        _write_json(folder / PROCESSOR, content | {"image_processor_type": processor})
     if labels := loaded.task.data.labels:
         _write_json(folder / "labels.json", list(labels))
 

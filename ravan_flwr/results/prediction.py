@@ -30,7 +30,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 
 Cells = Sequence[str | float | int | None]
 _Item = TypeVar("_Item")
-Kinds = Mapping[str, type]  # of the columns, by name: str, int or float
+ColumnTypes = Mapping[str, type]  # of the columns, by name: str, int or float
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of a formula
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
@@ -60,12 +60,12 @@ _WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
 
 
 @contextmanager
-def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], None]]:
+def new_table(path: Path, columns: ColumnTypes) -> Iterator[Callable[[Iterable[Cells]], None]]:
     """Yield a function that writes rows; the file appears if the block raises no error."""
     check_output(path)
-    kind, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
-    convert = (lambda cell: escape_formula(_utf8(cell))) if kind == ".csv" else _utf8
+    suffix, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    schema = pa.schema([(name, _ARROW[column_type]) for name, column_type in columns.items()])
+    convert = (lambda cell: escape_formula(_utf8(cell))) if suffix == ".csv" else _utf8
 
     def write(rows: Iterable[Cells]) -> None:
         named = [dict(zip(schema.names, map(convert, row), strict=True)) for row in rows]
@@ -73,7 +73,7 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Callable[[Iterable[Cells]], 
 
     try:
         with temporary.open("wb") as file:
-            with closing(_WRITERS[kind](file, schema)) as writer:
+            with closing(_WRITERS[suffix](file, schema)) as writer:
                 yield write
             flush(file)
         try:
@@ -143,12 +143,12 @@ def predict(
         rows = read_rows(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
         key: dict[str, type] = {"file": str} if by_file else {"row": int}
-        kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
+        answer = {name: float if name == "probability" else str for name in task.prediction_columns}
         result = Predicted(output)
         encoded = _encoded(rows, task, data)
-        answers = key | kinds | {"problem": str}
+        answers = key | answer | {"problem": str}
         passed = {} if by_file else read_columns(data)
-        columns = key | _renamed(passed, answers) | kinds | {"problem": str}
+        columns = key | _renamed(passed, answers) | answer | {"problem": str}
         with new_table(output, columns) as write:
             predicted = _predicted(loaded, task, encoded, result, passed)
             for cells in _batches(predicted, _ROWS_AT_ONCE):
@@ -157,14 +157,14 @@ def predict(
     return result
 
 
-def _renamed(passed: Kinds, answers: Kinds) -> dict[str, type]:
+def _renamed(passed: ColumnTypes, answers: ColumnTypes) -> dict[str, type]:
     """Return the columns of an input, with other names for those that have an answer's name."""
     renamed: dict[str, type] = {}
-    for name, kind in passed.items():
+    for name, column_type in passed.items():
         new = name
         while new in answers or (new != name and new in passed):
             new = f"input-{new}"
-        renamed[new] = kind
+        renamed[new] = column_type
     return renamed
 
 
@@ -217,7 +217,7 @@ def _predicted(
     task: Predicts,
     encoded: Iterator[tuple[Row, Columns | None]],
     result: Predicted,
-    passed: Kinds,
+    passed: ColumnTypes,
 ) -> Iterator[Cells]:
     """Predict in batches: yield the cells of each row, and count unreadable rows in `result`.
 
@@ -231,7 +231,7 @@ def _predicted(
             answers = iter(predictions(loaded.model, task, arrays, loaded.config.precision))
         for row, inputs in batch:
             result.rows += 1
-            cells = (_as(kind, row.cells.get(name)) for name, kind in passed.items())
+            cells = (_as(column_type, row.cells.get(name)) for name, column_type in passed.items())
             key = [row.file or row.number, *cells]
             if inputs is not None:
                 yield [*key, *next(answers), None]
@@ -242,11 +242,11 @@ def _predicted(
             yield [*key, *[None] * len(task.prediction_columns), row.problem]
 
 
-def _as(kind: type, value: Any) -> str | float | int | None:
+def _as(column_type: type, value: Any) -> str | float | int | None:
     """Return a cell of the input as a text or number; None for none, and for no finite number."""
     if value is None or isinstance(value, str):
         return value
-    if kind is str:
+    if column_type is str:
         nested = isinstance(value, dict | list | bool)
         return json.dumps(value, ensure_ascii=False, default=str) if nested else str(value)
     return value if math.isfinite(value) else None

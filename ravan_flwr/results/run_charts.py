@@ -28,7 +28,7 @@ from ravan_flwr.results.classes import read_classes
 from ravan_flwr.runs.history import Curve, Groups, RecordedRun, common_metric
 from ravan_flwr.tasks import is_fraction
 
-_MAX_KINDS = 40  # of devices
+_MAX_DEVICES = 40  # kinds of device in a chart
 _MAX_HEADS = int(KEYS["heads"].high)
 _MAX_TOGETHER = 6  # lines that a reader can distinguish in one picture
 
@@ -133,27 +133,27 @@ def _devices(run: RecordedRun) -> list[Chart]:
     clients = [client for r in run.rounds if r["round"] for client in r["clients"]]
     if not (run.has_time_of_devices and clients and all("span" in client for client in clients)):
         return []
-    busy, kinds = defaultdict[int, float](float), dict[int, str]()
+    busy, devices = defaultdict[int, float](float), dict[int, str]()
     for client in clients:
         partition, (begin, end) = client["partition-id"], client["span"]
         busy[partition] += end - begin
-        kinds[partition] = client.get("device", f"client {partition}")
-    updates = Counter(kinds[client["partition-id"]] for client in clients)
-    shown = sorted(updates)[:: -(-len(updates) // _MAX_KINDS)]
-    fractions = {kind: 100 * updates[kind] / updates.total() for kind in shown}
+        devices[partition] = client.get("device", f"client {partition}")
+    updates = Counter(devices[client["partition-id"]] for client in clients)
+    shown = sorted(updates)[:: -(-len(updates) // _MAX_DEVICES)]
+    fractions = {device: 100 * updates[device] / updates.total() for device in shown}
     about = "For each kind of device: its fraction of all updates that were used."
     charts = [bars(Caption("devices", "Updates by device", about), fractions, "device", "%")]
     duration = run.rounds[-1].get("time", 0.0)
     if duration > 0:
-        idle: dict[str, list[float]] = {kind: [] for kind in shown}
+        idle: dict[str, list[float]] = {device: [] for device in shown}
         for partition, seconds in busy.items():
-            if kinds[partition] in idle:
-                idle[kinds[partition]].append(max(0.0, 100 * (1 - seconds / duration)))
+            if devices[partition] in idle:
+                idle[devices[partition]].append(max(0.0, 100 * (1 - seconds / duration)))
         about = (
             "For each kind of device: the fraction of the run's time in which a client worked on "
             "no update that was used, as a mean over the clients that took part."
         )
-        values = {kind: mean(percentages) for kind, percentages in idle.items()}
+        values = {device: mean(percentages) for device, percentages in idle.items()}
         charts.append(bars(Caption("idle", "Idle time by device", about), values, "device", "%"))
     return charts
 

@@ -211,16 +211,16 @@ _Content = TypeVar("_Content")
 
 
 @cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
+def _adapter(schema: Any) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter  # noqa: PLC0415 (`--help` needs none)
 
-    return TypeAdapter(kind)
+    return TypeAdapter(schema)
 
 
-def check(content: object, kind: type[_Content]) -> _Content:
-    """Return `content` unchanged; raise ValueError unless it is a valid `kind`."""
+def check(content: object, schema: type[_Content]) -> _Content:
+    """Return `content` unchanged; raise ValueError unless it is valid by the `schema`."""
     try:
-        _adapter(cast(Any, kind)).validate_python(content, strict=True)
+        _adapter(cast(Any, schema)).validate_python(content, strict=True)
     except ValueError as error:
         raise ValueError(f"it has {first_error(cast('ValidationError', error))}") from None
     return cast(_Content, content)

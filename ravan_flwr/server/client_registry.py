@@ -46,7 +46,7 @@ REFUSALS_LOGGED = 5  # refused nodes with a log line each, per recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that connect when the result is delivered
 MAX_LATE = 2  # late replies per node that are fetched after their round has closed
 MISSED = "registry/missed"  # in a checkpoint: missed replies of each node, and when its skip ends
-KINDS = (MessageType.TRAIN, MessageType.EVALUATE)  # of messages whose replies are missed
+MESSAGE_TYPES = (MessageType.TRAIN, MessageType.EVALUATE)  # of messages whose replies are missed
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -63,7 +63,7 @@ class Node:
     client: RegisteredClient | None = None
     partition: int | None = None  # as it says, also if it is refused; None: not known
     refused: str = ""  # the reason
-    # By kind of message: a node that answers only one kind must be skipped for the other kind.
+    # By type of message: a node that answers only one type must be skipped for the other.
     missed_replies: dict[str, int] = field(default_factory=dict)  # in a row
     skipped_until: dict[str, int] = field(default_factory=dict)  # first round in which it is asked
     has_fixed: bool = False  # it has the fixed tensors, if there are some
@@ -83,15 +83,17 @@ class Node:
         """Return missed replies plus faults; replies of nodes with the fewest are read first."""
         return sum(self.missed_replies.values()) + self.faults
 
-    def note_missed_reply(self, kind: str, round_number: int) -> None:
+    def note_missed_reply(self, message_type: str, round_number: int) -> None:
         """Skip the node for 2^(k-1) - 1 rounds after k missed replies in a row (k at most 7)."""
-        self.missed_replies[kind] = self.missed_replies.get(kind, 0) + 1
-        self.skipped_until[kind] = round_number + 2 ** min(self.missed_replies[kind] - 1, 6)
+        self.missed_replies[message_type] = self.missed_replies.get(message_type, 0) + 1
+        self.skipped_until[message_type] = round_number + 2 ** min(
+            self.missed_replies[message_type] - 1, 6
+        )
 
-    def answered(self, kind: str) -> None:
+    def answered(self, message_type: str) -> None:
         """Note a valid reply: the node may be asked for this kind in every round again."""
-        self.missed_replies.pop(kind, None)
-        self.skipped_until.pop(kind, None)
+        self.missed_replies.pop(message_type, None)
+        self.skipped_until.pop(message_type, None)
         self.faults = 0
 
     def expect_late(self, message_id: str, client: RegisteredClient, why: str) -> None:
@@ -100,12 +102,13 @@ class Node:
             del self.late[next(iter(self.late))]
         self.late[message_id] = client, why
 
-    def is_skipped(self, kind: str, round_number: int) -> bool:
+    def is_skipped(self, message_type: str, round_number: int) -> bool:
         """Return whether the node is skipped; if it is skipped in training, also in evaluation."""
         if not self.skipped_until:  # true of most nodes
             return False
         return any(
-            self.skipped_until.get(task, 0) > round_number for task in (kind, MessageType.TRAIN)
+            self.skipped_until.get(task, 0) > round_number
+            for task in (message_type, MessageType.TRAIN)
         )
 
 
@@ -192,7 +195,7 @@ class ClientRegistry:
     def without_skipped(
         self,
         clients: Sequence[RegisteredClient],
-        kind: str,
+        message_type: str,
         round_number: int,
         min_clients: int = 1,
     ) -> list[RegisteredClient]:
@@ -200,7 +203,7 @@ class ClientRegistry:
         available = [
             client
             for client in clients
-            if not self.nodes[client.node_id].is_skipped(kind, round_number)
+            if not self.nodes[client.node_id].is_skipped(message_type, round_number)
         ]
         return available if len(available) >= max(min_clients, self.min_clients) else list(clients)
 
@@ -208,9 +211,12 @@ class ClientRegistry:
     def memory(self) -> Tensors:
         """Return what a simulated run needs to skip the same clients after a resume."""
         rows = [
-            (node.client.partition_id, KINDS.index(kind), missed, node.skipped_until[kind])
+            (
+                node.client.partition_id, MESSAGE_TYPES.index(message_type), missed,
+                node.skipped_until[message_type],
+            )
             for node in self.nodes.values() if node.client is not None
-            for kind, missed in node.missed_replies.items()
+            for message_type, missed in node.missed_replies.items()
         ]  # fmt: skip
         return {MISSED: torch.tensor(rows)} if rows else {}
 
@@ -218,8 +224,8 @@ class ClientRegistry:
         """Restore what `memory` returned before the run was stopped."""
         nodes = {client.partition_id: self.nodes[client.node_id] for client in self._by_partition}
         for partition, number, missed, until in memory.get(MISSED, torch.empty(0)).tolist():
-            nodes[partition].missed_replies[KINDS[number]] = missed
-            nodes[partition].skipped_until[KINDS[number]] = until
+            nodes[partition].missed_replies[MESSAGE_TYPES[number]] = missed
+            nodes[partition].skipped_until[MESSAGE_TYPES[number]] = until
 
     # Recruiting.
 

@@ -47,7 +47,7 @@ class MessageBuilder:
     def message(
         self,
         client: RegisteredClient,
-        kind: str,
+        message_type: str,
         number: int,
         arrays: ArrayRecord,
         config: Mapping[str, Scalar],
@@ -61,7 +61,7 @@ class MessageBuilder:
             settings["fixed-hash"] = self._fixed_hash
             if not self.nodes[client.node_id].has_fixed:
                 content[FIXED] = self.fixed
-        return Message(content, client.node_id, kind, group_id=str(number))
+        return Message(content, client.node_id, message_type, group_id=str(number))
 
 
 @dataclass(frozen=True)

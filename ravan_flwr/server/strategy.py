@@ -290,10 +290,12 @@ class FederatedTuning(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Return a message for each client, but the skipped ones, to evaluate the state."""
-        kind, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
-        clients = self.registry.without_skipped(self.registry.present(grid), kind, server_round)
+        message_type, content = MessageType.EVALUATE, self.release.encode(self.state.tensors)
+        clients = self.registry.without_skipped(
+            self.registry.present(grid), message_type, server_round
+        )
         message = self.message_builder.message
-        return [message(client, kind, server_round, content, {}) for client in clients]
+        return [message(client, message_type, server_round, content, {}) for client in clients]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

@@ -159,8 +159,11 @@ def _checked(replies: list[Message], message_id: str) -> Message:
         records = reply.content.array_records.values() if reply.has_content() else ()
         for array in (array for record in records for array in record.values()):
             # Flower checks only some of these types, depending on the transport.
-            kinds = (array.dtype, str), (array.shape, tuple), (array.stype, str)
-            if not all(isinstance(value, kind) for value, kind in (*kinds, (array.data, bytes))):
+            types = (array.dtype, str), (array.shape, tuple), (array.stype, str)
+            if not all(
+                isinstance(value, expected_type)
+                for value, expected_type in (*types, (array.data, bytes))
+            ):
                 raise TypeError("it has an array whose dtype, shape, stype or data is of no use")
         return reply
     named = plain(str(replies[0].metadata.reply_to_message_id), 80)
@@ -197,8 +200,8 @@ def check_objects(contents: Mapping[str, bytes]) -> None:
 def _weight_of_array(content: bytes, sizes: Mapping[str, int]) -> int:
     """Return the bytes of an Array's chunks, each counted as often as it is listed."""
     head, _, body = content.partition(b"\0")
-    kind, children, _ = head.decode().split(" ")
-    if kind != Array.__qualname__:
+    type_name, children, _ = head.decode().split(" ")
+    if type_name != Array.__qualname__:
         return 0
     ids = children.split(",")
     return sum(sizes.get(ids[index], 0) for index in json.loads(body)["arraychunk_ids"])

@@ -130,7 +130,7 @@ def read_evaluated(
         metrics, _ = open_reply(reply, round_number)
         number = above_zero(metrics, "num-examples", max_examples)
         if measures.unit != "examples":
-            number = above_zero(metrics, f"num-{measures.unit}", number * measures.most)
+            number = above_zero(metrics, f"num-{measures.unit}", number * measures.max_per_example)
         limits = {
             name: (0, 1) if name in IN_UNIT_RANGE else (-MAX_LOSS, MAX_LOSS)
             for name in measures.names

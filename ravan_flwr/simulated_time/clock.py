@@ -106,7 +106,7 @@ class SimulatedClock(Clock):
         self._now += min((d.online[0] * HOUR - self.now) % day or day for d in self.devices)
 
     def find_device(self, client: int) -> str | None:
-        return self.devices[client].kind
+        return self.devices[client].name
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_ABOVE
 class Device:
     """A client's simulated device."""
 
-    kind: str
+    name: str
     operations: float  # floating-point operations a second, in training
     downlink: float  # bytes a second
     uplink: float
@@ -80,18 +80,18 @@ def uniform(random: torch.Generator) -> Device:  # noqa: ARG001
 
 def edge_gpus(random: torch.Generator) -> Device:
     """Draw an edge GPU on a fixed link."""
-    kind, (teraflops, memory) = _draw(JETSONS, random)
+    name, (teraflops, memory) = _draw(JETSONS, random)
     down = MEDIAN * _lognormal_factor(random) * MBIT
-    return Device(kind, UTILISATION * teraflops * 1e12, down, down / 5, memory * GB)
+    return Device(name, UTILISATION * teraflops * 1e12, down, down / 5, memory * GB)
 
 
 def phones(random: torch.Generator) -> Device:
     """Draw a phone on a mobile link."""
-    kind, (teraflops, memory) = _draw(PHONES, random)
+    name, (teraflops, memory) = _draw(PHONES, random)
     link = _lognormal_factor(random)
     begin = DAY * float(torch.rand((), generator=random))
     return Device(
-        kind, UTILISATION * teraflops * 1e12, 166.13 * link * MBIT, 21.08 * link * MBIT,
+        name, UTILISATION * teraflops * 1e12, 166.13 * link * MBIT, 21.08 * link * MBIT,
         memory * GB, (begin, begin + NIGHT),
     )  # fmt: skip
 
@@ -148,9 +148,9 @@ def _read_hours(where: str, text: str) -> tuple[float, float]:
 
 
 def _draw(
-    kinds: Mapping[str, tuple[float, float]], random: torch.Generator
+    table: Mapping[str, tuple[float, float]], random: torch.Generator
 ) -> tuple[str, tuple[float, float]]:
-    return list(kinds.items())[int(torch.randint(len(kinds), (), generator=random))]
+    return list(table.items())[int(torch.randint(len(table), (), generator=random))]
 
 
 def _lognormal_factor(random: torch.Generator) -> float:

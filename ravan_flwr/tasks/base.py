@@ -100,7 +100,7 @@ class Measures:
 
     names: Sequence[str] = ("loss", "accuracy")  # that clients report
     unit: str = "examples"  # over which means are taken: examples or tokens
-    most: int = 1  # units per example, at most
+    max_per_example: int = 1  # units per example, at most
     completed: Callable[[Mapping[str, float]], dict[str, float]] = dict  # adds derived metrics
 
     def means(self, sums: Mapping[str, float], examples: int) -> dict[str, float]:

@@ -277,7 +277,9 @@ class CapturedClient:
         torch.cuda.synchronize()
         graph.seconds[replays].append(time.perf_counter() - began)
         if graph.is_measured:
-            eager, replayed = (1000 * median(graph.seconds[kind]) for kind in (False, True))
+            eager, replayed = (
+                1000 * median(graph.seconds[is_replay]) for is_replay in (False, True)
+            )
             self.owner.log_once(f"a step takes {replayed:.1f} ms captured, and {eager:.1f} not")
             if replayed > eager:
                 graphs = self.state.graphs if self.state else {}

@@ -153,10 +153,10 @@ def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float
         return
     for line in lines:
         _, _, rest = line.partition(":")
-        kinds, _, path = rest.partition(":")
-        if kinds and "cpu" not in kinds.split(","):
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
             continue
-        inner = root / kinds / path.lstrip("/") if kinds else root / path.lstrip("/")
+        inner = root / controllers / path.lstrip("/") if controllers else root / path.lstrip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(root):
                 yield _quota(folder)

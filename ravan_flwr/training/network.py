@@ -149,29 +149,29 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
     # By name, because the Auto classes import every architecture to find one.
     mapping = getattr(transformers, task.auto_class)._model_mapping
     table: dict[str, str | tuple[str, ...]] = mapping._model_mapping
-    kind = str(settings.get("model_type", ""))
-    if kind not in table:
-        reads = _reads(kind)
+    model_type = str(settings.get("model_type", ""))
+    if model_type not in table:
+        reads = _reads(model_type)
         if reads and reads != task.reads:
             raise ValueError(
                 f"your data are {task.reads}, but this model reads {reads} (its architecture is "
-                f"{kind!r}); choose a model that reads {task.reads}, or other data"
+                f"{model_type!r}); choose a model that reads {task.reads}, or other data"
             )
         raise ValueError(
-            f"model of architecture {kind!r}: transformers has none of that architecture for "
+            f"model of architecture {model_type!r}: transformers has none of that architecture for "
             f"{task.auto_class}; choose another model"
         )
-    names = table[kind]
+    names = table[model_type]
     first = names if isinstance(names, str) else names[0]
     network: type[PreTrainedModel] = getattr(transformers, first)
     return network
 
 
-def _reads(kind: str) -> str:
+def _reads(model_type: str) -> str:
     """Return what networks of an architecture read: images or texts; "" if that is unknown."""
     from transformers.models.auto import modeling_auto as auto  # noqa: PLC0415 (names of classes)
 
-    if kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+    if model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "images"
     texts = (
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -179,7 +179,7 @@ def _reads(kind: str) -> str:
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
-    return "texts" if any(kind in names for names in texts) else ""
+    return "texts" if any(model_type in names for names in texts) else ""
 
 
 def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
@@ -315,22 +315,22 @@ CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
 
 def prepare_network(network: PreTrainedModel, config: Config) -> None:
     """Enable gradient checkpointing if configured; ValueError for an unsupported setting."""
-    name, kind = config.model.name, type(network).__name__
+    name, class_name = config.model.name, type(network).__name__
     if config.packing:
         check_packing(network)
     # Modules that transformers keeps in float32; T5's overflow in float16.
     fp32_modules = getattr(network, "_keep_in_fp32_modules", None)
     if config.precision == "float16" and fp32_modules:
         raise ValueError(
-            f"precision = 'float16': the numbers of model {name}, a {kind}, become too large for "
-            f"it in {', '.join(sorted(fp32_modules))}, expected bfloat16 or float32; set "
+            f"precision = 'float16': the numbers of model {name}, a {class_name}, become too large "
+            f"for it in {', '.join(sorted(fp32_modules))}, expected bfloat16 or float32; set "
             "precision=bfloat16"
         )
     if not config.gradient_checkpointing:
         return
     if not network.supports_gradient_checkpointing:
         raise ValueError(
-            f"gradient-checkpointing = true: model {name}, a {kind}, cannot; leave it out"
+            f"gradient-checkpointing = true: model {name}, a {class_name}, cannot; leave it out"
         )
     # The method's name in transformers 5, and that in its first releases.
     newer = getattr(network, "activation_checkpointing_enable", None)

@@ -11,7 +11,7 @@ from ravan_flwr.simulated_time.devices import Device
 from ravan_flwr.training.cost import Skeleton, step_memory, step_operations
 from ravan_flwr.training.model_and_data import get_model_and_data
 
-CALIBRATE = "train.calibrate"  # the kind of message of a calibration round
+CALIBRATE = "train.calibrate"  # the type of the messages of a calibration round
 
 
 class Workload:
@@ -32,25 +32,25 @@ class Workload:
         """Return the number of training examples of each client."""
         return get_model_and_data(self.config).partition_sizes(self.clients)
 
-    def operations(self, kind: str, fraction: float, client: int) -> float:
+    def operations(self, message_type: str, fraction: float, client: int) -> float:
         """Count the floating-point operations with which a client answers a message."""
         config = self.config
         forward, step = step_operations(config, fraction)
-        if kind == "evaluate":
+        if message_type == "evaluate":
             # The validation split has ceil(part n) of n examples, the training split the rest.
             part = config.validation_share
             validation = self.examples[client] * part / (1 - part)
             return forward * validation / config.batch_size
-        if self.calibration and kind == CALIBRATE and not self.calibration.by_steps:
+        if self.calibration and message_type == CALIBRATE and not self.calibration.by_steps:
             return step * config.calibration_steps
         steps = config.local_steps or config.steps_of(self.examples[client])
         return step * steps
 
-    def upload_size(self, kind: str, fraction: float) -> int:
+    def upload_size(self, message_type: str, fraction: float) -> int:
         """Return the bytes of the arrays in a client's reply to a message."""
-        if kind == "evaluate":
+        if message_type == "evaluate":
             return 0
-        if self.calibration and kind == CALIBRATE:
+        if self.calibration and message_type == CALIBRATE:
             return self.calibration.bytes_up
         return self.bytes_up(fraction)
 
@@ -66,10 +66,10 @@ class Workload:
         need = step.weights + step.added
         if need <= memory:
             return ""
-        kind = self.devices[client].kind
+        name = self.devices[client].name
         return (
             f"out of memory: a step needs {need / 1e9:.2f} GB with a budget of {fraction:g}, and a "
-            f"device {kind} has {memory / 1e9:g} GB; lower batch-size or budgets"
+            f"device {name} has {memory / 1e9:g} GB; lower batch-size or budgets"
         )
 
     def fractions_by_speed(self) -> list[float]:

@@ -258,7 +258,7 @@ def test_a_worker_of_a_device_counts_as_on_a_device(monkeypatch):
     monkeypatch.setattr(client, "answer", record_call)
     for number in (0, 77):
         header = {
-            "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
+            "message-type": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
             "node-config": {"partition-id": 0, "num-partitions": 2},
         }  # fmt: skip
         worker._compute_answer(header, RecordDict(), RecordDict(), new=False)

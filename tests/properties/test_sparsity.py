@@ -82,7 +82,7 @@ def test_the_next_state_equals_flascs():
         assert any(torch.any(tensor == 0) for tensor in largest.values())
         total = {name: total[name] + largest[name] for name in total}
         change = change_of(method, upload, sent)
-        arrived = densify(sparsify(change, UP, change.keys()), UP, most=10**6)
+        arrived = densify(sparsify(change, UP, change.keys()), UP, max_numbers=10**6)
         sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
     for name, tensor in sums.close().items():
         torch.testing.assert_close(tensor, state[name] + total[name] / 3, rtol=1e-6, atol=1e-6)
@@ -106,7 +106,7 @@ def test_a_non_finite_value_affects_no_sum(name):
     sums = Aggregate(method, state, UpdateNormCheck(None, 1e6))
     for key in floats:
         corrupted = change | {key: torch.full_like(change[key], torch.nan)}
-        arrived = densify(sparsify(corrupted, UP, change.keys()), UP, most=10**6)
+        arrived = densify(sparsify(corrupted, UP, change.keys()), UP, max_numbers=10**6)
         with pytest.raises(ValueError, match="not finite"):
             sums.check_and_add(moved(method, arrived, 1.0, state), 1.0)
     assert bool(floats) == (name != "local")

@@ -199,5 +199,5 @@ def _log_delivery(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> N
 
 def _by_number(name: str) -> tuple[bool, int]:
     """Return a sort key: partitions by their numbers, other names after them."""
-    kind, _, number = name.partition(" ")
-    return kind != "partition", int(number or 0)
+    word, _, number = name.partition(" ")
+    return word != "partition", int(number or 0)

@@ -129,10 +129,10 @@ class ExampleAccount:
     def after(self, rounds: int, per_round: Releases) -> "ExampleAccount":
         """Return this account with further rounds, each of the releases `per_round`."""
         numbers = {(release.multiplier, release.rate): release.number for release in self.releases}
-        kind = per_round.multiplier, per_round.rate
+        mechanism = per_round.multiplier, per_round.rate
         if rounds:
-            numbers[kind] = numbers.get(kind, 0) + per_round.number * rounds
-        releases = tuple(Releases(*kind, number) for kind, number in numbers.items())
+            numbers[mechanism] = numbers.get(mechanism, 0) + per_round.number * rounds
+        releases = tuple(Releases(*mechanism, number) for mechanism, number in numbers.items())
         return ExampleAccount(self.rounds + rounds, releases)
 
 

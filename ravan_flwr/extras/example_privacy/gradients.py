@@ -142,7 +142,7 @@ def check_trained(network: nn.Module, parameters: Sequence[nn.Parameter]) -> Non
     missing = {id(p) for p in ExampleGradients(network, parameters).without_rule}
     for name, module in network.named_modules():
         if any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
-            names = ", ".join(kind.__name__ for kind in RULES)
+            names = ", ".join(layer_type.__name__ for layer_type in RULES)
             raise ValueError(
                 f"privacy = 'example': a trained layer is a {type(module).__name__}, {name}, "
                 "without a rule for the gradients of single examples, expected "

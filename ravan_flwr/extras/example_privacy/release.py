@@ -70,19 +70,19 @@ class ExampleBudget(PrivacyBudget):
     def begin(self, registry: ClientRegistry, rounds: int) -> None:
         self._registry = registry
         clients = list(registry.clients.values())
-        least, rate = (choose(map(self.rate, clients)) for choose in (min, max))
+        min_examples, rate = (choose(map(self.rate, clients)) for choose in (min, max))
         self.calibrate(rate, rounds * self.steps)
         if self.ends_after(0) and not self.counts:
-            raise self.epsilon_too_small(self._epsilon(TimesAsked(least, 1)))
+            raise self.epsilon_too_small(self._epsilon(TimesAsked(min_examples, 1)))
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
             "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
             "client that trains in every round of %d, delta %g",
-            *(self.multiplier, self.config.clip_norm, self.steps, least, rate, self.epsilon),
+            *(self.multiplier, self.config.clip_norm, self.steps, min_examples, rate, self.epsilon),
             *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
         )
-        most = max(client.examples for client in clients)
-        self.warn_of_delta(most, f"clients of {most} examples: one of these")
+        max_examples = max(client.examples for client in clients)
+        self.warn_of_delta(max_examples, f"clients of {max_examples} examples: one of these")
 
     def rate(self, client: RegisteredClient) -> float:
         """Return the sampling rate of a client's examples."""

@@ -41,7 +41,7 @@ def gradient_rule(layer: nn.Module) -> Rule | None:
     """Return the rule for a layer; None if there is none."""
     if isinstance(layer, nn.Linear) and type(layer) not in (nn.Linear, StoredLinear):
         return None  # an unknown subclass may compute anything
-    return next((rule for kind, rule in RULES.items() if isinstance(layer, kind)), None)
+    return next((rule for layer_type, rule in RULES.items() if isinstance(layer, layer_type)), None)
 
 
 def ruled_parameters(layer: nn.Module) -> list[Tensor]:

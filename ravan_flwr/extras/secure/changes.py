@@ -98,11 +98,12 @@ def min_cohort(config: Config, clients: int) -> int:
 
 def check_cohort(config: Config, cohort: int, clients: int) -> None:
     """Raise ValueError unless the cohort's size is between `min_cohort` and the setting."""
-    least, most = min_cohort(config, clients), config.clients_per_round
-    if not least <= cohort <= most:
+    smallest, largest = min_cohort(config, clients), config.clients_per_round
+    if not smallest <= cohort <= largest:
         raise ValueError(
-            f"got a round of {cohort} clients, expected {least} to {most}: at least two thirds of "
-            "clients-per-round, or of all clients if they are fewer; lower clients-per-round"
+            f"got a round of {cohort} clients, expected {smallest} to {largest}: at least two "
+            "thirds of clients-per-round, or of all clients if they are fewer; lower "
+            "clients-per-round"
         )
 
 

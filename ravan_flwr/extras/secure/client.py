@@ -100,7 +100,9 @@ class SecureClient:
 
         DistrustError for signatures that are not valid, ValueError otherwise.
         """
-        own_keys = [agreement.derive_public_key(self.state[kind]) for kind in ("sealing", "pairs")]
+        own_keys = [
+            agreement.derive_public_key(self.state[purpose]) for purpose in ("sealing", "pairs")
+        ]
         keys: set[bytes] = set()
         distrusted: dict[int, str] = {}
         entries = cut(key_list, [ENTRY] * len(schedule.partitions))
@@ -119,11 +121,11 @@ class SecureClient:
         if len(keys) != 2 * len(schedule.partitions):
             raise ValueError("got one key of two clients, expected each to have its own")
 
-    def _secret_with(self, schedule: Schedule, peer: int, kind: str) -> bytes:
+    def _secret_with(self, schedule: Schedule, peer: int, purpose: str) -> bytes:
         """Return the secret shared with another client, by the keys for sealing or for pairs."""
-        at = ENTRY * schedule.partitions.index(peer) + (KEY if kind == "pairs" else 0)
+        at = ENTRY * schedule.partitions.index(peer) + (KEY if purpose == "pairs" else 0)
         public = self.state["roll"][at : at + KEY]
-        return agreement.shared_secret(self.state[kind], public)
+        return agreement.shared_secret(self.state[purpose], public)
 
     def _sealing_key(self, schedule: Schedule, statement: bytes, dealer: int, holder: int) -> bytes:
         peer = holder if dealer == self.partition else dealer

@@ -33,7 +33,7 @@ def round_bytes(config: Config, method: Method, state: Mapping[str, Tensor]) -> 
         if method.can_train(fraction):
             random = generator(config.seed, "heads", 1, partition)
             rows[partition] = selected_rows(method, state, fraction, random)
-    least, number = config.secure_minimum, config.num_rounds
-    schedule = make_schedule(2**63, number, least, parts, rows, digest)
+    minimum, number = config.secure_minimum, config.num_rounds
+    schedule = make_schedule(2**63, number, minimum, parts, rows, digest)
     up, down = max_protocol_bytes(schedule)
     return RoundBytes(WIDTH, WIDTH + up, down)  # one number more: how many were cut off

@@ -34,11 +34,11 @@ def to_steps(
 
 def decode_mean(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
     """Return the mean over that many clients; ValueError if their sum cannot be as large."""
-    most = clients * LEVELS
-    if total.size and int(total.max()) > most:
+    max_sum = clients * LEVELS
+    if total.size and int(total.max()) > max_sum:
         raise ValueError(
-            f"a sum of {clients} clients is {int(total.max())}, expected {most} at most: a client "
-            "sent what is not masked as agreed"
+            f"a sum of {clients} clients is {int(total.max())}, expected {max_sum} at most: a "
+            "client sent what is not masked as agreed"
         )
     middle = LEVELS // 2
     return (total.astype(np.float64) / clients - middle) * (bound / middle)

@@ -32,9 +32,11 @@ _LIGHT_PHASES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Par
 }
 
 
-def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
+def answer_phase(
+    message_type: str, content: RecordDict, context: Context, node: Node
+) -> RecordDict:
     """Return the reply to a message of a light phase."""
-    names, phase = _LIGHT_PHASES[kind]
+    names, phase = _LIGHT_PHASES[message_type]
     number = content.config_records["config"]["round"]
     if type(number) is not int:
         raise ValueError(f"got round {number!r}, expected a whole number")

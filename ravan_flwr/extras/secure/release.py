@@ -183,16 +183,16 @@ class Masked(Mean):
             disputes[second].add(first)
         blamed = set()
         for pair in ((error.partition, denier) for denier in error.deniers):
-            most = max(len(disputes[partition]) for partition in pair)
-            blamed |= {partition for partition in pair if len(disputes[partition]) == most}
+            max_disputes = max(len(disputes[partition]) for partition in pair)
+            blamed |= {partition for partition in pair if len(disputes[partition]) == max_disputes}
         return sorted(blamed)
 
     def _unmask(self) -> UnmaskedSum:
         secure, round_log = self.secure, self.round.log
         partitions = [client["partition-id"] for client in round_log.clients]
-        sent, least = secure.close_masked(), self.config.min_replies
-        if len(partitions) < least:
-            raise ValueError(round_log.too_few_replies_message(least))
+        sent, min_replies = secure.close_masked(), self.config.min_replies
+        if len(partitions) < min_replies:
+            raise ValueError(round_log.too_few_replies_message(min_replies))
         self.round.quorum = secure.schedule.threshold
         alive = [
             client
@@ -229,7 +229,7 @@ class Masked(Mean):
 
     def _ask(
         self,
-        kind: str,
+        phase: str,
         clients: Sequence[RegisteredClient],
         parts: Parts,
         names: Sequence[str],
@@ -239,12 +239,14 @@ class Masked(Mean):
         number, pieces, messages = self.round.number, to_pieces(parts), []
         for client in clients:
             content = RecordDict({PIECES: pieces, "config": ConfigRecord({"round": number})})
-            messages.append(Message(content, client.node_id, f"train.{kind}", group_id=str(number)))
+            messages.append(
+                Message(content, client.node_id, f"train.{phase}", group_id=str(number))
+            )
 
         def read(message: Message, sent: Sent) -> None:
             answer = read_phase(message, number, names)
             if DISTRUSTS in answer:
-                if kind == "shares":  # one vote of each client
+                if phase == "shares":  # one vote of each client
                     self._accused.update(_partitions(answer[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(sent.client.partition_id, answer)

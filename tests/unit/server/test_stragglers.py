@@ -494,9 +494,9 @@ def test_an_oversized_upload_is_refused_before_it_is_decoded(wire):
     random = torch.Generator().manual_seed(0)
     coded = encode({"x": torch.ones(1000, 1000), "y": torch.ones(5)}, wire, random)
     with Counting() as counting, pytest.raises(ValueError, match="have 1000005 numbers, expected"):
-        decode(coded, wire, most=1_000_004)
+        decode(coded, wire, max_numbers=1_000_004)
     assert sum(counting.made.values()) < 2**20
-    assert decode(coded, wire, most=1_000_005)["x"].shape == (1000, 1000)
+    assert decode(coded, wire, max_numbers=1_000_005)["x"].shape == (1000, 1000)
 
 
 @pytest.mark.parametrize(
