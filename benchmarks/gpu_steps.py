@@ -73,7 +73,7 @@ def rounds(loaded: ModelAndData) -> list[list[LocalResult]]:
         sums = method.open_round(own)
         results = []
         for client, options in enumerate(OPTIONS):
-            fraction = 0.5 if client % 2 and method.parts else 1.0
+            fraction = 0.5 if client % 2 and method.budget_units else 1.0
             steps = LocalSteps(
                 **{"number": 3, "batch_size": BATCH, "learning_rate": 0.003, **options},
                 precision=loaded.config.precision,

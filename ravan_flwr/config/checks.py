@@ -190,7 +190,7 @@ def _check_training(values: Values) -> None:
             "deployment its own budget",
         )  # fmt: skip
     _check_order(values, "micro-batch-size", "batch-size")
-    schedule = KEYS["learning-rate-schedule"].parts("learning-rate-schedule", str(
+    schedule = KEYS["learning-rate-schedule"].parse("learning-rate-schedule", str(
         values["learning-rate-schedule"]))  # fmt: skip
     start, end = float(values["learning-rate"]), schedule.get("end", AUTO)
     if end != AUTO and float(end) > start:

@@ -34,8 +34,8 @@ class Key:
     above: float = -math.inf  # in place of `low`, if the bound itself is not allowed
     high: float = math.inf
     below: float = math.inf  # in place of `high`
-    # First word of a text -> the parts that may follow it. A part's `help` is its name.
-    forms: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
+    # First word of a text -> the parameters that may follow it. A parameter's `help` is its name.
+    variants: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
     pattern: str = ""  # a regular expression that the whole text must match
     in_words: str = ""  # `pattern` in words
 
@@ -52,9 +52,9 @@ class Key:
     @property
     def allowed(self) -> str:
         """Return a description of the allowed values."""
-        forms = (":".join([word, *(part.help.upper() for part in parts)])
-                 for word, parts in self.forms.items())  # fmt: skip
-        words = ", ".join([*self.choices, *forms])
+        variants = (":".join([word, *(parameter.help.upper() for parameter in parameters)])
+                 for word, parameters in self.variants.items())  # fmt: skip
+        words = ", ".join([*self.choices, *variants])
         if words and self.value_type is str:
             return f"one of {words}"
         if self.value_type is bool:
@@ -80,8 +80,8 @@ class Key:
         if isinstance(value, str) and self.value_type is not str:  # a word in place of a number
             if value in self.choices:
                 return value
-            if value.partition(":")[0] in self.forms:
-                return self._joined(self.parts(name, value))
+            if value.partition(":")[0] in self.variants:
+                return self._joined(self.parse(name, value))
         if not isinstance(value, self.value_type) or isinstance(value, bool) != (
             self.value_type is bool
         ):
@@ -89,8 +89,8 @@ class Key:
             raise ValueError(f"{problem}; got a {got}")
         if isinstance(value, str) and self.choices:
             check_choice(name, value, self.choices)
-        if isinstance(value, str) and self.forms:
-            return self._joined(self.parts(name, value))
+        if isinstance(value, str) and self.variants:
+            return self._joined(self.parse(name, value))
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise ValueError(problem)
         if not isinstance(value, str) and not (
@@ -100,28 +100,33 @@ class Key:
             raise ValueError(problem)
         return value
 
-    def parts(self, name: str, text: str) -> dict[str, Scalar]:
-        """Return the parts of `WORD:PART:PART` by name, the word as "", empty parts' defaults."""
+    def parse(self, name: str, text: str) -> dict[str, Scalar]:
+        """Return the parameters of `WORD:VALUE:VALUE` by name, the word as ""."""
         word, *rest = text.split(":")
-        check_choice(name, word, self.forms)
-        parts = self.forms[word]
-        if len(rest) > len(parts):
-            form = ":".join([word, *(part.help.upper() for part in parts)])
+        check_choice(name, word, self.variants)
+        parameters = self.variants[word]
+        if len(rest) > len(parameters):
+            form = ":".join([word, *(parameter.help.upper() for parameter in parameters)])
             raise ValueError(
-                f"{name} = {text!r}: got {len(rest)} parts, expected {form}; leave the others out"
+                f"{name} = {text!r}: got {len(rest)} parameters, expected {form}; leave the "
+                "others out"
             )
         read: dict[str, Scalar] = {"": word}
-        for part, value in zip(parts, rest + [""] * (len(parts) - len(rest)), strict=True):
-            where = f"{name} = {text!r}: {part.help}"
-            read[part.help] = part.checked(where, part.typed(value)) if value else part.default
+        for parameter, value in zip(
+            parameters, rest + [""] * (len(parameters) - len(rest)), strict=True
+        ):
+            where = f"{name} = {text!r}: {parameter.help}"
+            read[parameter.help] = (
+                parameter.checked(where, parameter.typed(value)) if value else parameter.default
+            )
         return read
 
     def _joined(self, read: Mapping[str, Scalar]) -> str:
-        """Return the parts as text, the inverse of `parts`; trailing empty defaults are omitted."""
+        """Return parameters as text, as `parse` reads it, without empty defaults at the end."""
         words = [str(read[""])]
-        for part in self.forms[words[0]]:
-            value = read[part.help]
-            omitted = value == part.default and value in ("", AUTO, 0)
+        for parameter in self.variants[words[0]]:
+            value = read[parameter.help]
+            omitted = value == parameter.default and value in ("", AUTO, 0)
             is_float = isinstance(value, float)
             words.append("" if omitted else str(value).removesuffix(".0" if is_float else ""))
         return ":".join(words).rstrip(":")

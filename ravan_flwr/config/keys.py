@@ -107,7 +107,7 @@ class Config:
         "devices of a profile (uniform, phones, edge-gpus), or of a YAML file; auto: real time")
     budgets: str = key("full", "distribution of the clients' budget fractions: how much of the "
         "adapters each can train; by-speed: as much as a simulated device can do in SECONDS, or in "
-        "the median time of all", forms=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
+        "the median time of all", variants=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
     aggregation: str = key("sync", "when the server updates the state: sync: after the replies of "
         "a round's clients; async: after buffer-size updates, while concurrency clients train",
         choices=("sync", "async"))
@@ -130,7 +130,7 @@ class Config:
         "alike, with different class proportions (the smaller ALPHA, the more they differ), "
         "one client for each value of a column, or with few classes or shards of sorted examples "
         "each; COLUMN: the column by which they differ, in place of the preset's",
-        forms={
+        variants={
             "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
             "natural": (_COLUMN,), "pathological": (_count("classes"), _COLUMN),
             "shards": (_count("shards"), _COLUMN),
@@ -139,7 +139,7 @@ class Config:
     # training on a client
     local_steps: int | None = preset_key(50, "optimiser steps of a client in each round, or passes "
         "over its examples, so that more examples mean more steps", low=1, high=1_000_000,
-        forms={"epochs": (Key(1.0, "number", value_type=float, above=0, high=10_000),)})
+        variants={"epochs": (Key(1.0, "number", value_type=float, above=0, high=10_000),)})
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
     micro_batch_size: int | None = auto_key("examples of a step that are computed at a time "
         "(gradient accumulation), to save memory; auto: all", low=1, high=65_536)
@@ -149,12 +149,12 @@ class Config:
     learning_rate: float = auto_key("learning rate of the clients", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, by default a fiftieth of it; it rises in the first "
-        "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
+        "WARM-UP rounds", variants={"constant": (_WARM_UP,), "cosine": (
             Key(AUTO, "end", value_type=float, low=0, high=10), _WARM_UP)})
     optimizer: str = key("adam", "clients' optimiser: Adam, by default without the weight decay of "
         "AdamW and without a norm to which gradients are clipped; FedProx pulls the parameters "
         "towards the round's start with strength MU as well",
-        forms={"adam": _OF_STEP, "fedprox": (_MU, *_OF_STEP)})
+        variants={"adam": _OF_STEP, "fedprox": (_MU, *_OF_STEP)})
     max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
     device: str = auto_key("where to compute; auto: a GPU if there is one",
         pattern=r"(auto|cpu|cuda|mps)(:\d+)?", in_words="auto, cpu, cuda, cuda:N or mps",
@@ -190,9 +190,9 @@ class Config:
         low=1, high=65_536, choices=("lower", "higher"))
     lora_scale: float | str = preset_key(1.0, "scale of a LoRA's update, alpha / r; sqrt-clients: "
         "ALPHA sqrt(clients-per-round / r), by default with ALPHA 1 (SFed-LoRA)", above=0,
-        high=1_000, forms={"sqrt-clients": (_SCALE,)})
+        high=1_000, variants={"sqrt-clients": (_SCALE,)})
     init: str = preset_key("gram-schmidt", "initialisation of RAVAN's frozen bases B and A; STEPS: "
-        "number of each client's batches for data-aware bases, by default 8", forms={
+        "number of each client's batches for data-aware bases, by default 8", variants={
             "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
             "data-aware": (Key(AUTO, "steps", value_type=int, low=1, high=1_000_000),),
             "first-round": (),
@@ -224,7 +224,7 @@ class Config:
         choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (by default 1:0.9), FedAdam is adam (0.01:0.9)",
-        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
+        variants={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
 
     # privacy
     privacy: str = key("none", "client: differential privacy for each client, against all who see "
@@ -275,9 +275,9 @@ class Config:
 
     # fmt: on
 
-    def parts(self, key: str) -> dict[str, Any]:
-        """Return the parts of a setting such as `dirichlet:0.3` by name, its first word as ""."""
-        return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
+    def parse(self, key: str) -> dict[str, Any]:
+        """Return the parameters of a setting such as `dirichlet:0.3`; its first word is ""."""
+        return KEYS[key].parse(key, getattr(self, key.replace("-", "_")))
 
     @property
     def densities(self) -> tuple[Fraction, Fraction]:
@@ -309,22 +309,22 @@ class Config:
     @property
     def weight_decay(self) -> float:
         """Return the weight decay of a client's steps."""
-        return float(self.parts("optimizer")["weight-decay"])
+        return float(self.parse("optimizer")["weight-decay"])
 
     @property
     def max_gradient_norm(self) -> float:
         """Return the norm to which a step's gradient is clipped, 0 for none."""
-        return float(self.parts("optimizer")["max-norm"])
+        return float(self.parse("optimizer")["max-norm"])
 
     @property
     def proximal_mu(self) -> float:
         """Return the strength of FedProx's pull towards the round's start."""
-        return float(self.parts("optimizer").get("mu", 0.0))
+        return float(self.parse("optimizer").get("mu", 0.0))
 
     @property
     def calibration_steps(self) -> int:
         """Return the number of each client's batches for data-aware bases."""
-        steps = self.parts("init").get("steps", AUTO)
+        steps = self.parse("init").get("steps", AUTO)
         return 8 if steps == AUTO else int(steps)
 
     @property

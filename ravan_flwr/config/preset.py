@@ -100,7 +100,7 @@ class Preset:
         rate = self.rates.get(method, METHODS[method].learning_rate)
         for key in RATES_BY:
             if isinstance(rate, dict):
-                word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
+                word = values[key].partition(":")[0] if KEYS[key].variants else values[key]
                 if key == "partition" and word not in ("iid", *rate):
                     word = "dirichlet-by-client"  # stands for all other non-IID partitions
                 rate = rate.get(word, rate)
@@ -160,7 +160,7 @@ def _check_rates(rates: dict[str, Any], by: Sequence[str] = RATES_BY) -> None:
         if not isinstance(rate, dict):
             check_key("learning-rate", rate)
             continue
-        matching = [key for key in by if {*rate} <= {*KEYS[key].choices, *KEYS[key].forms}]
+        matching = [key for key in by if {*rate} <= {*KEYS[key].choices, *KEYS[key].variants}]
         if not (rate and matching):
             raise ValueError(
                 f"learning-rate: got {rate}, expected a number, or numbers by the values of "

@@ -56,7 +56,7 @@ def _read(settings: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     if values["secure-aggregation"]:  # a sum of fewer clients is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
     data, steps = preset.data_of(str(values["glue-task"])), values["local-steps"]
-    epochs = KEYS["local-steps"].parts("local-steps", steps) if isinstance(steps, str) else {}
+    epochs = KEYS["local-steps"].parse("local-steps", steps) if isinstance(steps, str) else {}
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
         "task": preset.task,
@@ -129,7 +129,7 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
 
 
 def _partitioned(data: DataSpec, partition: str) -> DataSpec:
-    column = KEYS["partition"].parts("partition", partition).get("column")
+    column = KEYS["partition"].parse("partition", partition).get("column")
     return dataclasses.replace(data, partition_by=str(column)) if column else data
 
 

@@ -28,7 +28,7 @@ class TimedGrid(InProcessGrid):
         devices = make_devices(str(config.devices), config.seed, num_clients)
         self.clock = SimulatedClock(devices)
         self._work = Workload(config, num_clients, devices)
-        if config.parts("budgets")[""] == "by-speed":
+        if config.parse("budgets")[""] == "by-speed":
             fractions = self._work.fractions_by_speed()
             for context, fraction in zip(self._contexts.values(), fractions, strict=True):
                 context.node_config["budget"] = fraction

@@ -112,8 +112,8 @@ class Method(ABC, Generic[Adapter]):
     """
 
     rank: int | None  # of the adapters; None if the method has no rank
-    # The number of heads or ranks of which a client can train a part. None: all or nothing.
-    parts: int | None = None
+    # Heads or ranks, of which a small budget trains some. None: a client trains all or nothing.
+    budget_units: int | None = None
     calibration: Calibration[Adapter] | None = None  # the round before round 1, if there is one
     # The attributes of each round, cyclically, if rounds differ.
     rounds: tuple[Mapping[str, Any], ...] = ()
@@ -167,7 +167,7 @@ class Method(ABC, Generic[Adapter]):
 
     def can_train(self, fraction: float) -> bool:
         """Return whether a client with that budget fraction can train."""
-        return self.parts is not None or fraction >= 1
+        return self.budget_units is not None or fraction >= 1
 
     # The server's half.
 

@@ -56,7 +56,7 @@ class LoraMethod(Method[LoRALinear]):
             # A mean of N clients has 1 / N of their variance, and sqrt(N) makes up for it.
             scale = settings.lora_scale * math.sqrt(settings.scale_clients / self.rank)
             self.settings = replace(settings, lora_scale=scale)
-        self.parts = self.rank if self.by_ranks else None
+        self.budget_units = self.rank if self.by_ranks else None
 
     def parameters_per_rank(self) -> int:
         """Return the number of trained parameters for each rank."""
@@ -71,7 +71,7 @@ class LoraMethod(Method[LoRALinear]):
         return {name: (rank * sides[name],) for name in names}
 
     def upload_shapes(self, fraction: float) -> dict[str, tuple[int, ...]]:
-        rank = self.rank if self.parts is None else affordable(fraction, self.rank)
+        rank = self.rank if self.budget_units is None else affordable(fraction, self.rank)
         return self.shapes(rank, self.sent)
 
     @cached_property
@@ -295,8 +295,8 @@ class ResidualLora(LoraMethod):
 class Residual:
     """One layer's residual: factors U (out, k) and V (k, in), or the matrix itself."""
 
-    def __init__(self, layer: Layer, rank: int, parts: tuple[Tensor, ...]) -> None:
-        self.layer, self.rank, self.parts = layer, rank, parts
+    def __init__(self, layer: Layer, rank: int, factors: tuple[Tensor, ...]) -> None:
+        self.layer, self.rank, self.factors = layer, rank, factors
 
     @staticmethod
     def size(layer: Layer, rank: int) -> int:
@@ -315,19 +315,19 @@ class Residual:
 
     def flat(self) -> Tensor:
         """Return one flat tensor, for the state."""
-        return flatten(self.parts)
+        return flatten(self.factors)
 
     def dense(self) -> Tensor:
         """Return the (out, in) matrix."""
-        if len(self.parts) == 1:
-            return self.parts[0]
-        U, V = self.parts
+        if len(self.factors) == 1:
+            return self.factors[0]
+        U, V = self.factors
         return U @ V
 
     def plus(self, moment: ProductSum, factor: float, rank: int) -> "Residual":
         """Return this residual plus factor * moment, of total rank `rank`."""
         if self.size(self.layer, rank) < self.layer.out_features * self.layer.in_features:
-            U, V = self.parts
+            U, V = self.factors
             B, A = moment.factors()
             return Residual(self.layer, rank, (torch.cat([U, factor * B], 1), torch.cat([V, A])))
         return Residual(self.layer, rank, (factor * moment.dense() + self.dense(),))

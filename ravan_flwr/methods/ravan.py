@@ -47,7 +47,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
-        self.heads = self.parts = settings.heads
+        self.heads = self.budget_units = settings.heads
         self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         self.rank = settings.rank or self._largest_rank()
         self.mean_over_cohort = settings.head_mean == "all"

@@ -188,7 +188,7 @@ class ServerState:
         }
         step = config.learning_rate * (config.local_steps or 0)  # 0: clients differ in steps
         self._limit = UpdateNormCheck(config.max_update_norm, step, config.wire)
-        self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
+        self._optimizer = ServerOptimizer(*config.parse("server-optimizer").values())
 
     @property
     def memory(self) -> Tensors:

@@ -88,7 +88,7 @@ class Mean:
         messages, broadcasts = [], self._broadcasts
         for client in clients:
             # Most methods have one broadcast for all.
-            fraction = client.budget_fraction if self.method.parts else 1.0
+            fraction = client.budget_fraction if self.method.budget_units else 1.0
             if fraction not in broadcasts:
                 broadcasts[fraction] = self.encode(self.broadcast(fraction))
             message = self.federation.message_builder.message(

@@ -59,7 +59,7 @@ class LoraArrays:
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
         """Return the factors that the method's clients train, as one tensor each, and r / rank."""
         rank = int(_factor(upload, self.layers[0], "B").shape[-1])
-        min_rank = self.rank if self.method.parts is None else 1
+        min_rank = self.rank if self.method.budget_units is None else 1
         if not min_rank <= rank <= self.rank:
             expected = f"{self.rank}" if min_rank == self.rank else f"1 to {self.rank}"
             raise ValueError(f"its LoRA has rank {rank}, expected {expected}")

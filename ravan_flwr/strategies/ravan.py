@@ -52,7 +52,7 @@ class RavanArrays:
         square_layers = [Layer(layer, side, side) for layer in self.layers]
         self.method = get_method(method)(method_settings, square_layers, 0)
         H = torch.stack([self._all_heads(arrays, layer) for layer in self.layers])
-        self.state = {"H": H if self.method.parts else H[:, 0]}
+        self.state = {"H": H if self.method.budget_units else H[:, 0]}
 
     def _all_heads(self, arrays: Tensors, layer: str) -> Tensor:
         """Return the products of all heads, (heads, r, r)."""
@@ -88,7 +88,7 @@ class RavanArrays:
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
         """Return {"H": products, "heads": packed bits}, and 1.0: a client may train any number."""
-        if self.method.parts is None:  # Fed-SB: one head, always whole
+        if self.method.budget_units is None:  # Fed-SB: one head, always whole
             return {"H": torch.cat([self._all_heads(upload, layer) for layer in self.layers])}, 1.0
         chosen = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
         products = []

@@ -33,7 +33,7 @@ from ravan_flwr.training.step import LocalSteps, Step, autocast, no_scaler
 
 log = getLogger(__name__)
 
-Parts = Sequence[Batch]
+MicroBatches = Sequence[Batch]
 MAX_GRAPHS = 8  # of one model; further shapes are computed eagerly
 WARM_UP = 3  # steps before a capture, in which libraries choose kernels and allocate workspaces
 TRIED = 3  # steps of each kind that decide whether a graph is quicker
@@ -105,7 +105,7 @@ class CapturedSteps:
 class Graph:
     """A captured step for batches of one shape."""
 
-    parts: Parts  # the addresses that it reads a batch from
+    micro_batches: MicroBatches  # the addresses that it reads a batch from
     loss: Tensor
     replay: Callable[[], None]
     clients: int = 0  # that have used it
@@ -116,10 +116,10 @@ class Graph:
         """Return whether enough eager and replayed steps were timed to compare them."""
         return len(self.seconds[True]) >= TRIED
 
-    def __call__(self, parts: Parts) -> Tensor:
+    def __call__(self, micro_batches: MicroBatches) -> Tensor:
         """Run the step on a batch, and return its loss."""
-        for own, part in zip(self.parts, parts, strict=True):
-            for name, tensor in part.items():
+        for own, micro_batch in zip(self.micro_batches, micro_batches, strict=True):
+            for name, tensor in micro_batch.items():
                 own[name].copy_(tensor, non_blocking=True)
         self.replay()
         return self.loss.clone()
@@ -176,9 +176,14 @@ class FixedState:
         for tensor in self._of_optimizer():
             tensor.zero_()
 
-    def capture(self, network: nn.Module, step: Step, parts: Parts, capture: Capture) -> Graph:
+    def capture(
+        self, network: nn.Module, step: Step, micro_batches: MicroBatches, capture: Capture
+    ) -> Graph:
         """Capture a step on batches of this shape; all values are then as they were."""
-        own = [{name: tensor.clone() for name, tensor in part.items()} for part in parts]
+        own = [
+            {name: tensor.clone() for name, tensor in micro_batch.items()}
+            for micro_batch in micro_batches
+        ]
         losses: list[Tensor] = []  # of the last call
 
         def run() -> None:
@@ -216,17 +221,17 @@ class CapturedClient:
         self._used = set[int]()  # graphs
         self._description = _description(network)
 
-    def __call__(self, parts: Parts) -> Tensor:
+    def __call__(self, micro_batches: MicroBatches) -> Tensor:
         """Train on the parts of a batch, and return its mean loss."""
-        graph = self._graph(parts)
+        graph = self._graph(micro_batches)
         if graph is None:
-            return self.step(parts)
+            return self.step(micro_batches)
         if id(graph) not in self._used:
             self._used.add(id(graph))
             graph.clients += 1
         if not self.owner.capture.compares or graph.clients == 1 or graph.is_measured:
-            return graph(parts)
-        return self._timed(graph, parts)
+            return graph(micro_batches)
+        return self._timed(graph, micro_batches)
 
     def finish(self) -> Tensor:
         """Return the number of steps without effect; RuntimeError if a tensor has moved."""
@@ -243,22 +248,25 @@ class CapturedClient:
                 )
         return self.step.skipped
 
-    def _graph(self, parts: Parts) -> Graph | None:
+    def _graph(self, micro_batches: MicroBatches) -> Graph | None:
         """Return the graph for batches of this shape; capture it when the shape is new."""
         if self.state is None:
             return None
         graphs = self.state.graphs
         key = tuple(
-            tuple((name, tuple(t.shape), t.dtype) for name, t in part.items()) for part in parts
+            tuple((name, tuple(t.shape), t.dtype) for name, t in micro_batch.items())
+            for micro_batch in micro_batches
         )
         # The last batch of a pass has another size in each client.
-        is_whole = sum(map(_examples, parts)) >= self.step.steps.batch_size
+        is_whole = sum(map(_examples, micro_batches)) >= self.step.steps.batch_size
         is_due = self.owner.at_first or key in self.state.seen
         self.state.seen.add(key)
         if is_whole and is_due and key not in graphs and self.owner.number < MAX_GRAPHS:
             graphs[key], reason = None, ""
             try:
-                graphs[key] = self.state.capture(self.network, self.step, parts, self.owner.capture)
+                graphs[key] = self.state.capture(
+                    self.network, self.step, micro_batches, self.owner.capture
+                )
             except (RuntimeError, NotImplementedError) as error:  # out of memory, or not capturable
                 reason = str(error).partition("\n")[0]
             if graphs[key] is None:  # not within `except`, where the error holds the memory
@@ -268,12 +276,12 @@ class CapturedClient:
                     torch.cuda.empty_cache()
         return graphs.get(key)
 
-    def _timed(self, graph: Graph, parts: Parts) -> Tensor:
+    def _timed(self, graph: Graph, micro_batches: MicroBatches) -> Tensor:
         """Run a step, and measure it; after the last one drop a graph that is slower."""
         replays = len(graph.seconds[False]) >= TRIED
         torch.cuda.synchronize()
         began = time.perf_counter()
-        loss = graph(parts) if replays else self.step(parts)
+        loss = graph(micro_batches) if replays else self.step(micro_batches)
         torch.cuda.synchronize()
         graph.seconds[replays].append(time.perf_counter() - began)
         if graph.is_measured:
@@ -298,13 +306,13 @@ class ForwardPass(Step):
         super().__init__(nothing, settings, no_scaler(device), self._logits, capturable=True)
         self.network, self.device = network, device
 
-    def __call__(self, parts: Parts) -> Tensor:
+    def __call__(self, micro_batches: MicroBatches) -> Tensor:
         """Return the logits of a batch."""
-        return self._logits(parts)
+        return self._logits(micro_batches)
 
-    def _logits(self, parts: Parts) -> Tensor:
+    def _logits(self, micro_batches: MicroBatches) -> Tensor:
         # Without a cache: a graph would read the copy that autocast made of an earlier weight.
-        (inputs,) = parts
+        (inputs,) = micro_batches
         with autocast(self.device.type, self.steps.precision, cache_enabled=False):
             return cast(Tensor, self.network(**inputs).logits)
 
@@ -322,9 +330,9 @@ class CapturedNetwork:
         return SimpleNamespace(logits=self._client([inputs]))
 
 
-def _examples(part: Batch) -> int:
-    """Return the number of examples of a part of a batch."""
-    return len(next(iter(part.values())))
+def _examples(micro_batch: Batch) -> int:
+    """Return the number of examples of a micro-batch."""
+    return len(next(iter(micro_batch.values())))
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:

@@ -357,21 +357,21 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def largest_fraction(config: Config, free: int) -> float:
     """Return the largest budget fraction whose training step fits into `free` bytes."""
-    parts = Skeleton(config).method.parts
-    if parts is None:  # trained whole or not at all: then it is the part of the needed memory
+    units = Skeleton(config).method.budget_units
+    if units is None:  # trained whole or not at all: then it is the part of the needed memory
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
     def need(number: int) -> int:
-        return step_memory(config, number / parts).added
+        return step_memory(config, number / units).added
 
-    fitting = bisect_right(range(1, parts + 1), 0.9 * free, key=need)
+    fitting = bisect_right(range(1, units + 1), 0.9 * free, key=need)
     if not fitting:
         raise ValueError(
             f"node config: budget is 'auto', and the smallest trainable part needs "
             f"{need(1) / 1e6:.0f} MB beside the model, but 90 % of {free / 1e6:.0f} MB free are "
             "less; lower batch-size"
         )
-    return fitting / parts
+    return fitting / units
 
 
 def adapter_parameters(config: Config) -> int:

@@ -27,7 +27,7 @@ from ravan_flwr.training.step import LocalSteps, autocast, no_scaler
 
 def learning_rate_in_round(config: Config, number: int) -> float:
     """Return the clients' learning rate in a round; `number` counts from 1."""
-    schedule = config.parts("learning-rate-schedule")
+    schedule = config.parse("learning-rate-schedule")
     start, warm_up = config.learning_rate, schedule["warm-up"]
     if 0 < number <= warm_up:
         return float(start * number / (warm_up + 1))
@@ -117,11 +117,13 @@ class Stepper:
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
         order = self.draw_batches(client_round)
-        parts, self.part_counts = split_batches(order, steps.micro_batch_size or steps.batch_size)
+        micro_batches, self.num_micro_batches = split_batches(
+            order, steps.micro_batch_size or steps.batch_size
+        )
         collate = (
             task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
         )
-        self.batches = self.read(parts, collate)
+        self.batches = self.read(micro_batches, collate)
         check_precision(steps.precision, self.device)
         scales = steps.precision == "float16"
         self.scaler = model.scaler if scales else no_scaler(self.device)
@@ -133,9 +135,11 @@ class Stepper:
         """Yield the rows of each step's batch, without end."""
         return training_order(self.task, self.examples, self.steps, client_round)
 
-    def read(self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]) -> Iterator[Any]:
+    def read(
+        self, micro_batches: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
+    ) -> Iterator[Any]:
         """Yield the examples of each part of a batch, in the order of the steps."""
-        return read_batches(self.examples, collate, parts, self.device)
+        return read_batches(self.examples, collate, micro_batches, self.device)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Run a round's steps on these parameters, with a new optimiser."""
@@ -143,9 +147,9 @@ class Stepper:
         if not parameters:  # a method without adapters, with a frozen classifier
             self.backward()  # for the loss only
             return
-        step = self.model.make_step(parameters, self.steps, self.scaler, self.backward_parts)
+        step = self.model.make_step(parameters, self.steps, self.scaler, self.backward_all)
         for _ in range(self.steps.number):
-            self.losses.append(step(self._next_parts()))
+            self.losses.append(step(self._next_micro_batches()))
         self.skipped = step.finish()
 
     def round(
@@ -168,7 +172,7 @@ class Stepper:
 
     def backward(self) -> None:
         """Compute the gradients of the next batch's mean loss, part by part."""
-        self.losses.append(self.backward_parts(self._next_parts()))
+        self.losses.append(self.backward_all(self._next_micro_batches()))
 
     def measure(self, sums: Sequence[Tensor]) -> None:
         """Run `backward` while hooks add terms to `sums` that are proportional to the gradients.
@@ -179,11 +183,11 @@ class Stepper:
         if not self.scaler.is_enabled():
             self.backward()
             return
-        parts, before = self._next_parts(), [tensor.clone() for tensor in sums]
+        micro_batches, before = self._next_micro_batches(), [tensor.clone() for tensor in sums]
         while True:
             for tensor in sums:
                 tensor.zero_()
-            loss, scale = self.backward_parts(parts), self.scaler.get_scale()
+            loss, scale = self.backward_all(micro_batches), self.scaler.get_scale()
             if all(bool(tensor.isfinite().all()) for tensor in sums):
                 break
             if scale < 1:
@@ -196,17 +200,20 @@ class Stepper:
             tensor.div_(scale).add_(old)
         self.losses.append(loss)
 
-    def _next_parts(self) -> list[Batch]:
-        """Return the parts of the next batch."""
-        return [next(self.batches) for _ in range(next(self.part_counts))]
+    def _next_micro_batches(self) -> list[Batch]:
+        """Return the micro-batches of the next batch."""
+        return [next(self.batches) for _ in range(next(self.num_micro_batches))]
 
-    def backward_parts(self, parts: Sequence[Batch]) -> Tensor:
+    def backward_all(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Add the gradients of a batch's mean loss, and return the loss."""
-        if len(parts) == 1:
-            return self._backward(parts[0])
-        sizes = [self.task.size(part) for part in parts]
+        if len(micro_batches) == 1:
+            return self._backward(micro_batches[0])
+        sizes = [self.task.size(micro_batch) for micro_batch in micro_batches]
         weights = [size / sum(sizes) for size in sizes]
-        losses = [self._backward(part, weight) for part, weight in zip(parts, weights, strict=True)]
+        losses = [
+            self._backward(micro_batch, weight)
+            for micro_batch, weight in zip(micro_batches, weights, strict=True)
+        ]
         return torch.stack(losses).sum()
 
     def _backward(self, batch: Batch, weight: float = 1.0) -> Tensor:

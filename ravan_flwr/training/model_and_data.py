@@ -57,9 +57,9 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     full_precision = config.precision == "float32" and config.quantize == "none"
     full_precision = full_precision and config.float32_matmul == "highest"
     settings["layer_form"] = "auto" if full_precision else "factored"
-    settings["init"] = config.parts("init")[""]
+    settings["init"] = config.parse("init")[""]
     if isinstance(config.lora_scale, str):
-        settings["lora_scale"] = config.parts("lora-scale")["alpha"]
+        settings["lora_scale"] = config.parse("lora-scale")["alpha"]
         # Without a mean over clients there is no variance to make up for.
         alone = METHODS[config.method].all_clients
         settings["scale_clients"] = 1 if alone else config.clients_per_round
@@ -95,7 +95,7 @@ class Examples:
 
 def make_partition(config: Config, number: int) -> Partition:
     """Return how these settings partition the training examples among `number` clients."""
-    parts = config.parts("partition")
+    parts = config.parse("partition")
     amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
     return Partition(config.partition_scheme, amount, number, config.seed)
 

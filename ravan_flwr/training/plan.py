@@ -95,7 +95,7 @@ def _clients(config: Config, skeleton: Skeleton) -> Iterator[str]:
         memory = step_memory(config, fraction)
         kept = memory.activations + memory.graph
         parts = (memory.weights, memory.trained, kept, memory.total)
-        number = skeleton.method.parts
+        number = skeleton.method.budget_units
         trains = "all" if number is None else f"{affordable(fraction, number)}/{number}"
         yield (
             f"{fraction:<9g}{trains:<8}{skeleton.bytes_up(fraction):>12,}{skeleton.bytes_down(fraction):>14,}"

@@ -77,10 +77,10 @@ class Step:
             self.parameters, self.rate, steps.weight_decay, device, capturable=capturable
         )
 
-    def __call__(self, parts: Sequence[Batch]) -> Tensor:
+    def __call__(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Train on the parts of a batch, and return its mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(parts)
+        loss = self.backward(micro_batches)
         if self.anchors or self.steps.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
         if self.anchors:

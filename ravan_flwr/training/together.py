@@ -240,9 +240,9 @@ def _train(
     steps, number = clients[0].steps, len(clients)
     classification = task_with(Classification, task, "clients-per-pass")
 
-    def backward(parts: Sequence[Batch]) -> Tensor:
+    def backward(micro_batches: Sequence[Batch]) -> Tensor:
         """Add the gradients of the sum of the clients' mean losses, and return the losses."""
-        (batch,) = parts
+        (batch,) = micro_batches
         labels = batch["labels"]
         with autocast(model.device.type, steps.precision):
             logits = classification.logits(model.network, batch).float()

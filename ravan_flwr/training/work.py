@@ -78,7 +78,7 @@ class Workload:
         The fractions are quarters. The target is SECONDS of `budgets=by-speed:SECONDS`, or the
         median over all devices with the whole budget. A client that is too slow gets a quarter.
         """
-        value = self.config.parts("budgets")["seconds"]
+        value = self.config.parse("budgets")["seconds"]
         client_ids = range(self.clients)
         target = median(self.seconds(1.0, c) for c in client_ids) if value == AUTO else float(value)
         return [

@@ -20,7 +20,7 @@ def bases(scheme, heads=3, rank=4, out_features=24, in_features=16, **changes):
 
 
 def test_the_configuration_offers_every_scheme():
-    assert set(KEYS["init"].forms) == {*SCHEMES, "data-aware", "first-round"}
+    assert set(KEYS["init"].variants) == {*SCHEMES, "data-aware", "first-round"}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

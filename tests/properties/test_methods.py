@@ -152,7 +152,7 @@ def test_messages_round_trip_with_the_computed_number_of_bytes(name, fraction):
 @every_method
 def test_a_smaller_budget_fraction_trains_and_sends_less_or_nothing(name):
     method, adapters = build(name)
-    if method.parts is None:
+    if method.budget_units is None:
         able = [method.can_train(fraction) for fraction in (0.25, 0.99, 1.0)]
         assert able == [False, False, True]
         return

@@ -542,7 +542,7 @@ def test_clients_with_small_budgets_train_a_part_or_are_not_eligible(tmp_path, m
     bytes_by_fraction = {c["budget-fraction"]: c["bytes-up"] for r in records for c in r["clients"]}
     not_eligible = simulation.summary["not-eligible"]
     assert all(record["not-eligible"] == not_eligible for record in records)
-    if get_model_and_data(read_config(SHORT | {"method": method})).model.method.parts:
+    if get_model_and_data(read_config(SHORT | {"method": method})).model.method.budget_units:
         assert not_eligible == []
         assert len(bytes_by_fraction) > 1
         sizes = [size for _, size in sorted(bytes_by_fraction.items())]

@@ -154,11 +154,11 @@ class PrivateStepper(Stepper):
             yield subsample(len(self.examples), self.rate)
 
     def read(
-        self, parts: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
+        self, micro_batches: Iterator[np.ndarray], collate: Callable[[Batch], Batch]
     ) -> Iterator[np.ndarray]:
         """Return the rows unread: an example that cannot be read must not end a step."""
         del collate
-        return parts
+        return micro_batches
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
@@ -171,9 +171,9 @@ class PrivateStepper(Stepper):
         """Return NaN: a loss would reveal information on the examples."""
         return math.nan
 
-    def backward_parts(self, parts: Sequence[Any]) -> Tensor:
+    def backward_all(self, micro_batches: Sequence[Any]) -> Tensor:
         """Write a private gradient into the parameters; the loss is not measured."""
-        for rows in parts:
+        for rows in micro_batches:
             self._add_clipped(rows)
         released = self.clipped.release(self.rate * len(self.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):

@@ -54,8 +54,8 @@ def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kin
 
 def test_every_partition_is_a_choice():
     assert {kind for kind, _ in CASES} == set(PARTITIONERS)
-    assert set(PARTITIONERS) == set(KEYS["partition"].forms)
-    assert set(BY_COLUMN) == {word for word, parts in KEYS["partition"].forms.items() if parts}
+    assert set(PARTITIONERS) == set(KEYS["partition"].variants)
+    assert set(BY_COLUMN) == {word for word, parts in KEYS["partition"].variants.items() if parts}
 
 
 def test_unassigned_examples_are_reported(splits, caplog):

@@ -54,7 +54,7 @@ class Recorded(Nodes):
         super().__init__(len(SHARES))
         self.method, self.adapters = build(method, **changes)
         for (node, one), fraction in zip(self.registered.items(), SHARES, strict=True):
-            if self.method.parts is not None:  # else all train all parameters
+            if self.method.budget_units is not None:  # else all train all parameters
                 self.registered[node] = dataclasses.replace(one, budget_fraction=fraction)
         self.uploads: dict[int, list[dict[str, torch.Tensor]]] = {}
 

@@ -232,7 +232,7 @@ def test_captured_evaluations_have_the_metrics_of_eager_ones(settings):
             model.captured, model.captured_evaluation = CapturedSteps(recorder), evaluations
         for number in (1, 2, 3, 4):
             steps = LocalSteps(2, 16, 0.01, loaded.config.precision)
-            fraction = 0.5 if number % 2 and model.method.parts else 1.0
+            fraction = 0.5 if number % 2 and model.method.budget_units else 1.0
             train_locally(
                 model, loaded.task, examples, state, fraction, steps, ClientRound(0, number, 0)
             )
